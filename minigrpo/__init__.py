@@ -1,0 +1,7 @@
+"""minigrpo: Group Relative Policy Optimization, small enough to read in an afternoon."""
+
+from .config import Config
+from .model import GPT
+from .trainer import Trainer
+
+__all__ = ["GPT", "Config", "Trainer"]

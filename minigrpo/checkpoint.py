@@ -1,0 +1,110 @@
+"""Checkpoints that are whole or not there: written aside, flushed, renamed, and only then vouched for by a manifest.
+
+`state.pt` is one dict of plain types and tensors (it loads with `weights_only=True`, so a pickle cannot run code); the
+manifest holds its sha256, because torch loads a file with a flipped bit without a word. A checkpoint without a manifest
+that matches does not count.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
+    """Write `step_NNNNNN/{state.pt, manifest.json}` under `folder`, then remove all but the newest `keep_last`.
+
+    Raises OSError or RuntimeError (disk full is torch's RuntimeError) with older checkpoints untouched and the partial
+    file gone.
+    """
+    target = path_of(folder, step)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "manifest.json").unlink(missing_ok=True)  # the old promise does not hold for what is about to be written
+    digest = _write(target / "state.pt", lambda path: torch.save(state, path))
+    manifest = json.dumps({"step": step, "files": {"state.pt": digest}}, indent=1)
+    _write(target / "manifest.json", lambda path: path.write_text(manifest + "\n"))
+    for old in sorted(folder.glob("step_*"))[:-keep_last]:
+        shutil.rmtree(old)
+    return target
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> str:
+    """Write a file so that it is whole or not there, even if the machine stops; its sha256."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _flush_folder(path.parent)
+        _flush_folder(path.parent.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return digest
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing or damaged; the message names the file."""
+
+
+def load_checkpoint(path: Path) -> State:
+    """The state in one checkpoint's folder. Raises CheckpointError unless it is exactly what was saved."""
+    file, manifest = path / "state.pt", path / "manifest.json"
+    try:
+        promised = json.loads(manifest.read_text())["files"]["state.pt"]
+        with open(file, "rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest.parent}: not a whole checkpoint ({type(error).__name__}: {error})") from None
+    if found != promised:
+        raise CheckpointError(f"{file}: damaged, its sha256 is not the one in its manifest")
+    try:
+        state: State = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises EOFError, UnpicklingError or RuntimeError, depending on where it breaks
+        raise CheckpointError(f"{file}: cannot be loaded ({str(error).splitlines()[0][:200]})") from None
+    return state
+
+
+def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) -> State | None:
+    """The state to resume from, or None to start afresh.
+
+    `resume` is "" (afresh), "auto" (the newest good checkpoint; a damaged newer one is named through `warn`), or a step.
+    Raises CheckpointError if that step is not there or damaged, or if there are checkpoints but none is good.
+    """
+    if not resume:
+        return None
+    if resume != "auto":
+        path = path_of(folder, int(resume))
+        if not path.exists():
+            there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in sorted(folder.glob("step_*"))) or "none"
+            raise CheckpointError(f"--resume {resume}: no such checkpoint in {folder}; there: {there}")
+        return load_checkpoint(path)
+    paths = sorted(folder.glob("step_*"), reverse=True)
+    for path in paths:
+        try:
+            return load_checkpoint(path)
+        except CheckpointError as error:
+            warn(f"{error}; trying the one before it")
+    if paths:
+        raise CheckpointError(f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh")
+    return None

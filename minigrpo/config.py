@@ -1,0 +1,322 @@
+"""The one Config: every number a run depends on, flat, validated before anything is built.
+
+Precedence: the defaults below, then `--config FILE.toml`, then the command line. The docstring under a field is its --help.
+What is not flat is not here: derived numbers are properties, and nothing else in the library reads the command line.
+"""
+
+import contextlib
+import difflib
+import io
+import sys
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
+from .tasks import TASKS
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: one line that names the flag and says what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    # --- the work ---
+    task: Literal[tuple(TASKS)] = "chess-env"  # type: ignore[valid-type]
+    """What is asked and how answers are judged."""
+    tokenizer: Literal["chess", "gpt2"] = "chess"
+    """The tokenizer that ships, or tiktoken's gpt2."""
+    history: int = 0
+    """How many earlier moves the prompt tells."""
+    prompts_per_step: int = 16
+    """Prompts in one step."""
+    group_size: int = 8
+    """Completions of each prompt."""
+    max_new_tokens: int = 96
+    """Longest completion, end of text included."""
+    temperature: float = 1.0
+    """Sampling temperature; training log-probs use it too."""
+    reward_weights: str = ""
+    """Weight of each reward part, as exact=1,similarity=0.5; parts left out weigh 0; empty: the task's own."""
+    max_steps: int = 400
+    """Steps to train for; the learning rate decays over them."""
+    eval_every: int = 100
+    """Steps between evaluations; 0: only before and after."""
+    eval_size: int = 1024
+    """Held-out examples in the first and the last evaluation."""
+    eval_size_during: int = 256
+    """Held-out examples in the evaluations between."""
+    save_every: int = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: int = 2
+    """Checkpoints that are kept."""
+    seed: int = 0
+    """Fixes positions, samples and initial weights."""
+
+    # --- the model ---
+    init_from: str = "shipped"
+    """shipped: the warm-started model in the package; scratch: random weights; or a path to GPT-2 safetensors."""
+    layers: int = 4
+    """Blocks, with --init-from scratch."""
+    width: int = 128
+    """Size of the residual stream, with --init-from scratch."""
+    heads: int = 4
+    """Attention heads, with --init-from scratch."""
+    context: int = 256
+    """Positions, with --init-from scratch."""
+
+    # --- the maths ---
+    loss: Literal[tuple(LOSSES)] = "grpo"  # type: ignore[valid-type]
+    """Row of the loss table; nll is the supervised warm start on true answers."""
+    clip_low: float | None = None
+    """The ratio is clipped at 1 - this; None: the loss's own."""
+    clip_high: float | None = None
+    """The ratio is clipped at 1 + this; None: the loss's own."""
+    ratio_cap: float | None = None
+    """Absolute cap of the ratio (cispo, two-sided clip); None: the loss's own."""
+    advantage: Literal["group_mean", "leave_one_out"] | None = None
+    """Baseline of the advantage; None: the loss's own."""
+    scale: Literal["group", "batch", "none"] | None = None
+    """Which standard deviation divides advantages; None: the loss's own."""
+    kl: Literal[(*KL_ESTIMATORS, KL_IN_REWARD)] = "k3"  # type: ignore[valid-type]
+    """KL estimator; k1_reward takes the KL off the rewards instead of adding it to the loss."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the initial model; above 0 a frozen copy of it is kept."""
+    num_iterations: int = 1
+    """Optimizer steps on each rollout."""
+    learning_rate: float = 1e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices; biases and norms have none."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+
+    # --- the speed ---
+    device: str = "auto"
+    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
+    use_amp: bool = False
+    """Run the model under autocast in --amp-dtype; log-softmax and the loss stay in float32."""
+    amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """Precision of --use-amp; float16 needs a CUDA GPU and scales the loss."""
+    use_tf32: bool = False
+    """TF32 matrix products on CUDA."""
+    compile_model: bool = False
+    """torch.compile each block for training."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+    layout: Literal["repeated", "shared"] = "shared"
+    """shared: each prompt and each distinct completion runs once; repeated: the textbook way."""
+    kv_cache: bool = True
+    """Keep keys and values while sampling."""
+    fused_optimizer: bool = True
+    """AdamW's fused kernel."""
+    parallel_rewards: bool = True
+    """Score completions in a pool of threads."""
+    num_reward_workers: int = 2
+    """Threads in that pool."""
+    skip_dead_groups: bool = True
+    """Leave groups out of the update whose gradient is exactly 0: all rewards equal, no KL."""
+    micro_batch_size: int = 0
+    """Prompts in one forward and backward; 0: all of them."""
+    rollout_batch_size: int = 0
+    """Prompts that are sampled together; 0: all of them."""
+
+    # --- the run ---
+    out_dir: str = ""
+    """The run's folder; empty: runs/<time>-<loss>."""
+    resume: str = ""
+    """auto: from the newest good checkpoint in --out-dir, afresh if there is none; or the step to resume from."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), typing.get_type_hints(type(self))[field.name])
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        at_least = dict.fromkeys(
+            ("prompts_per_step", "group_size", "max_new_tokens", "max_steps", "keep_last", "num_iterations"), 1
+        ) | dict.fromkeys(("layers", "width", "heads", "context", "num_reward_workers", "eval_size", "save_every"), 1)
+        at_least |= dict.fromkeys(
+            ("history", "eval_every", "seed", "warmup_steps", "micro_batch_size", "rollout_batch_size"), 0
+        ) | {"eval_size_during": 1, "kl_coef": 0, "weight_decay": 0, "clip_low": 0, "clip_high": 0}
+        above = ("temperature", "learning_rate", "grad_clip", "ratio_cap")
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{flag(name)} must be at least {least}, got {value}")
+        for name in above:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{flag(name)} must be a number above 0, got {value}")
+
+    def _check_combinations(self) -> None:
+        if self.group_size < 2 and LOSSES[self.loss].needs_group:
+            raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss}, got {self.group_size}")
+        if self.width % self.heads:
+            raise ConfigError(f"--width must be a multiple of --heads, got {self.width} and {self.heads}")
+        if self.warmup_steps >= self.max_steps > 1:
+            raise ConfigError(f"--warmup-steps must be below --max-steps, got {self.warmup_steps} and {self.max_steps}")
+        for name in ("micro_batch_size", "rollout_batch_size"):
+            size = getattr(self, name)
+            if size > self.prompts_per_step or (size and self.prompts_per_step % size):
+                divisors = [n for n in range(1, self.prompts_per_step + 1) if self.prompts_per_step % n == 0]
+                raise ConfigError(
+                    f"{flag(name)} must divide --prompts-per-step {self.prompts_per_step}: "
+                    f"one of {', '.join(map(str, divisors))} (0: all), got {size}"
+                )
+        if self.resume and not self.out_dir:
+            raise ConfigError("--resume needs --out-dir, the folder of the run to go on with")
+        if self.resume and self.resume != "auto" and not self.resume.isdigit():
+            raise ConfigError(f"--resume must be auto or a step number, got {self.resume}")
+        self.weights()
+
+    def weights(self) -> dict[str, float]:
+        """`reward_weights` as a mapping; empty for the task's own. Raises ConfigError."""
+        allowed = TASKS[self.task].parts  # type: ignore[attr-defined]
+        weights: dict[str, float] = {}
+        for item in filter(None, self.reward_weights.split(",")):
+            name, _, number = item.partition("=")
+            try:
+                weights[name.strip()] = float(number)
+            except ValueError:
+                raise ConfigError(f"--reward-weights must read part=number,..., got {item!r}") from None
+        if unknown := set(weights) - set(allowed):
+            raise ConfigError(
+                f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}"
+            )
+        return weights
+
+    @property
+    def supervised(self) -> bool:
+        """Whether completions are the true ones, one a prompt."""
+        return not LOSSES[self.loss].needs_group
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> "Config":
+        """Raises ConfigError for an unreadable file, an unknown key or a bad value."""
+        return cls(**read_toml(path))
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None) -> "Config":
+        """Parse flags; what is wrong is printed as one line, and the process exits with code 2."""
+        argv = list(sys.argv[1:] if argv is None else argv)
+        try:
+            values, rest = _take_config_file(argv)
+            return _parse_flags(cls(**values), rest)
+        except ConfigError as error:
+            exit_with(error)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def exit_with(error: Exception) -> typing.NoReturn:
+    """One line on stderr, exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings of a TOML file, checked for unknown keys. A table `reward_weights` is taken for its text form."""
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: is not TOML: {error}") from None
+    values.pop("versions", None)  # what a run's own config.toml adds
+    if isinstance(values.get("reward_weights"), Mapping):
+        values["reward_weights"] = ",".join(f"{part}={weight}" for part, weight in values["reward_weights"].items())
+    known = [field.name for field in fields(Config)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"--config {path}: unknown key {key!r}{did_you_mean(key, known)}")
+    return values
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else "; --help lists what is allowed"
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    options = typing.get_args(hint) if typing.get_origin(hint) not in (Literal, None) else (hint,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option) and isinstance(value, str):
+                return
+        elif option is type(None):
+            if value is None:
+                return
+        elif option is float and type(value) in (int, float):
+            return
+        elif type(value) is option:
+            return
+    names = " or ".join(
+        ", ".join(typing.get_args(option)) if typing.get_origin(option) is Literal else option.__name__
+        for option in options
+        if option is not type(None)
+    )
+    raise ConfigError(f"{flag(name)} must be {names}, got {value!r}")
+
+
+def _take_config_file(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split `--config FILE` off the arguments."""
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == "--config" or argument.startswith("--config="):
+            path = argument.partition("=")[2] or next(arguments, "")
+            if not path:
+                raise ConfigError("--config needs a file")
+            values |= read_toml(path)
+        else:
+            rest.append(argument)
+    return values, rest
+
+
+def _parse_flags(defaults: Config, argv: list[str]) -> Config:
+    names = {name for field in fields(Config) for name in (flag(field.name), flag("no_" + field.name))} | {"--help"}
+    for argument in argv:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in names:
+            raise ConfigError(f"unknown flag {name}{did_you_mean(name, sorted(names))}")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                Config,
+                default=defaults,
+                args=argv,
+                description="Group Relative Policy Optimization. --config FILE.toml sets defaults; flags override it.",
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_first_paragraph(complaint.getvalue())) from None
+
+
+def _first_paragraph(panel: str) -> str:
+    """What tyro says in its framed panel, as one line."""
+    words: list[str] = []
+    for line in panel.splitlines()[1:]:
+        text = line.strip("│╭╮╰╯ ")
+        if words and (not text or set(text) <= {"─"}):
+            break
+        words.append(text)
+    return " ".join(words) + " (--help lists what is allowed)"
+

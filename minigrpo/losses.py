@@ -1,0 +1,228 @@
+"""Advantages, policy losses and KL estimators: tensors in, tensors out. No model, no device, no tokenizer.
+
+Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`; m the mask; n_i = sum_t m; B completions; N tokens.
+
+    r  = exp(logp - old)                                       the ratio of a token
+    l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl        what each row turns into a per-token term
+    L  = sum(w * l)                                            with weights w from *global* counts
+
+Since w depends on counts over the whole optimizer step, the gradient does not depend on micro-batch size, accumulation or
+number of ranks (bnpo excepted, by definition). Everything is computed in float32 at least.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does
+
+
+def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
+    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 at least.
+
+    Args:
+        estimator: group_mean: R_i - mean(R) (arXiv 2402.03300). leave_one_out: R_i - mean of the others (RLOO, 2402.14740).
+        scale: group: divide by the group's std + 1e-4. batch: by the std of the whole batch. none: do not divide
+            (Dr. GRPO, 2503.20783). Standard deviations have ddof = 1.
+
+    A group whose rewards are all equal has advantage exactly 0. Raises ValueError for groups of one.
+    """
+    if rewards.shape[-1] < 2:
+        raise ValueError("a group-relative advantage needs a group: --group-size must be at least 2, got 1")
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    size = rewards.shape[-1]
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    if estimator == "leave_one_out":
+        centred = centred * (size / (size - 1))
+    elif estimator != "group_mean":
+        raise ValueError(f"advantage estimator must be group_mean or leave_one_out, got {estimator!r}")
+    if scale == "group":
+        centred = centred / (rewards.std(-1, keepdim=True) + STD_EPS)
+    elif scale == "batch":
+        centred = centred / (rewards.std() + STD_EPS)
+    elif scale != "none":
+        raise ValueError(f"advantage scale must be group, batch or none, got {scale!r}")
+    # eight rewards of 0.1 do not average to 0.1 in float32; divided by a tiny std, that noise would be a gradient
+    dead = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    return torch.where(dead, 0.0, centred)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What an optimizer step averages over: counted once, over all micro-batches and ranks."""
+
+    completions: int | Tensor  # B
+    tokens: int | Tensor  # N, completion tokens
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "Counts":
+        return cls(mask[..., 0].numel(), mask.sum().clamp(min=1))
+
+
+# --- the ratio: how far the policy has moved from the one that sampled ----------------------------------------------------
+
+
+def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """r_t = exp(logp_t - old_t)."""
+    return log_ratio.exp()
+
+
+def sequence_mean_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """s = exp((1/n) sum_t (logp - old)), broadcast over the tokens (GSPO, arXiv 2507.18071)."""
+    lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+    return (log_ratio.sum(-1, keepdim=True) / lengths).exp().expand_as(log_ratio)
+
+
+def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The ratio of whole completions, exp(sum_t (logp - old)), broadcast (RLOO, arXiv 2402.14740)."""
+    return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
+
+
+# --- the surrogate: from ratio and advantage to a per-token term, and to indicators of what was clipped ------------------
+
+
+def clipped(
+    ratio: Tensor, adv: Tensor, logp: Tensor, clip_low: float, clip_high: float, ratio_cap: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(r A, clip(r) A) (PPO); with `ratio_cap` the unclipped r is first capped (two-sided, arXiv 2505.07291)."""
+    low, high = 1 - clip_low, 1 + clip_high
+    capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
+    term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
+    hits = {"clip_ratio/low_mean": (ratio < low) & (adv < 0), "clip_ratio/high_mean": (ratio > high) & (adv > 0)}
+    return term, hits
+
+
+def cispo(
+    ratio: Tensor, adv: Tensor, logp: Tensor, clip_low: float, clip_high: float, ratio_cap: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-stopgrad(min(r, ratio_cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
+    assert ratio_cap is not None
+    return -ratio.detach().clamp(max=ratio_cap) * adv * logp, {"cispo_clip_ratio": (ratio > ratio_cap) & (adv > 0)}
+
+
+def negative_logp(
+    ratio: Tensor, adv: Tensor, logp: Tensor, clip_low: float, clip_high: float, ratio_cap: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-logp: no policy gradient, but the supervised warm start."""
+    return -logp, {}
+
+
+# --- the weights: who counts how much -------------------------------------------------------------------------------------
+
+
+def per_completion(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+    """(1/B) sum_i (1/n_i) sum_t"""
+    return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * counts.completions)
+
+
+def per_token(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+    """(1/N) sum, N over all ranks and micro-batches of the step"""
+    return mask / counts.tokens
+
+
+def per_local_token(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+    """sum over the tokens at hand over their number, each micro-batch by itself, weighted by its share of the completions"""
+    return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / counts.completions)
+
+
+def constant(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+    """sum / (B * max_completion_length)"""
+    return mask / (counts.completions * max_length)
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """One row of the loss table, with the defaults that its paper uses."""
+
+    ratio: Callable[[Tensor, Tensor], Tensor]
+    surrogate: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    reduce: Callable[[Tensor, Counts, int], Tensor]
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ratio_cap: float | None = None
+    advantage: str = "group_mean"
+    scale: str = "group"
+    needs_group: bool = True
+
+
+LOSSES = {
+    "grpo": LossSpec(token_ratio, clipped, per_completion),  # arXiv 2402.03300
+    "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
+    "dapo": LossSpec(token_ratio, clipped, per_token, clip_high=0.28),  # 2503.14476
+    "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
+    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, clip_low=3e-4, clip_high=4e-4),  # 2507.18071
+    "cispo": LossSpec(token_ratio, cispo, per_token, ratio_cap=5.0),  # 2506.13585, cap from 2510.13786
+    "rloo": LossSpec(  # 2402.14740
+        sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"
+    ),
+    "nll": LossSpec(token_ratio, negative_logp, per_token, needs_group=False),  # the warm start
+}
+
+# KL estimators on sampled tokens, d = ref - logp (Schulman's k1, k2, k3). Their on-policy gradients: k2 and k3_is give
+# grad KL(pi||ref), k3 gives grad KL(ref||pi) (arXiv 2506.09477, 2510.01555, 2512.21852), k1 in the loss gives 0, which is
+# why k1_reward is not here: the rollout takes it off the rewards.
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k2": lambda d, ratio: d.square() / 2,
+    "k3": lambda d, ratio: d.exp() - d - 1,
+    "k3_is": lambda d, ratio: ratio * (d.exp() - d - 1),  # DeepSeek-V3.2, arXiv 2512.02556
+}
+KL_IN_REWARD = "k1_reward"
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor | None,
+    mask: Tensor,
+    *,
+    loss: str = "grpo",
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    ratio_cap: float | None = None,
+    max_completion_length: int | None = None,
+    ref_logp: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl: str = "k3",
+    counts: Counts | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch, or of a micro-batch's share of it.
+
+    Args:
+        logp: `[..., S]` log-probs of the sampled tokens, with gradient.
+        old_logp: `[..., S]` under the policy that sampled; None means `logp.detach()`: a ratio of exactly 1.
+        advantages: `[...]`, one a completion; None for nll.
+        mask: `[..., S]` bool.
+        loss: a row of LOSSES; None for a clip or the cap takes the row's default.
+        max_completion_length: what dr_grpo divides by; S if None.
+        ref_logp: `[..., S]`, needed if kl_coef > 0.
+        kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
+        counts: B and N of the whole optimizer step; None counts this batch. The losses, gradients and metrics of
+            micro-batches that share `counts` add up to the whole batch's.
+
+    Returns:
+        The scalar loss, and metrics (scalars without gradient, which add up likewise).
+    """
+    spec = LOSSES[loss]
+    counts = counts or Counts.of(mask)
+    at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
+    m = mask.to(at_least_fp32)
+    # masked before exp: inf * 0 is NaN in backward
+    logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
+    old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
+    ratio = spec.ratio(logp - old, m)
+    adv = logp.new_zeros(()) if advantages is None else advantages.to(at_least_fp32)[..., None]
+    low = spec.clip_low if clip_low is None else clip_low
+    high = spec.clip_high if clip_high is None else clip_high
+    term, hits = spec.surrogate(ratio, adv, logp, low, high, spec.ratio_cap if ratio_cap is None else ratio_cap)
+
+    by_token = per_token(m, counts, 0)
+    by_row = by_token if spec.ratio is token_ratio else per_completion(m, counts, 0)
+    metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
+    if kl_coef and ref_logp is not None and kl in KL_ESTIMATORS:
+        penalty = KL_ESTIMATORS[kl](torch.where(mask, ref_logp, 0.0) - logp, ratio)
+        metrics["kl"] = (penalty.detach() * by_token).sum()
+        term = term + kl_coef * penalty
+    weights = spec.reduce(m, counts, max_completion_length or mask.shape[-1])
+    return (weights * term).sum(), metrics

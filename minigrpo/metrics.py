@@ -1,0 +1,153 @@
+"""What a run leaves behind and what a person watches: JSONL, TensorBoard, console, phase timer.
+
+Everything that the library prints is printed here.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch.utils.tensorboard import SummaryWriter
+
+Scalars = Mapping[str, float]
+SECONDS_BETWEEN_LINES = 15.0  # without a terminal: how often progress is a line
+
+
+class PhaseTimer:
+    """Seconds by phase of a step. On CUDA a phase ends with a device sync, so that it is charged what it caused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class JSONLines:
+    """An append-only file of objects with a `step`; flushed line by line, cut back on resume."""
+
+    def __init__(self, path: Path, *, up_to_step: int) -> None:
+        """Keep only whole lines whose step is at most `up_to_step`."""
+        lines: list[str] = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= up_to_step:
+                        lines.append(line)
+                except (ValueError, KeyError):
+                    break  # a line that was cut off when the process died
+        self.file = open(path, "w")
+        self.file.writelines(line + "\n" for line in lines)
+        self.file.flush()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class RunLog:
+    """The files of a run's folder that grow: metrics, evaluations, samples, TensorBoard."""
+
+    def __init__(self, folder: Path, *, start_step: int) -> None:
+        """`start_step` steps are done; anything later in the files, written by a run that was lost, is cut."""
+        self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=start_step)
+        self.evaluations = JSONLines(folder / "eval.jsonl", up_to_step=start_step)
+        self.samples = JSONLines(folder / "samples.jsonl", up_to_step=start_step)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+
+    def step(self, step: int, values: Scalars) -> None:
+        self.metrics.write({"step": step, **values})
+        for name, value in values.items():
+            self.board.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def evaluation(self, step: int, values: Scalars) -> None:
+        self.evaluations.write({"step": step, **values})
+        for name, value in values.items():
+            if not name.startswith("count/"):
+                self.board.add_scalar(f"eval/{name}", value, step)
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None:
+        self.samples.write({"step": step, **record})
+
+    def sample_text(self, step: int, text: str) -> None:
+        self.board.add_text("samples", text, step)
+
+    def close(self) -> None:
+        for file in (self.metrics, self.evaluations, self.samples, self.board):
+            file.close()
+
+
+class Screen:
+    """What a person sees: messages, and progress as a live bar on a terminal, as a line now and then elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None), TaskProgressColumn())
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
+        self.progress = Progress(*columns, TextColumn("{task.description}"), *times, console=self.console)
+        self.live = self.console.is_terminal and not quiet
+        self.last_line = 0.0
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        self.errors.print(f"warning: {text}", style="yellow", markup=False)
+
+    def start(self, total: int, done: int) -> None:
+        self.first, self.began = done, time.perf_counter()
+        self.task = self.progress.add_task("", total=total, completed=done)
+        if self.live:
+            self.progress.start()
+
+    def update(self, done: int, total: int, text: str) -> None:
+        self.progress.update(self.task, completed=done, description=text)
+        now = time.perf_counter()
+        if not self.live and (now - self.last_line >= SECONDS_BETWEEN_LINES or done == total):
+            self.last_line = now
+            left = (now - self.began) / max(1, done - self.first) * (total - done)
+            self.say(f"step {done}/{total}  {text}  left {int(left) // 60}:{int(left) % 60:02d}")
+
+    def stop(self) -> None:
+        if self.live:
+            self.progress.stop()
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        table = Table(title=title, title_justify="left")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="right" if i else "left")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -1,0 +1,178 @@
+"""GPT-2 on a flat stream of tokens.
+
+Pre-LN blocks, learned positions, tanh-GELU, output head tied to the token embedding: GPT-2, with one departure. The blocks
+never see a `[batch, time]` rectangle. They see a stream `x [N, D]` of tokens, each with its position, and hand `(q, k, v)`
+to an *attend* function that knows which token belongs where (layout.py for training, sampling.py for decoding). So no
+token is ever a pad, and what is shared is run once.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .logprobs import token_logprobs
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each [N, H, D/H] -> [N, H, D/H]
+
+
+class Attends(Protocol):
+    """What the model asks of a layout or a cache: the attend function of each layer."""
+
+    def layer(self, number: int) -> Attend: ...
+
+
+class LogprobLayout(Attends, Protocol):
+    """What `GPT.forward` asks of a layout; see layout.py."""
+
+    sources: Tensor  # [M] rows of the stream whose next token is asked for
+    targets: Tensor  # [M] that token
+    index: Tensor  # [P, G, S] into M
+    mask: Tensor  # [P, G, S] bool
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens in any order, without padding."""
+
+    ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, the place of each token in its own text
+
+    def to(self, device: torch.device | str) -> "Stream":
+        return Stream(self.ids.to(device), self.positions.to(device))
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """The numbers that fix a GPT's parameters."""
+
+    vocab_size: int
+    context: int = 256  # positions that exist
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"--width must be a multiple of --heads, got {self.width} and {self.heads}")
+
+
+class Causal:
+    """The layout of plain rows `[B, T]`: row b's token t stands at b * T + t of the stream."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.shape = (batch, length)
+
+    def layer(self, number: int) -> Attend:
+        return self.attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, D/H]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.c_attn = nn.Linear(shape.width, 3 * shape.width)
+        self.c_proj = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.c_attn(x).view(len(x), 3, self.heads, -1).unbind(1)
+        return self.c_proj(attend(q, k, v).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(shape.width, 4 * shape.width)
+        self.c_proj = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(shape.width)
+        self.attn = Attention(shape)
+        self.ln_2 = nn.LayerNorm(shape.width)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """A GPT-2; parameter names are Hugging Face's, so that weights.py only has to transpose."""
+
+    def __init__(self, shape: GPTShape, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.checkpoint_blocks: Callable[..., Tensor] | None = None  # set by accel.py: recompute blocks in backward
+        self.wte = nn.Embedding(shape.vocab_size, shape.width)
+        self.wpe = nn.Embedding(shape.context, shape.width)
+        self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.ln_f = nn.LayerNorm(shape.width)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        # GPT-2: normal(0.02), the two projections into the residual stream smaller by sqrt(2 * layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                into_residual = name.endswith("c_proj.weight")
+                std = 0.02 / math.sqrt(2 * self.shape.layers) if into_residual else 0.02
+                parameter.normal_(0.0, std, generator=generator)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "GPT":
+        """A model from a GPT-2 safetensors file, or a folder that holds one. Raises ValueError with what does not fit."""
+        from .weights import load_gpt2
+
+        shape, state = load_gpt2(Path(path))
+        model = cls(shape)
+        model.load_state_dict(state)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.wte.weight.device
+
+    def hidden(self, stream: Stream, attends: Attends) -> Tensor:
+        """Final hidden states `[N, D]` of a stream of N tokens."""
+        x = self.wte(stream.ids) + self.wpe(stream.positions)
+        for number, block in enumerate(self.h):
+            attend = attends.layer(number)
+            x = self.checkpoint_blocks(block, x, attend) if self.checkpoint_blocks else block(x, attend)
+        return self.ln_f(x)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states `[..., D]`."""
+        return F.linear(hidden, self.wte.weight)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`. For evaluation, export and tests."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        hidden = self.hidden(Stream(ids.flatten(), positions.flatten()), Causal(*ids.shape))
+        return self.head(hidden).unflatten(0, ids.shape)
+
+    def forward(self, stream: Stream, layout: LogprobLayout, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability of each completion token, and the entropy of its distribution, both `[P, G, S]`, 0 where masked.
+
+        The head runs on the M distinct positions that predict a completion token, and on nothing else.
+        """
+        hidden = self.hidden(stream, layout).index_select(0, layout.sources)
+        logp, entropy = token_logprobs(hidden, self.wte.weight, layout.targets, temperature)
+        zero = logp.new_zeros(())
+        return tuple(torch.where(layout.mask, x[layout.index], zero) for x in (logp, entropy))  # type: ignore[return-value]

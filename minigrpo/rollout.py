@@ -1,0 +1,203 @@
+"""Where the batches of a run come from: sampled from the policy and scored (OnPolicy), or simply true (Gold).
+
+The trainer cannot tell the two apart but by the loss that it was given. Examples are made ahead of need by a thread, so
+that a step never waits for self-play.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import tiktoken
+import torch
+from torch import Tensor
+
+from .config import Config
+from .layout import LAYOUTS
+from .losses import KL_IN_REWARD, LOSSES, advantages
+from .metrics import PhaseTimer
+from .model import GPT
+from .randomness import uniforms
+from .reference import Reference
+from .rewards import RewardScorer
+from .sampling import generate
+from .types import Completions, Example, RolloutBatch, Task
+
+STEPS_AHEAD = 8  # how many steps' examples are made before they are needed
+
+
+class Source(Protocol):
+    def batch(self, step: int) -> RolloutBatch:
+        """The batch of a step, on the host; a pure function of (config, step, weights)."""
+
+
+class Ahead:
+    """Examples of a step, made in the background for the steps to come."""
+
+    def __init__(self, example: Callable[[int], Example], per_step: int, last_step: int) -> None:
+        self.example, self.per_step, self.last_step = example, per_step, last_step
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="examples")
+        self.futures: dict[int, Future[list[Example]]] = {}
+
+    def take(self, step: int) -> list[Example]:
+        for ahead in range(step, min(step + STEPS_AHEAD, self.last_step)):
+            if ahead not in self.futures:
+                self.futures[ahead] = self.pool.submit(self._make, ahead)
+        return self.futures.pop(step).result()
+
+    def _make(self, step: int) -> list[Example]:
+        return [self.example(step * self.per_step + i) for i in range(self.per_step)]
+
+
+def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Right-pad token lists: `[R, L]` int64 and their lengths `[R]`."""
+    lengths = np.array([len(row) for row in rows])
+    ids = np.zeros((len(rows), lengths.max()), dtype=np.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    return torch.from_numpy(ids), torch.from_numpy(lengths)
+
+
+def encode_prompts(
+    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
+) -> tuple[Tensor, Tensor]:
+    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ValueError for one longer than `room` tokens."""
+    ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
+    if int(lengths.max()) > room:
+        worst = examples[int(lengths.argmax())].prompt
+        raise ValueError(
+            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the model's context: at most "
+            f"{room} are allowed ({worst[:60]!r}...)"
+        )
+    return ids, lengths
+
+
+def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[str]]:
+    """The texts of completions, without end of text: `[P][G]`."""
+    ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
+    eos = tokenizer.eot_token
+    return [
+        [tokenizer.decode([t for t in row[:n].tolist() if t != eos]) for row, n in zip(group, ns, strict=True)]
+        for group, ns in zip(ids, lengths, strict=True)
+    ]
+
+
+def join(parts: Sequence[Completions]) -> Completions:
+    """Completions of consecutive prompts as one, padded to the longest; the prompts' width is the same in all."""
+    longest = max(part.completion_ids.shape[2] for part in parts)
+
+    def along_prompts(name: str) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        if name.startswith("prompt"):
+            return torch.cat(tensors)
+        return torch.cat([torch.nn.functional.pad(x, (0, longest - x.shape[2])) for x in tensors])
+
+    return Completions(**{name: along_prompts(name) for name in vars(parts[0])})
+
+
+class Gold:
+    """The true completions, one a prompt: the supervised warm start."""
+
+    def __init__(self, config: Config, task: Task, tokenizer: tiktoken.Encoding, timer: PhaseTimer, context: int) -> None:
+        self.tokenizer, self.timer, self.context = tokenizer, timer, context
+        self.examples = Ahead(task.train, config.prompts_per_step, config.max_steps)
+
+    def batch(self, step: int) -> RolloutBatch:
+        with self.timer.phase("data"):
+            examples = self.examples.take(step)
+            eos = self.tokenizer.eot_token
+            answers = [[*self.tokenizer.encode_ordinary(example.answer), eos] for example in examples]
+            prompt_ids, prompt_len = encode_prompts(
+                self.tokenizer, examples, self.context - max(len(answer) for answer in answers)
+            )
+            ids, lengths = pad(answers)
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
+        completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
+        return RolloutBatch(examples, completions, [[example.answer] for example in examples])
+
+
+class OnPolicy:
+    """Completions sampled from the model as it is, scored, and turned into advantages."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: GPT,
+        task: Task,
+        tokenizer: tiktoken.Encoding,
+        scorer: RewardScorer,
+        reference: Reference,
+        timer: PhaseTimer,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.scorer, self.reference, self.timer, self.autocast = scorer, reference, timer, autocast
+        self.examples = Ahead(task.train, config.prompts_per_step, config.max_steps)
+
+    def batch(self, step: int) -> RolloutBatch:
+        config, spec = self.config, LOSSES[self.config.loss]
+        with self.timer.phase("data"):
+            examples = self.examples.take(step)
+        with self.timer.phase("rollout"):
+            completions = self.sample(examples, step)
+            texts = decode(self.tokenizer, completions)
+        with self.timer.phase("reward"):
+            rewards = self.scorer.score(examples, texts)
+        with self.timer.phase("reference"):
+            ref_logp = self.reference_logp(completions)
+        total = torch.from_numpy(rewards.total)
+        if config.kl == KL_IN_REWARD and ref_logp is not None and completions.sampler_logp is not None:
+            total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
+        return RolloutBatch(
+            examples=examples,
+            completions=completions,
+            texts=texts,
+            rewards=rewards,
+            advantages=advantages(
+                total, estimator=config.advantage or spec.advantage, scale=config.scale or spec.scale
+            ),
+            ref_logp=ref_logp,
+        )
+
+    def sample(self, examples: Sequence[Example], step: int) -> Completions:
+        """Completions of the examples, on the host. A completion depends on nothing but its prompt, seed and step."""
+        config, device = self.config, self.model.device
+        prompt_ids, prompt_len = encode_prompts(
+            self.tokenizer, examples, self.model.shape.context - config.max_new_tokens
+        )
+        rows = np.array([example.index for example in examples])
+        u = torch.from_numpy(uniforms(config.seed, "sample", step, rows, config.group_size, config.max_new_tokens))
+        size = config.rollout_batch_size or len(examples)
+        parts = []
+        for a in range(0, len(examples), size):
+            with self.autocast():
+                part = generate(
+                    self.model,
+                    prompt_ids[a : a + size].to(device),
+                    prompt_len[a : a + size].to(device),
+                    eos=self.tokenizer.eot_token,
+                    max_new_tokens=config.max_new_tokens,
+                    num_samples=config.group_size,
+                    u=u[a : a + size].to(device),
+                    temperature=config.temperature,
+                    kv_cache=config.kv_cache,
+                )
+            parts.append(part.to("cpu"))
+        return join(parts)
+
+    def reference_logp(self, completions: Completions) -> Tensor | None:
+        size = self.config.micro_batch_size or len(completions)
+        logps = []
+        for a in range(0, len(completions), size):
+            part = completions.select(torch.arange(a, min(a + size, len(completions))))
+            with self.autocast():
+                logp = self.reference.logp(
+                    LAYOUTS[self.config.layout](part).to(self.model.device), self.config.temperature
+                )
+            if logp is None:
+                return None
+            logps.append(logp.cpu())
+        return torch.cat(logps)
+

@@ -1,0 +1,83 @@
+"""A run's folder: made or reopened, with the resolved config and the versions that it ran with."""
+
+import json
+import platform
+import subprocess
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import Config, ConfigError, flag
+
+# what may differ between a run and its continuation: stopping, evaluation, logging and speed; everything else changes results
+MAY_DIFFER = {"max_steps", "eval_every", "eval_size", "eval_size_during", "save_every", "keep_last", "out_dir", "resume"}
+MAY_DIFFER |= {"device", "use_tf32", "compile_model", "gradient_checkpointing", "layout", "kv_cache", "fused_optimizer"}
+MAY_DIFFER |= {"parallel_rewards", "num_reward_workers", "skip_dead_groups", "micro_batch_size", "rollout_batch_size"}
+MAY_DIFFER |= {"use_amp", "amp_dtype"}
+
+
+def open_folder(config: Config) -> Path:
+    """Make the folder of `config.out_dir`, or reopen it to resume.
+
+    Raises ConfigError if it cannot be written, or holds a run that `--resume` was not asked for.
+    """
+    folder = Path(config.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss}")
+    if (folder / "config.toml").exists() and not config.resume:
+        raise ConfigError(f"--out-dir {folder}: holds a run; --resume auto goes on with it, another folder starts afresh")
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out-dir {folder}: cannot be written ({error.strerror})") from None
+    return folder
+
+
+def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if a checkpoint was made with a config that would give other results."""
+    now = config.to_dict()
+    names = [field.name for field in fields(Config) if field.name not in MAY_DIFFER]
+    differ = [f"{flag(name)} was {saved.get(name)!r}, is {now[name]!r}" for name in names if saved.get(name) != now[name]]
+    if differ:
+        raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")
+
+
+def versions() -> dict[str, str]:
+    """What the results depend on besides the config."""
+    try:
+        package = version("minigrpo")
+    except PackageNotFoundError:
+        package = "not installed"
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "minigrpo": package,
+        "git_commit": commit,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """`config.toml`: loads again with --config. A setting left to its default None is not written, TOML has no null."""
+    values = replace(config, out_dir=str(folder), resume="").to_dict()
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+    lines += ["", "[versions]"] + [f"{name} = {json.dumps(value)}" for name, value in versions().items()]
+    text = "\n".join(lines) + "\n"
+    tomllib.loads(text)
+    (folder / "config.toml").write_text(text)
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
