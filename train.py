@@ -1,7 +1,7 @@
 """Train on one device: `python train.py --help`."""
 
 from minigrpo import Config, Trainer
-from minigrpo.config import exit_with
+from minigrpo.config import ConfigError, exit_with
 
 
 def main() -> None:
@@ -10,7 +10,10 @@ def main() -> None:
         trainer = Trainer(config)
     except ValueError as error:
         exit_with(error)
-    trainer.fit()
+    try:
+        trainer.fit()
+    except ConfigError as error:  # what only shows on the data: a prompt that is too long, say
+        exit_with(error)
 
 
 if __name__ == "__main__":

@@ -161,8 +161,8 @@ class Config:
     def _check_combinations(self) -> None:
         if self.group_size < 2 and LOSSES[self.loss].needs_group:
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss}, got {self.group_size}")
-        if self.width % self.heads:
-            raise ConfigError(f"--width must be a multiple of --heads, got {self.width} and {self.heads}")
+        if self.width % self.heads or self.width % 2:
+            raise ConfigError(f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}")
         if self.warmup_steps >= self.max_steps > 1:
             raise ConfigError(f"--warmup-steps must be below --max-steps, got {self.warmup_steps} and {self.max_steps}")
         for name in ("micro_batch_size", "rollout_batch_size"):
@@ -190,9 +190,7 @@ class Config:
             except ValueError:
                 raise ConfigError(f"--reward-weights must read part=number,..., got {item!r}") from None
         if unknown := set(weights) - set(allowed):
-            raise ConfigError(
-                f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}"
-            )
+            raise ConfigError(f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
         return weights
 
     @property
@@ -225,7 +223,7 @@ def flag(name: str) -> str:
 
 def exit_with(error: Exception) -> typing.NoReturn:
     """One line on stderr, exit code 2."""
-    print(f"error: {error}", file=sys.stderr)
+    sys.stderr.write(f"error: {error}\n")
     raise SystemExit(2)
 
 
@@ -261,9 +259,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         elif option is type(None):
             if value is None:
                 return
-        elif option is float and type(value) in (int, float):
-            return
-        elif type(value) is option:
+        elif (option is float and type(value) in (int, float)) or type(value) is option:
             return
     names = " or ".join(
         ", ".join(typing.get_args(option)) if typing.get_origin(option) is Literal else option.__name__
@@ -319,4 +315,3 @@ def _first_paragraph(panel: str) -> str:
             break
         words.append(text)
     return " ".join(words) + " (--help lists what is allowed)"
-

@@ -155,15 +155,14 @@ def repeated(completions: Completions) -> Layout:
     positions = np.concatenate([np.arange(n) for n in lengths])
     attention = {"causal_rows": causal_rows, "unpad": unpad}
     after_prompt = starts + prompt_len
-    return _assemble(
-        Layout, completions, rows, np.concatenate(parts), positions, after_prompt - 1, after_prompt, **attention
-    )
+    return _assemble(Layout, completions, rows, np.concatenate(parts), positions, after_prompt - 1, after_prompt, **attention)
 
 
 def shared(completions: Completions) -> Layout:
     """Each prompt once, each distinct completion of its group once."""
     rows = _Rows.of_completions(completions, distinct=True)
-    prompt_ids, prompt_len = completions.prompt_ids.numpy(), completions.prompt_len.numpy()
+    prompt_len = completions.prompt_len.numpy()
+    prompt_ids = completions.prompt_ids.numpy()[:, : prompt_len.max()]
     inputs = np.maximum(rows.lengths - 1, 0)
     prompt_starts = np.cumsum(prompt_len) - prompt_len
     starts = prompt_len.sum() + np.cumsum(inputs) - inputs
@@ -176,9 +175,7 @@ def shared(completions: Completions) -> Layout:
     )
     of_own = np.broadcast_to(steps[None, :] <= steps[:, None], (len(rows.prompt), len(steps), len(steps)))
     own_columns = np.arange(rows.tokens.shape[1])
-    ids = np.concatenate(
-        [prompt_ids[columns < prompt_len[:, None]], rows.tokens[own_columns < inputs[:, None]]]
-    )
+    ids = np.concatenate([prompt_ids[columns < prompt_len[:, None]], rows.tokens[own_columns < inputs[:, None]]])
     positions = np.concatenate([np.arange(n) for n in prompt_len])
     own_positions = (prompt_len[rows.prompt][:, None] + own_columns)[own_columns < inputs[:, None]]
     return _assemble(

@@ -70,9 +70,7 @@ class RewardScorer:
             size = -(-len(jobs) // self.workers)
             chunks = [jobs[i : i + size] for i in range(0, len(jobs), size)]
             scores = [score for chunk in self.pool.map(self._score, chunks) for score in chunk]
-        parts = {
-            name: np.array([score[name] for score in scores], dtype=np.float32)[index] for name in self.task.parts
-        }
+        parts = {name: np.array([score[name] for score in scores], dtype=np.float32)[index] for name in self.task.parts}
         total = np.zeros(index.shape, dtype=np.float32)
         for name, weight in self.weights.items():
             total += np.float32(weight) * parts[name]

@@ -14,7 +14,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from .config import Config
+from .config import Config, ConfigError
 from .layout import LAYOUTS
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .metrics import PhaseTimer
@@ -60,15 +60,13 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(lengths)
 
 
-def encode_prompts(
-    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
-) -> tuple[Tensor, Tensor]:
-    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ValueError for one longer than `room` tokens."""
+def encode_prompts(tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int) -> tuple[Tensor, Tensor]:
+    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ConfigError for one longer than `room` tokens."""
     ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
     if int(lengths.max()) > room:
         worst = examples[int(lengths.argmax())].prompt
-        raise ValueError(
-            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the model's context: at most "
+        raise ConfigError(
+            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the model's --context: at most "
             f"{room} are allowed ({worst[:60]!r}...)"
         )
     return ids, lengths
@@ -155,18 +153,14 @@ class OnPolicy:
             completions=completions,
             texts=texts,
             rewards=rewards,
-            advantages=advantages(
-                total, estimator=config.advantage or spec.advantage, scale=config.scale or spec.scale
-            ),
+            advantages=advantages(total, estimator=config.advantage or spec.advantage, scale=config.scale or spec.scale),
             ref_logp=ref_logp,
         )
 
     def sample(self, examples: Sequence[Example], step: int) -> Completions:
         """Completions of the examples, on the host. A completion depends on nothing but its prompt, seed and step."""
         config, device = self.config, self.model.device
-        prompt_ids, prompt_len = encode_prompts(
-            self.tokenizer, examples, self.model.shape.context - config.max_new_tokens
-        )
+        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
         rows = np.array([example.index for example in examples])
         u = torch.from_numpy(uniforms(config.seed, "sample", step, rows, config.group_size, config.max_new_tokens))
         size = config.rollout_batch_size or len(examples)
@@ -193,11 +187,8 @@ class OnPolicy:
         for a in range(0, len(completions), size):
             part = completions.select(torch.arange(a, min(a + size, len(completions))))
             with self.autocast():
-                logp = self.reference.logp(
-                    LAYOUTS[self.config.layout](part).to(self.model.device), self.config.temperature
-                )
+                logp = self.reference.logp(LAYOUTS[self.config.layout](part).to(self.model.device), self.config.temperature)
             if logp is None:
                 return None
             logps.append(logp.cpu())
         return torch.cat(logps)
-

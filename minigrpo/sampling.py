@@ -41,7 +41,8 @@ class CachedDecoder:
 
     def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
         """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples` rows a prompt."""
-        self.model, self.prompt_ids, self.length = model, prompt_ids, length
+        self.model, self.length = model, length
+        self.prompt_ids = prompt_ids = prompt_ids[:, : int(prompt_len.max())]
         self.grid = (len(prompt_ids), num_samples)
         columns = torch.arange(prompt_ids.shape[1], device=model.device)
         self.prompt_len = prompt_len
@@ -176,7 +177,7 @@ def pack(running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slots, groups
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: GPT,
     prompt_ids: Tensor,

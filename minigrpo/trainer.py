@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
@@ -24,21 +23,21 @@ from .checkpoint import CheckpointError, State, find_checkpoint, save_checkpoint
 from .config import Config, ConfigError
 from .evaluate import evaluate
 from .layout import LAYOUTS, Layout
-from .losses import LOSSES, Counts, policy_loss
+from .losses import Counts, policy_loss
 from .metrics import PhaseTimer, RunLog, Screen, peak_memory_mib
 from .model import GPT, GPTShape
 from .optim import learning_rate_at, make_optimizer
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
-from .rollout import Gold, OnPolicy, Source
+from .rollout import Gold, OnPolicy, Source, encode_prompts
 from .run_folder import check_same_run, open_folder, write_config, write_summary
 from .tasks import TASKS
 from .tokenizer import load_tokenizer
 from .types import RolloutBatch
-from .weights import save_gpt2
 
 STEPS_BETWEEN_SAMPLES = 10
 SAMPLES_LOGGED = 2
+PROMPTS_CHECKED = 64  # for their length, before anything is written
 
 
 def build_model(config: Config, tokenizer: tiktoken.Encoding) -> GPT:
@@ -75,6 +74,8 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.task = TASKS[config.task](config.seed, config.history)
         self.model = build_model(config, self.tokenizer).to(self.device)
+        probe = [self.task.held_out(i) for i in range(PROMPTS_CHECKED)]
+        encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
         self.reference: Reference = FrozenReference(self.model) if config.kl_coef else NoReference()
         self.folder = open_folder(config)
         self.step = 0  # optimizer steps are counted from 0; this many are done
@@ -131,7 +132,7 @@ class Trainer:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         path = self.save()
-        save_gpt2(self.model, self.folder / "model.safetensors")
+        self.model.save_pretrained(self.folder / "model.safetensors")
         if not self.stop_reason:
             self.last = self.evaluate(config.eval_size)
         return self._finish(path, time.perf_counter() - began)
@@ -261,7 +262,12 @@ class Trainer:
             parts = {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()}
             record = {"prompt": example.prompt, "completion": text, "truth": example.answer}
             self.log.sample(self.step, {**record, "reward": float(batch.rewards.total[0, g]), "parts": parts})
-            lines += [f"    prompt      {example.prompt}", f"    completion  {text}", f"    truth       {example.answer}", ""]
+            lines += [
+                f"    prompt      {example.prompt}",
+                f"    completion  {text}",
+                f"    truth       {example.answer}",
+                "",
+            ]
         self.log.sample_text(self.step, "\n".join(lines))
 
     def evaluate(self, size: int) -> dict[str, float]:

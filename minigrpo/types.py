@@ -3,9 +3,9 @@
 P prompts, G completions of each, S new tokens at most. There is no left padding, and a prompt is stored once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,10 +53,14 @@ class Completions:
 
     def select(self, prompts: Tensor) -> "Completions":
         """Some of the prompts with all of their completions: a group is never split."""
-        return Completions(**{name: None if x is None else x[prompts] for name, x in vars(self).items()})
+        return self._each(lambda x: x[prompts])
 
     def to(self, device: torch.device | str) -> "Completions":
-        return Completions(**{name: None if x is None else x.to(device) for name, x in vars(self).items()})
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Completions":
+        changed: dict[str, Any] = {name: None if x is None else change(x) for name, x in vars(self).items()}
+        return Completions(**changed)
 
 
 @dataclass(frozen=True)

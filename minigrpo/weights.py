@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-
-from .model import GPTShape
+from torch import Tensor
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # causal masks, and the tied head
@@ -21,14 +19,17 @@ def _transpose(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.t().contiguous() if name.endswith(TRANSPOSED) else x for name, x in state.items()}
 
 
-def save_gpt2(model: nn.Module, path: Path, **metadata: str) -> None:
-    """Write a GPT's parameters as float32; `metadata` goes into the file's header, beside the number of heads."""
-    state = _transpose({name: x.detach().float().cpu().contiguous() for name, x in model.state_dict().items()})
-    save_file(state, path, metadata={"heads": str(model.shape.heads), **metadata})
+def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
+    """Write a GPT's state dict as float32; the number of heads, which no tensor tells, goes into the file's header."""
+    save_file(
+        _transpose({name: x.detach().float().cpu().contiguous() for name, x in state.items()}),
+        path,
+        metadata={"format": "pt", "heads": str(heads)},
+    )
 
 
-def load_gpt2(path: Path) -> tuple[GPTShape, dict[str, Tensor]]:
-    """Shape and state dict of a GPT-2 file, or of the `model.safetensors` in a folder.
+def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """The shape (the fields of `GPTShape`) and state dict of a GPT-2 file, or of the `model.safetensors` in a folder.
 
     Raises ValueError in one line that says what is missing or damaged.
     """
@@ -36,7 +37,7 @@ def load_gpt2(path: Path) -> tuple[GPTShape, dict[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as tensors:
             metadata = tensors.metadata() or {}
-            state = {name.removeprefix("transformer."): tensors.get_tensor(name) for name in tensors.keys()}
+            state = {name.removeprefix("transformer."): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise ValueError(f"--init-from {path}: there is no file {file}") from None
     except (SafetensorError, OSError) as error:
@@ -49,7 +50,7 @@ def load_gpt2(path: Path) -> tuple[GPTShape, dict[str, Tensor]]:
         raise ValueError(f"--init-from {path}: not a GPT-2: wte.weight [V, D] and wpe.weight [T, D] expected") from None
     layers = len({name.split(".")[1] for name in state if name.startswith("h.")})
     heads = int(metadata.get("heads", max(1, width // HEAD_SIZE)))
-    shape = GPTShape(vocab_size=vocab_size, context=context, layers=layers, width=width, heads=heads)
+    shape = {"vocab_size": vocab_size, "context": context, "layers": layers, "width": width, "heads": heads}
     state = _transpose({name: x.to(torch.float32) for name, x in state.items()})
     return shape, state
 

@@ -172,11 +172,10 @@ class Positions:
         rng = stream(self.seed, f"pick/{self.split}", game)
         weights = np.array([PICK_BIAS[kind] for _, _, kind, _ in usable])
         picks = rng.choice(len(usable), PLIES_PER_GAME, replace=False, p=weights / weights.sum())
-        return tuple(self._example(game * PLIES_PER_GAME + i, *usable[k], rng) for i, k in enumerate(picks))
+        return tuple(self._example(game * PLIES_PER_GAME + i, usable[k], rng) for i, k in enumerate(picks))
 
-    def _example(
-        self, index: int, fen: str, uci: str, kind: str, before: str, rng: np.random.Generator
-    ) -> Example:
+    def _example(self, index: int, ply: tuple[str, str, str, str], rng: np.random.Generator) -> Example:
+        fen, uci, kind, before = ply
         if rng.random() < ILLEGAL_SHARE:
             uci, kind = illegal_move(fen, rng), "illegal"
         prompt = f"A: {fen}+{uci}+{before + '+' if self.history else ''}"

@@ -1,0 +1,1 @@
+"""What people run on a run: `python -m minigrpo.tools.NAME`."""

@@ -1,0 +1,59 @@
+"""Tiny models and batches that the tests share. Hypothesis: quick by default, --hypothesis-profile=thorough on demand."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+from minigrpo.model import GPT, GPTShape
+from minigrpo.types import Completions
+
+settings.register_profile("quick", max_examples=50, deadline=None)
+settings.register_profile("thorough", max_examples=5000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+VOCAB, EOS = 23, 22
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model() -> GPT:
+    """Two layers in float64: what should be equal is equal to 1e-10."""
+    return GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).double()
+
+
+def make_completions(seed: int, prompts: int = 3, samples: int = 4, width: int = 7, length: int = 9) -> Completions:
+    """Ragged prompts and completions, some of a group equal, one of one token, pads filled with junk."""
+    rng = np.random.default_rng(seed)
+    prompt_len = rng.integers(1, width + 1, prompts)
+    prompt_len[0] = width
+    lengths = rng.integers(1, length + 1, (prompts, samples))
+    ids = rng.integers(0, EOS, (prompts, samples, length))
+    lengths[0, 0], lengths[-1, -1] = length, 1
+    lengths[:, 1], ids[:, 1] = lengths[:, 0], ids[:, 0]  # a completion written twice
+    ids[:, 2, : length // 2] = ids[:, 0, : length // 2]  # and one with a common beginning
+    mask = np.arange(length) < lengths[..., None]
+    return Completions(
+        torch.from_numpy(rng.integers(0, EOS, (prompts, width))),
+        torch.from_numpy(prompt_len),
+        torch.from_numpy(ids),
+        torch.from_numpy(mask),
+    )
+
+
+@pytest.fixture(params=[0, 1, 2])
+def completions(request: pytest.FixtureRequest) -> Completions:
+    return make_completions(request.param)

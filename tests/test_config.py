@@ -1,0 +1,91 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from minigrpo.config import Config, ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--grop-size", "4"], ["--grop-size", "did you mean --group-size"]),
+        (["--group-size", "many"], ["--group-size", "many"]),
+        (["--group-size", "1"], ["--group-size must be at least 2", "grpo"]),
+        (["--group-size"], ["--group-size"]),
+        (["--layout", "tall"], ["--layout", "repeated", "shared"]),
+        (["--loss", "ppo"], ["--loss", "grpo", "nll"]),
+        (["--learning-rate", "-1"], ["--learning-rate must be a number above 0", "-1"]),
+        (["--learning-rate", "nan"], ["--learning-rate must be a number above 0", "nan"]),
+        (["--temperature", "0"], ["--temperature must be a number above 0"]),
+        (["--kl-coef", "-0.1"], ["--kl-coef must be at least 0"]),
+        (["--clip-low", "x"], ["--clip-low"]),
+        (["--micro-batch-size", "5"], ["--micro-batch-size must divide --prompts-per-step 16", "1, 2, 4, 8, 16"]),
+        (["--width", "100", "--heads", "3"], ["--width must be even and a multiple of --heads"]),
+        (["--warmup-steps", "9", "--max-steps", "5"], ["--warmup-steps must be below --max-steps"]),
+        (["--resume", "auto"], ["--resume needs --out-dir"]),
+        (["--resume", "last", "--out-dir", "x"], ["--resume must be auto or a step number"]),
+        (["--reward-weights", "exact_fen=1,typo=2"], ["--reward-weights", "typo", "exact_fen"]),
+        (["--reward-weights", "exact_fen"], ["--reward-weights", "part=number"]),
+        (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
+        (["--config"], ["--config needs a file"]),
+        (["stray"], ["stray"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_command_line_is_one_line_and_exit_code_2(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        Config.from_cli(argv)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("group_sise = 4", ["group_sise", "did you mean group_size"]),
+        ('group_size = "4"', ["--group-size must be int", "'4'"]),
+        ("group_size = true", ["--group-size must be int"]),
+        ("use_amp = 1", ["--use-amp must be bool"]),
+        ('loss = "ppo"', ["--loss must be", "grpo", "'ppo'"]),
+        ("group_size = ", ["not TOML"]),
+    ],
+)
+def test_a_bad_toml_file_is_an_error_that_names_the_key(tmp_path: Path, toml: str, words: list[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(toml)
+    with pytest.raises(ConfigError) as error:
+        Config.from_toml(path)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('group_size = 4\nlayout = "repeated"\nclip_high = 1\n[reward_weights]\nvalid = 0.5\nexact_fen = 2\n')
+    config = Config.from_cli(["--layout", "shared", "--config", str(path), "--use-amp", "--no-kv-cache"])
+    changed = {"group_size": 4, "layout": "shared", "clip_high": 1, "use_amp": True, "kv_cache": False}
+    assert config == dataclasses.replace(Config(), reward_weights="valid=0.5,exact_fen=2", **changed)
+    assert config.weights() == {"valid": 0.5, "exact_fen": 2.0}
+
+
+def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        Config.from_cli(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for field in dataclasses.fields(Config):
+        assert "--" + field.name.replace("_", "-") in out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_configs_load(path: Path) -> None:
+    Config.from_toml(path)

@@ -1,0 +1,101 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minigrpo.layout import LAYOUTS, repeated, shared
+from minigrpo.model import GPT, GPTShape
+from minigrpo.types import Completions
+
+from .conftest import EOS, VOCAB, make_completions
+
+
+def naive_logp(model: GPT, c: Completions, temperature: float) -> torch.Tensor:
+    """One completion at a time through the plain causal forward."""
+    out = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
+    for p, g in np.ndindex(out.shape[:2]):
+        prompt = c.prompt_ids[p, : c.prompt_len[p]]
+        completion = c.completion_ids[p, g][c.completion_mask[p, g]]
+        logits = model.logits(torch.cat([prompt, completion])[None])[0] / temperature
+        predicted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        out[p, g, : len(completion)] = predicted.gather(1, completion[:, None])[:, 0]
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_plain_forward(
+    model: GPT, completions: Completions, layout: str, temperature: float
+) -> None:
+    built = LAYOUTS[layout](completions)
+    logp, entropy = model(built.stream, built, temperature)
+    torch.testing.assert_close(logp, naive_logp(model, completions, temperature), rtol=1e-10, atol=1e-12)
+    assert (entropy[completions.completion_mask] > 0).all()
+    assert (logp[~completions.completion_mask] == 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_the_plain_forward(model: GPT, completions: Completions, layout: str) -> None:
+    weights = torch.randn(completions.completion_ids.shape, dtype=torch.float64)
+    built = LAYOUTS[layout](completions)
+    found = torch.autograd.grad((model(built.stream, built)[0] * weights).sum(), list(model.parameters()))
+    expected = torch.autograd.grad((naive_logp(model, completions, 1.0) * weights).sum(), list(model.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_is_invisible(model: GPT, completions: Completions, layout: str) -> None:
+    c = completions
+    padded = Completions(
+        torch.nn.functional.pad(c.prompt_ids, (0, 5), value=EOS),
+        c.prompt_len,
+        torch.nn.functional.pad(c.completion_ids, (0, 3), value=EOS),
+        torch.nn.functional.pad(c.completion_mask, (0, 3)),
+    )
+    a, b = LAYOUTS[layout](c), LAYOUTS[layout](padded)
+    torch.testing.assert_close(model(a.stream, a)[0], model(b.stream, b)[0][..., :-3], rtol=0, atol=0)
+
+
+def test_shared_runs_each_prompt_and_each_distinct_completion_once(completions: Completions) -> None:
+    c = completions
+    distinct = {
+        (p, tuple(c.completion_ids[p, g][c.completion_mask[p, g]].tolist()))
+        for p, g in np.ndindex(c.completion_ids.shape[:2])
+    }
+    expected = int(c.prompt_len.sum()) + sum(len(tokens) - 1 for _, tokens in distinct)
+    assert len(shared(c).stream.ids) == expected
+    every = int(c.prompt_len.sum()) * c.completion_ids.shape[1] + int((c.completion_mask.sum(-1) - 1).sum())
+    assert len(repeated(c).stream.ids) == every
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 5), st.integers(1, 6), st.integers(2, 6))
+def test_any_shape_leads_back_to_its_own_tokens(seed: int, prompts: int, samples: int, width: int, length: int) -> None:
+    c = make_completions(seed, prompts, max(samples, 3), width, length)
+    for build in LAYOUTS.values():
+        layout = build(c)
+        assert torch.equal(layout.targets[layout.index][c.completion_mask], c.completion_ids[c.completion_mask])
+        assert layout.stream.positions.max() < width + length
+
+
+def test_completions_of_one_token_and_empty_ones_need_no_attention_of_their_own(model: GPT) -> None:
+    c = make_completions(0)
+    short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
+    short.completion_mask[0] = False
+    for build in LAYOUTS.values():
+        layout = build(short)
+        torch.testing.assert_close(model(layout.stream, layout)[0], naive_logp(model, short, 1.0), rtol=1e-10, atol=1e-12)
+    empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
+    for build in LAYOUTS.values():
+        layout = build(empty)
+        assert (model(layout.stream, layout)[0] == 0).all()
+
+
+def test_fp32_shared_equals_repeated_on_this_device(device: str) -> None:
+    c = make_completions(3)
+    model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2)).to(device)
+    one, other = (build(c).to(device) for build in LAYOUTS.values())
+    torch.testing.assert_close(model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5)

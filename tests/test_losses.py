@@ -1,0 +1,180 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minigrpo.losses import KL_ESTIMATORS, LOSSES, Counts, advantages, policy_loss
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
+KL = {"kl_coef": 0.04}
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}
+ROWS = {
+    "grpo": {"loss": "grpo", **WIDE},
+    "grpo+beta.04": {"loss": "grpo", **WIDE, **KL},
+    "dr_grpo": {"loss": "dr_grpo", **WIDE},
+    "dr_grpo+beta.04": {"loss": "dr_grpo", **WIDE, **KL},
+    "dapo": {"loss": "dapo"},
+    "dapo+beta.04": {"loss": "dapo", **KL},
+    "bnpo": {"loss": "bnpo", **WIDE},
+    "bnpo+beta.04": {"loss": "bnpo", **WIDE, **KL},
+    "gspo(seq,grpo)": {"loss": "gspo"},
+    "gspo eps.05/.05": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
+    "cispo hi=1.28": {"loss": "cispo", "ratio_cap": 1.28},
+    "cispo hi=5": {"loss": "cispo"},
+    "cispo hi=1.28 beta.04": {"loss": "cispo", "ratio_cap": 1.28, **KL},
+    "grpo delta=1.3": {"loss": "grpo", **WIDE, "ratio_cap": 1.3},
+    "grpo beta.04 biascorr": {"loss": "grpo", **WIDE, **KL, "kl": "k3_is"},
+    "rloo": {"loss": "rloo", **WIDE},
+}
+METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "kl", "cispo_clip_ratio")
+
+
+def golden_inputs() -> tuple[torch.Tensor, ...]:
+    """Inputs as TRL was given them: float32 numbers, carried in float64 here."""
+    logp, old, ref, adv = (torch.tensor(GOLDEN[name], dtype=torch.float64) for name in ("logp", "old", "ref", "adv"))
+    return logp.requires_grad_(), old, ref, adv, torch.tensor(GOLDEN["mask"]).bool()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
+    logp, old, ref, adv, mask = golden_inputs()
+    loss, metrics = policy_loss(
+        logp, old, adv, mask, ref_logp=ref, max_completion_length=GOLDEN["max_completion_length"], **ROWS[row]
+    )
+    loss.backward()
+    expected = GOLDEN["results"][row]
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    torch.testing.assert_close(logp.grad, torch.tensor(expected["grad"], dtype=torch.float64), atol=1e-6, rtol=0)
+    found = {name: value.item() for name, value in metrics.items()}
+    assert found == pytest.approx({k: v for k, v in expected["metrics"].items() if k in METRICS}, abs=1e-5)
+
+
+def test_nll_is_the_mean_negative_log_probability_of_the_tokens() -> None:
+    logp, _, _, _, mask = golden_inputs()
+    loss, _ = policy_loss(logp, None, None, mask, loss="nll")
+    assert loss.item() == pytest.approx(-logp[mask].mean().item())
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "bnpo"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_micro_batches_add_up_to_the_whole_batch(loss: str, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logp, old, ref = (-torch.rand(4, 3, 5, dtype=torch.float64, generator=generator) for _ in range(3))
+    adv = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+    mask = torch.arange(5) < torch.randint(1, 6, (4, 3, 1), generator=generator)
+    options = {"loss": loss, "kl_coef": 0.1, "max_completion_length": 5}
+    whole = logp.clone().requires_grad_()
+    total, total_metrics = policy_loss(whole, old, adv, mask, ref_logp=ref, **options)
+    total.backward()
+    pieces = logp.clone().requires_grad_()
+    losses, metrics = [], []
+    for a in range(0, 4, size):
+        cut = slice(a, a + size)
+        part, found = policy_loss(
+            pieces[cut], old[cut], adv[cut], mask[cut], ref_logp=ref[cut], counts=Counts.of(mask), **options
+        )
+        part.backward()
+        losses.append(part.item())
+        metrics.append(found)
+    torch.testing.assert_close(pieces.grad, whole.grad, rtol=1e-10, atol=1e-14)
+    assert sum(losses) == pytest.approx(total.item(), rel=1e-10)
+    for name, value in total_metrics.items():
+        assert sum(m[name].item() for m in metrics) == pytest.approx(value.item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_has_no_loss_and_no_gradient_even_if_it_is_infinite(loss: str) -> None:
+    logp, old, ref, adv, mask = golden_inputs()
+    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "max_completion_length": 3}
+    clean, _ = policy_loss(logp, old, adv, mask, **options)
+    (expected,) = torch.autograd.grad(clean, logp)
+    dirty = logp.detach().masked_fill(~mask, torch.inf).requires_grad_()
+    loss_value, _ = policy_loss(dirty, old.masked_fill(~mask, -torch.inf), adv, mask, **options)
+    loss_value.backward()
+    assert loss_value.item() == clean.item()
+    torch.testing.assert_close(dirty.grad, expected, rtol=0, atol=0)
+
+
+def test_without_old_logp_the_ratio_is_one_and_the_gradient_is_that_of_the_policy_gradient() -> None:
+    logp, _, _, adv, mask = golden_inputs()
+    loss, metrics = policy_loss(logp, None, adv, mask)
+    loss.backward()
+    expected = -adv[:, None] * mask / (mask.sum(-1, keepdim=True) * len(adv))
+    torch.testing.assert_close(logp.grad, expected)
+    assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_empty_completion_is_no_nan(loss: str) -> None:
+    logp = torch.zeros(2, 3, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    loss_value, _ = policy_loss(logp, None, torch.tensor([1.0, -1.0]), mask, loss=loss, ref_logp=logp.detach(), kl_coef=0.1)
+    loss_value.backward()
+    assert torch.isfinite(logp.grad).all()
+    assert (logp.grad[1] == 0).all()
+
+
+def policy_and_reference() -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    return logits, torch.tensor([-0.2, 0.4, 0.1], dtype=torch.float64).log_softmax(-1)
+
+
+@pytest.mark.parametrize(("kl", "forward"), [("k2", True), ("k3", False), ("k3_is", True)])
+def test_kl_estimators_have_the_exact_on_policy_gradient(kl: str, forward: bool) -> None:
+    """A three-way categorical, where the expectation over samples is a sum: k2, k3_is: KL(pi||ref); k3: KL(ref||pi)."""
+    logits, ref = policy_and_reference()
+    logp = logits.log_softmax(-1)
+    penalty = KL_ESTIMATORS[kl](ref - logp, (logp - logp.detach()).exp())
+    (found,) = torch.autograd.grad((logp.detach().exp() * penalty).sum(), logits)
+    logp = logits.log_softmax(-1)
+    exact = (logp.exp() * (logp - ref)).sum() if forward else (ref.exp() * (ref - logp)).sum()
+    (expected,) = torch.autograd.grad(exact, logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_k1_in_the_loss_would_have_no_gradient() -> None:
+    """Why k1 is only offered in the reward."""
+    logits, ref = policy_and_reference()
+    logp = logits.log_softmax(-1)
+    (found,) = torch.autograd.grad((logp.detach().exp() * (logp - ref)).sum(), logits)
+    torch.testing.assert_close(found, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+def test_rewards_1_0_0_1_have_centred_advantages_half() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+    torch.testing.assert_close(advantages(rewards, scale="none"), torch.tensor([[0.5, -0.5, -0.5, 0.5]]))
+    std = rewards.std()
+    torch.testing.assert_close(advantages(rewards), torch.tensor([[0.5, -0.5, -0.5, 0.5]]) / (std + 1e-4))
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
+    rewards = torch.tensor([[3.0, 1.0, 0.0, 0.0]])
+    others = torch.tensor([[1 / 3, 1.0, 4 / 3, 4 / 3]])
+    found = advantages(rewards, estimator="leave_one_out", scale="none")
+    torch.testing.assert_close(found, rewards - others)
+
+
+def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [5.0, 5.0]])
+    found = advantages(rewards, scale="batch")
+    torch.testing.assert_close(found, torch.tensor([[0.5, -0.5], [0.0, 0.0]]) / (rewards.std() + 1e-4))
+
+
+@given(st.floats(-10, 10, width=32), st.integers(2, 16))
+def test_a_dead_group_has_advantage_exactly_zero(reward: float, size: int) -> None:
+    for scale in ("group", "batch", "none"):
+        assert (advantages(torch.full((2, size), reward), scale=scale) == 0).all()
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4))
+def test_advantages_do_not_depend_on_a_shift_of_the_rewards(rewards: list[float]) -> None:
+    x = torch.tensor([rewards], dtype=torch.float64)
+    torch.testing.assert_close(advantages(x + 1), advantages(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_group_of_one_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(ValueError, match="--group-size must be at least 2, got 1"):
+        advantages(torch.ones(3, 1))

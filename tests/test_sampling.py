@@ -1,0 +1,150 @@
+import numpy as np
+import pytest
+import torch
+
+from minigrpo.layout import LAYOUTS
+from minigrpo.losses import policy_loss
+from minigrpo.model import GPT, GPTShape
+from minigrpo.randomness import stream, uniforms
+from minigrpo.sampling import CachedDecoder, UncachedDecoder, generate, pack, pick_token
+from minigrpo.types import Completions
+
+from .conftest import EOS, VOCAB, make_completions
+
+LENGTH = 20
+
+
+def sample(model: GPT, prompts: Completions, rows: list[int], **options: object) -> Completions:
+    u = torch.from_numpy(uniforms(0, "test", 0, np.array(rows), 3, LENGTH))
+    return generate(
+        model,
+        prompts.prompt_ids[rows],
+        prompts.prompt_len[rows],
+        eos=EOS,
+        max_new_tokens=LENGTH,
+        num_samples=3,
+        u=u,
+        **options,
+    )
+
+
+@pytest.fixture
+def prompts() -> Completions:
+    return make_completions(0, prompts=6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
+    model: GPT, prompts: Completions, temperature: float
+) -> None:
+    everyone = list(range(6))
+    cached = sample(model, prompts, everyone, temperature=temperature)
+    plain = sample(model, prompts, everyone, temperature=temperature, kv_cache=False)
+    assert torch.equal(cached.completion_ids, plain.completion_ids)
+    assert torch.equal(cached.completion_mask, plain.completion_mask)
+    assert cached.sampler_logp is not None
+    torch.testing.assert_close(cached.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
+    lengths = cached.completion_mask.sum(-1)
+    assert lengths.min() < 8 < lengths.max()  # else neither early exit nor packing was exercised
+
+
+def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(model: GPT, prompts: Completions) -> None:
+    """What drafted decoding needs: rows stand at different columns, and run W tokens at once."""
+    tokens = torch.randint(0, EOS, (12, 8), generator=torch.Generator().manual_seed(0))
+    decoders = [kind(model, prompts.prompt_ids, prompts.prompt_len, 2, 10) for kind in (CachedDecoder, UncachedDecoder)]
+    first = [decoder.prefill() for decoder in decoders]
+    torch.testing.assert_close(*first, rtol=1e-10, atol=1e-12)
+    columns = torch.zeros(12, dtype=torch.int64)
+    rows = torch.arange(12)[:, None]
+    for _ in range(3):
+        window = tokens[rows, columns[:, None] + torch.arange(3)]
+        step = [decoder.step(window, columns, int(columns.max()) + 3) for decoder in decoders]
+        torch.testing.assert_close(*step, rtol=1e-10, atol=1e-12)
+        columns = columns + 1 + torch.arange(12) % 2  # some rows keep one of the three tokens, some two
+
+
+@torch.no_grad()
+def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> None:
+    model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).to(device)
+    prompts = make_completions(0, prompts=6).to(device)
+    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)).to(device)
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "temperature": 0.8}
+    c = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
+    for build in LAYOUTS.values():
+        layout = build(c.to("cpu")).to(device)
+        logp, _ = model(layout.stream, layout, 0.8)
+        torch.testing.assert_close(logp, c.sampler_logp, rtol=0, atol=1e-5)
+
+
+def test_the_ratio_is_exactly_one_on_the_first_inner_step(model: GPT, prompts: Completions) -> None:
+    c = sample(model, prompts, [0, 1, 2])
+    layout = LAYOUTS["shared"](c)
+    logp, _ = model(layout.stream, layout, 1.0)
+    with torch.no_grad():
+        old, _ = model(layout.stream, layout, 1.0)
+    adv = torch.randn(3, 3, dtype=torch.float64)
+    assert ((logp - old).exp() == 1).all()
+    implied, explicit = (policy_loss(logp, x, adv, layout.mask)[0] for x in (None, old))
+    assert implied == explicit
+
+
+def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(model: GPT, prompts: Completions) -> None:
+    together = sample(model, prompts, list(range(6)))
+    for row in range(6):
+        alone = sample(model, prompts, [row])
+        length = alone.completion_ids.shape[-1]
+        assert torch.equal(together.completion_ids[row, :, :length], alone.completion_ids[0])
+        assert torch.equal(together.completion_mask[row, :, :length], alone.completion_mask[0])
+        assert not together.completion_mask[row, :, length:].any()
+
+
+def test_a_completion_ends_with_its_first_end_of_text(model: GPT, prompts: Completions) -> None:
+    c = sample(model, prompts, list(range(6)))
+    lengths = c.completion_mask.sum(-1)
+    for p, g in np.ndindex(lengths.shape):
+        tokens = c.completion_ids[p, g, : lengths[p, g]].tolist()
+        assert EOS not in tokens[:-1]
+        assert tokens[-1] == EOS or lengths[p, g] == LENGTH
+
+
+def test_greedy_takes_the_most_likely_token(model: GPT, prompts: Completions) -> None:
+    c = generate(model, prompts.prompt_ids, prompts.prompt_len, eos=EOS, max_new_tokens=6)
+    for p in range(6):
+        ids = prompts.prompt_ids[p, : prompts.prompt_len[p]].tolist()
+        for token in c.completion_ids[p, 0][c.completion_mask[p, 0]].tolist():
+            assert model.logits(torch.tensor([ids]))[0, -1].argmax() == token
+            ids.append(token)
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    """Chi-square against the softmax: 100,000 draws, 22 degrees of freedom, 99.99 % quantile."""
+    logp = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    n = 100_000
+    u = torch.from_numpy(stream(0, "chi-square").random(n, dtype=np.float32))
+    found = torch.bincount(pick_token(logp.expand(n, -1), u), minlength=VOCAB)
+    expected = logp.exp() * n
+    assert ((found - expected).square() / expected).sum() < 55.5
+
+
+def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> None:
+    logp = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1).expand(2, -1)
+    picked = pick_token(logp, torch.tensor([0.0, 1 - 2**-24]))
+    assert picked.tolist() == [1, 2]
+
+
+def test_packing_keeps_every_running_row_and_no_finished_group() -> None:
+    running = np.array([[True, False, True], [False, False, False], [False, True, False]])
+    slots, groups = pack(running)
+    assert groups.tolist() == [0, 2]
+    assert slots.tolist() == [[0, 2], [7, 7]]
+    assert pack(np.zeros((2, 2), dtype=bool))[0].size == 0
+
+
+def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
+    a = uniforms(0, "sample", 3, np.array([7, 9]), 4, 6)
+    b = uniforms(0, "sample", 3, np.array([9]), 2, 12)
+    assert np.array_equal(a[1, :2], b[0, :, :6])
+    assert len(np.unique(a)) == a.size
+    others = [uniforms(1, "sample", 3, np.array([7]), 4, 6), uniforms(0, "evaluate", 3, np.array([7]), 4, 6)]
+    others.append(uniforms(0, "sample", 4, np.array([7]), 4, 6))
+    assert all(not np.array_equal(a[:1], other) for other in others)

@@ -1,0 +1,283 @@
+import dataclasses
+import hashlib
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minigrpo import GPT, Config, Trainer
+from minigrpo.config import ConfigError
+from minigrpo.model import GPTShape
+from minigrpo.optim import learning_rate_at
+from minigrpo.types import RolloutBatch
+
+ROOT = Path(__file__).parent.parent
+TINY: dict[str, Any] = {
+    "init_from": "scratch",
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "prompts_per_step": 4,
+    "group_size": 3,
+    "max_new_tokens": 6,
+    "max_steps": 6,
+    "warmup_steps": 2,
+    "learning_rate": 1e-2,
+    "eval_size": 8,
+    "eval_size_during": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "reward_weights": "similarity=1",
+}
+WARM = {**TINY, "loss": "nll", "max_new_tokens": 96}
+
+
+def train(folder: Path, stop_after: int = 0, **changes: Any) -> Trainer:
+    trainer = Trainer(Config(**{**TINY, **changes, "out_dir": str(folder)}), quiet=True)
+    if stop_after:
+        learn = trainer.learn
+
+        def learn_and_stop(batch: RolloutBatch) -> dict[str, float]:
+            if trainer.step + 1 == stop_after:
+                trainer.ask_to_stop("test")
+            return learn(batch)
+
+        trainer.learn = learn_and_stop  # type: ignore[method-assign]
+    trainer.fit()
+    return trainer
+
+
+def fingerprint(trainer: Trainer) -> str:
+    """sha256 of weights and optimizer state."""
+    digest = hashlib.sha256()
+    tensors = list(trainer.model.state_dict().values())
+    for state in trainer.optimizer.state_dict()["state"].values():
+        tensors += [torch.as_tensor(state[name]) for name in sorted(state)]
+    for tensor in tensors:
+        digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if "time" not in name and "memory" not in name}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"kl_coef": 0.1, "num_iterations": 2}, WARM], ids=["grpo", "kl, 2 iterations", "nll"]
+)
+def test_interrupted_after_3_of_6_steps_and_resumed_equals_uninterrupted_bit_for_bit(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    whole = train(tmp_path / "whole", **changes)
+    first = train(tmp_path / "cut", stop_after=3, **changes)
+    assert first.step == 3
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["exit_reason"] == "test"
+    second = train(tmp_path / "cut", **changes, resume="auto")
+    assert second.step == 6
+    assert fingerprint(second) == fingerprint(whole) != fingerprint(first)
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        a, b = ([without_times(record) for record in lines(tmp_path / run, name)] for run in ("whole", "cut"))
+        assert a == b
+
+
+def test_on_resume_what_a_lost_run_wrote_after_the_checkpoint_is_cut(tmp_path: Path) -> None:
+    whole = train(tmp_path / "run", keep_last=3)
+    again = train(tmp_path / "run", keep_last=3, resume="2")
+    assert fingerprint(again) == fingerprint(whole)
+    assert [record["step"] for record in lines(tmp_path / "run", "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in lines(tmp_path / "run", "eval.jsonl")] == [0, 2, 4, 6]
+
+
+def test_resuming_with_another_config_is_refused_and_with_other_speed_flags_is_not(tmp_path: Path) -> None:
+    train(tmp_path / "run", stop_after=2)
+    with pytest.raises(ConfigError, match=r"--learning-rate was 0.01, is 0.02"):
+        train(tmp_path / "run", resume="auto", learning_rate=0.02)
+    train(tmp_path / "run", resume="auto", layout="repeated", micro_batch_size=2, parallel_rewards=False)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    train(tmp_path / "run", max_steps=1, warmup_steps=0)
+    with pytest.raises(ConfigError, match="holds a run; --resume auto"):
+        train(tmp_path / "run")
+
+
+def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer = train(run, kl_coef=0.05, max_steps=10)
+    names = [
+        "config.toml",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "samples.jsonl",
+        "summary.json",
+        "tensorboard",
+        "model.safetensors",
+    ]
+    assert all((run / name).exists() for name in names)
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000008", "step_000010"]
+    record = lines(run, "metrics.jsonl")[-1]
+    assert set(record) >= {
+        *("step", "reward", "reward_std", "rewards/similarity/mean", "kl", "entropy", "loss", "grad_norm", "learning_rate"),
+        *("clip_ratio/low_mean", "clip_ratio/high_mean", "completions/mean_length", "completions/clipped_ratio"),
+        *("frac_reward_zero_std", "step_time", "time/rollout", "time/reward", "time/reference", "time/update"),
+        *("memory/peak_mib", "sampling/logp_difference_mean", "sampling/logp_difference_max"),
+    }
+    assert all(math.isfinite(value) for value in record.values())
+    assert set(lines(run, "eval.jsonl")[0]) >= {"step", "exact", "valid", "similarity", "reward", "exact_sampled"}
+    assert set(lines(run, "samples.jsonl")[0]) >= {"step", "prompt", "completion", "truth", "parts", "reward"}
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert dataclasses.replace(Config.from_toml(run / "config.toml"), out_dir=str(run)) == trainer.config
+    again = GPT.from_pretrained(run)
+    ids = torch.randint(0, 300, (2, 9))
+    torch.testing.assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
+
+
+def gradient(tmp_path: Path, name: str, **changes: Any) -> list[torch.Tensor]:
+    """The gradient of the first step of a run in float64, on the same rollout."""
+    config = Config(**{**TINY, "group_size": 4, "kl_coef": 0.1, **changes, "out_dir": str(tmp_path / name)})
+    trainer = Trainer(config, quiet=True)
+    trainer.model.double()
+    if hasattr(trainer.reference, "model"):
+        trainer.reference.model.double()
+        with torch.no_grad():
+            trainer.reference.model.wte.weight.mul_(1.1)  # else the KL and its gradient would be 0
+    gradients: list[torch.Tensor] = []
+    trainer.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign,assignment]
+        p.grad.clone() for p in trainer.model.parameters()
+    )
+    trainer.config = dataclasses.replace(config, grad_clip=1e9)
+    trainer.learn(trainer.source.batch(0))
+    return gradients
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "nll"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"micro_batch_size": 1}, {"micro_batch_size": 2, "layout": "repeated"}, {"gradient_checkpointing": True}],
+    ids=["micro-batches of 1", "micro-batches of 2, repeated", "checkpointing"],
+)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_run(tmp_path: Path, loss: str, changes: dict[str, Any]) -> None:
+    expected = gradient(tmp_path, "whole", loss=loss)
+    found = gradient(tmp_path, "cut", loss=loss, **changes)
+    scale = max(g.abs().max() for g in expected)
+    assert scale > 0
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-10 * scale
+
+
+def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(tmp_path: Path) -> None:
+    # short completions of an untrained model are often equally wrong: with this reward every group is dead but a few
+    options = {"kl_coef": 0.0, "reward_weights": "similarity=1", "max_new_tokens": 2, "prompts_per_step": 16}
+    kept = gradient(tmp_path, "kept", **options, skip_dead_groups=False)
+    left_out = gradient(tmp_path, "left out", **options)
+    for a, b in zip(left_out, kept, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
+    trainer = train(tmp_path / "a", kl_coef=0.5, max_steps=1, warmup_steps=0)
+    assert lines(trainer.folder, "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) -> None:
+    options = {**TINY, "kl": "k1_reward", "kl_coef": 0.5, "scale": "none", "out_dir": str(tmp_path / "run")}
+    trainer = Trainer(Config(**options), quiet=True)
+    with torch.no_grad():
+        trainer.reference.model.wte.weight.mul_(1.5)  # type: ignore[attr-defined]
+    batch = trainer.source.batch(0)
+    assert batch.rewards is not None and batch.ref_logp is not None and batch.advantages is not None
+    log_ratio = (batch.completions.sampler_logp - batch.ref_logp).sum(-1)  # type: ignore[operator]
+    penalised = torch.from_numpy(batch.rewards.total) - 0.5 * log_ratio
+    assert log_ratio.abs().min() > 0
+    torch.testing.assert_close(batch.advantages, penalised - penalised.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("flag", ["use_amp", "gradient_checkpointing", "use_tf32"])
+def test_a_speed_flag_trains_and_keeps_the_loss_near(tmp_path: Path, flag: str, device: str) -> None:
+    plain = train(tmp_path / "plain", **{**WARM, "device": device})
+    fast = train(tmp_path / "fast", **{**WARM, "device": device, flag: True})
+    a, b = (lines(trainer.folder, "metrics.jsonl")[-1]["loss"] for trainer in (plain, fast))
+    assert b == pytest.approx(a, rel=0.02)
+    assert all(p.dtype == torch.float32 for p in fast.model.parameters())
+
+
+def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(Config(**{**WARM, "out_dir": str(tmp_path / "run")}), quiet=True)
+    before = fingerprint(trainer)
+    batch = trainer.source.batch(0)
+    hook = trainer.model.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
+    trainer.learn(batch)
+    assert fingerprint(trainer) == before
+    hook.remove()
+    trainer.learn(batch)
+    assert fingerprint(trainer) != before
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    rates = [learning_rate_at(step, peak=1.0, warmup_steps=4, max_steps=20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_a_file_that_is_not_there_is_one_line_and_exit_code_2_before_any_work(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = [sys.executable, "train.py", "--init-from", str(tmp_path / "nowhere"), "--out-dir", str(run)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --init-from") and done.stderr.count("\n") == 1
+    assert not done.stdout
+    assert not run.exists()
+
+
+def test_what_does_not_fit_is_an_error_before_the_folder_is_made(tmp_path: Path) -> None:
+    damaged, other, blocked = tmp_path / "damaged.safetensors", tmp_path / "other.safetensors", tmp_path / "file"
+    damaged.write_bytes(b"junk" * 100)
+    GPT(GPTShape(50, layers=1, width=16, heads=2)).save_pretrained(other)
+    blocked.write_text("in the way")
+    cases: dict[str, dict[str, Any]] = {
+        "not a whole safetensors file": {"init_from": str(damaged)},
+        "has 50 tokens, --tokenizer chess has": {"init_from": str(other)},
+        "--max-new-tokens must leave room for a prompt": {"max_new_tokens": 256},
+        "--out-dir .* cannot be written": {"out_dir": str(blocked / "run")},
+        "--device .* CUDA devices": {"device": "cuda:99"},
+    }
+    for words, changes in cases.items():
+        with pytest.raises(ValueError, match=words):
+            Trainer(Config(**{**TINY, "out_dir": str(tmp_path / "run"), **changes}), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_that_says_how_long_it_may_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a prompt of .* tokens leaves no room .* at most 20 are allowed"):
+        train(tmp_path / "run", context=30, max_new_tokens=10)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_0(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "max_steps": 10**6}.items()]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags, "--out-dir", str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["exit_reason"] == "SIGINT"
+    assert f"step_{summary['step']:06d}" in out
+    assert (run / "checkpoints" / f"step_{summary['step']:06d}" / "manifest.json").exists()
