@@ -5,6 +5,7 @@ neither on what else is in the batch nor on when its neighbours finish. Rows are
 when rows have finished, the grid is packed smaller. The host looks at who is finished every few steps only.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +18,8 @@ from .logprobs import log_softmax
 from .model import GPT, Attend, Causal, Stream
 from .types import Completions
 
-STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished; asking is a device sync
+STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished; asking is a device sync. Drafted: every round
+DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
 
 
 def pick_token(logp: Tensor, u: Tensor | None) -> Tensor:
@@ -74,6 +76,7 @@ class CachedDecoder:
         self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [R, W]
         self.num_columns = num_columns
         positions = self.prompt_len.repeat_interleave(self.grid[1])[:, None] + self.columns
+        positions = positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
         hidden = self.model.hidden(Stream(tokens.flatten(), positions.flatten()), self)
         return self.model.head(hidden).unflatten(0, tokens.shape)
 
@@ -107,12 +110,12 @@ class CachedDecoder:
         from_own = (of_own @ own_v).transpose(1, 2).reshape(-1, heads, size)
         return from_prompt + from_own
 
-    def keep(self, slots: Tensor, groups: Tensor) -> None:
-        """Pack the grid: `slots [P', G']` are the rows that go on, `groups [P']` the prompts that they continue."""
-        self.grid = (slots.shape[0], slots.shape[1])
+    def keep(self, grid: tuple[int, int], slots: Tensor, groups: Tensor) -> None:
+        """Pack the grid: `slots [P' * G']` are the rows that go on, `groups [P']` the prompts that they continue."""
+        self.grid = grid
         self.prompt_len, self.in_prompt = self.prompt_len[groups], self.in_prompt[groups]
         self.prompt_kv = [(k[groups], v[groups]) for k, v in self.prompt_kv]
-        self.own_kv = [(k[slots.flatten()], v[slots.flatten()]) for k, v in self.own_kv]
+        self.own_kv = [(k[slots], v[slots]) for k, v in self.own_kv]
 
 
 class _Prefill:
@@ -153,13 +156,14 @@ class UncachedDecoder:
 
     def _logits_after(self, places: Tensor) -> Tensor:
         positions = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        positions = positions.clamp(max=self.model.shape.context - 1)
         hidden = self.model.hidden(Stream(self.ids.flatten(), positions.flatten()), Causal(*self.ids.shape))
         hidden = hidden.unflatten(0, self.ids.shape)
         return self.model.head(hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])))
 
-    def keep(self, slots: Tensor, groups: Tensor) -> None:
-        self.grid = (slots.shape[0], slots.shape[1])
-        self.ids, self.prompt_len = self.ids[slots.flatten()], self.prompt_len[slots.flatten()]
+    def keep(self, grid: tuple[int, int], slots: Tensor, groups: Tensor) -> None:
+        self.grid = grid
+        self.ids, self.prompt_len = self.ids[slots], self.prompt_len[slots]
 
 
 def pack(running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -177,6 +181,30 @@ def pack(running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slots, groups
 
 
+def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> Tensor:
+    """What rows will probably say next, read off their drafts where their last tokens stand.
+
+    Args:
+        drafts: `[R, L]`, a text that each row is likely to write.
+        recent: `[R, K]`, the last K tokens that the row has written.
+        columns: `[R]`, how many tokens that is in all.
+
+    Returns:
+        `[R, num_tokens]`: what follows, in the draft, the place nearest to the row's own column where the same K tokens
+        stand; where there is none, what stands at its own column.
+    """
+    known = recent.shape[1]
+    drafts = torch.nn.functional.pad(drafts, (0, max(0, known + 1 - drafts.shape[1])))
+    length = drafts.shape[1]
+    places = torch.arange(known, length, device=drafts.device)  # place a follows the tokens a-K..a-1
+    same = (drafts.unfold(1, known, 1)[:, :-1] == recent[:, None]).all(-1) & (columns >= known)[:, None]
+    far = 1 << 30
+    distance, nearest = torch.where(same, (places - columns[:, None]).abs(), far).min(1)
+    start = torch.where(distance < far, places[nearest], columns)
+    ahead = (start[:, None] + torch.arange(num_tokens, device=drafts.device)).clamp(max=length - 1)
+    return drafts.gather(1, ahead)
+
+
 @torch.no_grad()
 def generate(
     model: GPT,
@@ -189,57 +217,80 @@ def generate(
     u: Tensor | None = None,
     temperature: float = 1.0,
     kv_cache: bool = True,
+    drafts: Tensor | None = None,
+    draft_window: int = 16,
 ) -> Completions:
     """Complete each prompt `num_samples` times.
+
+    Since a token is a function of its logits and its uniform number, guessing ahead is exact: a round runs W tokens, the
+    last one and W-1 guesses read off a draft, and keeps them up to the first that is not what would have been picked;
+    that pick is right too. Drafts change the number of rounds, not the tokens. Without drafts W is 1.
 
     Args:
         prompt_ids: `[P, Lp]` int64, right-padded, on the model's device.
         prompt_len: `[P]` int64.
         u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely token each time.
+        drafts: `[P, L]` int64, what completions of each prompt probably look like: the known answer.
+        draft_window: W.
 
     Returns:
         Completions on the model's device with G = num_samples and S = the longest completion. A completion ends with EOS,
         or after max_new_tokens without one.
     """
-    num_rows = len(prompt_ids) * num_samples
-    device = prompt_ids.device
-    ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)
-    logps = torch.zeros(num_rows, max_new_tokens, device=device, dtype=torch.float32)
-    lengths = torch.full((num_rows,), max_new_tokens, device=device)
-    draws = None if u is None else u.reshape(num_rows, -1)
-
+    window = 1 if drafts is None else draft_window
+    device, num_rows = prompt_ids.device, len(prompt_ids) * num_samples
     make: Callable[..., CachedDecoder | UncachedDecoder] = CachedDecoder if kv_cache else UncachedDecoder
-    decoder = make(model, prompt_ids, prompt_len, num_samples, max_new_tokens)
+    decoder = make(model, prompt_ids, prompt_len, num_samples, max_new_tokens + window)
+    # one column more than a window beyond the end, so that what is guessed there needs no special case
+    ids = torch.zeros(num_rows, max_new_tokens + window, dtype=torch.int64, device=device)
+    logps = torch.zeros(ids.shape, dtype=torch.float32, device=device)
+    draws = None if u is None else torch.nn.functional.pad(u.flatten(0, 1)[:, :max_new_tokens], (0, window))
+    drafts = None if drafts is None else drafts.repeat_interleave(num_samples, dim=0)
+    ahead = torch.arange(window, device=device)
+
     rows = torch.arange(num_rows, device=device)  # which completion each row of the grid is
-    running = torch.ones(num_rows, dtype=torch.bool, device=device)
-    logits = decoder.prefill()
-    for s in range(max_new_tokens):
-        logp = log_softmax(logits, temperature)
-        tokens = pick_token(logp, None if draws is None else draws[rows, s])
-        ids[rows, s] = torch.where(running, tokens, 0)
-        logps[rows, s] = torch.where(running, logp.gather(1, tokens[:, None])[:, 0].float(), 0.0)
-        ends = running & (tokens == eos)
-        lengths[rows] = torch.where(ends, s + 1, lengths[rows])
-        running = running & ~ends
-        if s + 1 == max_new_tokens:
-            break
-        if (s + 1) % STEPS_BETWEEN_LOOKS == 0:
+    columns = torch.zeros_like(rows)  # how many tokens it has
+    lengths = torch.zeros_like(rows)  # the same for all completions, also those that have left the grid
+    running = torch.ones_like(rows, dtype=torch.bool)
+    logits, guesses = decoder.prefill()[:, None], rows[:, None][:, :0]  # [R, 1, V], and nothing guessed
+    most_columns = 0  # on the host: no row has more tokens than that
+    for turn in itertools.count(1):
+        logp = log_softmax(logits, temperature)  # [R, W, V]
+        places = columns[:, None] + ahead[: logp.shape[1]]  # [R, W]
+        flat = None if draws is None else draws[rows[:, None], places].flatten()
+        picks = pick_token(logp.flatten(0, 1), flat).view(places.shape)
+        right = torch.cat([torch.ones_like(picks[:, :1]), (picks[:, :-1] == guesses).long()], dim=1).cumprod(1)
+        before_eos = torch.cat([torch.ones_like(picks[:, :1]), (picks[:, :-1] != eos).long()], dim=1).cumprod(1)
+        kept = (right * before_eos).bool() & (places < max_new_tokens) & running[:, None]
+        ids[rows[:, None], places] = torch.where(kept, picks, 0)
+        logps[rows[:, None], places] = torch.where(kept, logp.gather(2, picks[..., None])[..., 0].float(), 0.0)
+        columns = columns + kept.sum(1)
+        lengths[rows] = columns
+        running = running & (columns < max_new_tokens) & ~(kept & (picks == eos)).any(1)
+
+        most_columns += logp.shape[1]
+        if most_columns >= max_new_tokens or turn % (STEPS_BETWEEN_LOOKS if window == 1 else 1) == 0:
             slots, groups = pack(running.view(decoder.grid).cpu().numpy())
             if not len(slots):
                 break
             if slots.size < running.numel():
-                keep = torch.from_numpy(slots).to(device)
-                decoder.keep(keep, torch.from_numpy(groups).to(device))
-                rows, running, tokens = (x[keep.flatten()] for x in (rows, running, tokens))
-        logits = decoder.step(tokens[:, None], torch.full_like(rows, s), s + 1)[:, 0]
+                keep = torch.from_numpy(slots.flatten()).to(device)
+                decoder.keep(slots.shape, keep, torch.from_numpy(groups).to(device))
+                rows, columns, running = rows[keep], columns[keep], running[keep]
+            most_columns = int(columns.max())
+        tokens = ids[rows, columns - 1][:, None]
+        if drafts is not None:
+            recent = ids[rows[:, None], (columns[:, None] + torch.arange(-DRAFT_MATCH, 0, device=device)).clamp(min=0)]
+            tokens = torch.cat([tokens, guess(drafts[rows], recent, columns, window - 1)], dim=1)
+        guesses = tokens[:, 1:]
+        logits = decoder.step(tokens, columns - 1, min(most_columns - 1 + window, ids.shape[1]))
 
     longest = int(lengths.max())
     grid = (len(prompt_ids), num_samples)
-    mask = torch.arange(longest, device=device) < lengths[:, None]
     return Completions(
         prompt_ids=prompt_ids,
         prompt_len=prompt_len,
         completion_ids=ids[:, :longest].unflatten(0, grid),
-        completion_mask=mask.unflatten(0, grid),
+        completion_mask=(torch.arange(longest, device=device) < lengths[:, None]).unflatten(0, grid),
         sampler_logp=logps[:, :longest].unflatten(0, grid),
     )

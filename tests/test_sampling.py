@@ -6,7 +6,7 @@ from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
 from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import CachedDecoder, UncachedDecoder, generate, pack, pick_token
+from minigrpo.sampling import CachedDecoder, UncachedDecoder, generate, guess, pack, pick_token
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -46,6 +46,53 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
     torch.testing.assert_close(cached.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
     lengths = cached.completion_mask.sum(-1)
     assert lengths.min() < 8 < lengths.max()  # else neither early exit nor packing was exercised
+
+
+@pytest.mark.parametrize("window", [2, 5, 16])
+@pytest.mark.parametrize("kv_cache", [True, False])
+def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
+    model: GPT, prompts: Completions, window: int, kv_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = sample(model, prompts, list(range(6)), kv_cache=kv_cache)
+    kind = CachedDecoder if kv_cache else UncachedDecoder
+    rounds = []
+    step = kind.step
+    monkeypatch.setattr(kind, "step", lambda self, *args: rounds.append(1) or step(self, *args))
+    # the draft of a prompt is its second sample with a token left out: right for one row up to there, then shifted
+    drafts = torch.cat([plain.completion_ids[:, 1, :4], plain.completion_ids[:, 1, 5:]], dim=1)
+    for draft in (drafts, torch.zeros_like(drafts), drafts[:, :1]):
+        drafted = sample(model, prompts, list(range(6)), kv_cache=kv_cache, drafts=draft, draft_window=window)
+        assert torch.equal(drafted.completion_ids, plain.completion_ids)
+        assert torch.equal(drafted.completion_mask, plain.completion_mask)
+        torch.testing.assert_close(drafted.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
+    # the whole batch drafted by what it says: as few rounds as the window allows
+    rounds.clear()
+    one = [sample(model, prompts, [p], kv_cache=kv_cache) for p in range(6)]
+    for p, alone in enumerate(one):
+        rounds.clear()
+        text = plain.completion_ids[p, :1]
+        u = torch.from_numpy(uniforms(0, "test", 0, np.array([p]), 1, LENGTH))
+        options = {"eos": EOS, "max_new_tokens": LENGTH, "u": u, "kv_cache": kv_cache}
+        again = generate(
+            model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], drafts=text, draft_window=window, **options
+        )
+        length = int(again.completion_mask.sum())
+        assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])
+        assert len(rounds) <= -(-(length - 1) // window) + 1
+
+
+def test_a_guess_is_what_follows_the_same_tokens_nearest_to_the_rows_own_column() -> None:
+    draft = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6, 7]])
+
+    def at(recent: list[int], column: int) -> list[int]:
+        return guess(draft, torch.tensor([recent]), torch.tensor([column]), 2)[0].tolist()
+
+    assert at([1, 2, 3], 3) == [4, 5]
+    assert at([1, 2, 3], 7) == [6, 7]
+    assert at([1, 2, 3], 5) == [4, 5]  # as near as the other: the first
+    assert at([9, 9, 9], 4) == [5, 1]
+    assert at([1, 2, 3], 2) == [3, 4]  # two tokens so far: what is recent is not all there yet
+    assert at([2, 3, 6], 9) == [7, 7]
 
 
 def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(model: GPT, prompts: Completions) -> None:
