@@ -116,6 +116,10 @@ class Config:
     """shared: each prompt and each distinct completion runs once; repeated: the textbook way."""
     kv_cache: bool = True
     """Keep keys and values while sampling."""
+    draft_answers: bool = True
+    """Guess ahead from the known answer while sampling: the same tokens in fewer rounds."""
+    draft_window: int = 16
+    """Tokens of each row in one such round."""
     fused_optimizer: bool = True
     """AdamW's fused kernel."""
     parallel_rewards: bool = True
@@ -144,7 +148,9 @@ class Config:
     def _check_ranges(self) -> None:
         at_least = dict.fromkeys(
             ("prompts_per_step", "group_size", "max_new_tokens", "max_steps", "keep_last", "num_iterations"), 1
-        ) | dict.fromkeys(("layers", "width", "heads", "context", "num_reward_workers", "eval_size", "save_every"), 1)
+        ) | dict.fromkeys(
+            ("layers", "width", "heads", "context", "num_reward_workers", "eval_size", "save_every", "draft_window"), 1
+        )
         at_least |= dict.fromkeys(
             ("history", "eval_every", "seed", "warmup_steps", "micro_batch_size", "rollout_batch_size"), 0
         ) | {"eval_size_during": 1, "kl_coef": 0, "weight_decay": 0, "clip_low": 0, "clip_high": 0}

@@ -1,65 +1,28 @@
 """How good a model is: greedy and sampled answers to held-out examples that no training ever sees."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-import tiktoken
-import torch
 
-from .model import GPT
 from .randomness import uniforms
 from .rewards import RewardScorer
-from .rollout import decode, encode_prompts
-from .sampling import generate
+from .rollout import Sampler, decode
 from .types import Example, Task
 
 BATCH = 256  # prompts decoded together
 
 
-def answer(
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    examples: list[Example],
-    *,
-    max_new_tokens: int,
-    seed: int | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> list[str]:
+def answer(sampler: Sampler, examples: list[Example], *, seed: int | None = None) -> list[str]:
     """One completion of each example: greedy, or at temperature 1 if a seed is given."""
-    texts: list[str] = []
-    for a in range(0, len(examples), BATCH):
-        part = examples[a : a + BATCH]
-        prompt_ids, prompt_len = encode_prompts(tokenizer, part, model.shape.context - max_new_tokens)
-        u = None
-        if seed is not None:
-            rows = np.array([example.index for example in part])
-            u = torch.from_numpy(uniforms(seed, "evaluate", 0, rows, 1, max_new_tokens)).to(model.device)
-        with autocast():
-            completions = generate(
-                model,
-                prompt_ids.to(model.device),
-                prompt_len.to(model.device),
-                eos=tokenizer.eot_token,
-                max_new_tokens=max_new_tokens,
-                u=u,
-            )
-        texts += [group[0] for group in decode(tokenizer, completions.to("cpu"))]
-    return texts
+    u = None
+    if seed is not None:
+        rows = np.array([example.index for example in examples])
+        u = uniforms(seed, "evaluate", 0, rows, 1, sampler.config.max_new_tokens)
+    completions = sampler.complete(examples, u=u, batch_size=BATCH)
+    return [group[0] for group in decode(sampler.tokenizer, completions)]
 
 
-def evaluate(
-    model: GPT,
-    task: Task,
-    tokenizer: tiktoken.Encoding,
-    scorer: RewardScorer,
-    *,
-    size: int,
-    max_new_tokens: int,
-    seed: int,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> dict[str, float]:
+def evaluate(sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int) -> dict[str, float]:
     """Score the first `size` held-out examples.
 
     Returns:
@@ -68,8 +31,7 @@ def evaluate(
         exact/<kind> and count/<kind>: the same by kind of question.
     """
     examples = [task.held_out(i) for i in range(size)]
-    greedy = answer(model, tokenizer, examples, max_new_tokens=max_new_tokens, autocast=autocast)
-    sampled = answer(model, tokenizer, examples, max_new_tokens=max_new_tokens, seed=seed, autocast=autocast)
+    greedy, sampled = answer(sampler, examples), answer(sampler, examples, seed=seed)
     table = scorer.score(examples, [[text] for text in greedy])
     right = [text == example.answer for text, example in zip(greedy, examples, strict=True)]
     by_kind: dict[str, list[bool]] = defaultdict(list)

@@ -1,6 +1,8 @@
 """The frozen model that a KL term holds the policy to; with no KL there is none."""
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -8,28 +10,45 @@ from torch import Tensor
 
 from .layout import Layout
 from .model import GPT
+from .types import Completions
 
 
 class Reference(Protocol):
-    def logp(self, layout: Layout, temperature: float) -> Tensor | None:
-        """`[P, G, S]` log-probs of a micro-batch, or None where no KL asks for them."""
+    def logp(self, completions: Completions) -> Tensor | None:
+        """`[P, G, S]` log-probs on the host, or None where no KL asks for them."""
 
 
 class NoReference:
     """kl_coef = 0: no second model, no second forward."""
 
-    def logp(self, layout: Layout, temperature: float) -> Tensor | None:
+    def logp(self, completions: Completions) -> Tensor | None:
         return None
 
 
 class FrozenReference:
     """A copy of the model as it was when the run began."""
 
-    def __init__(self, model: GPT) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self.model.checkpoint_blocks = None
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        layout: Callable[[Completions], Layout],
+        temperature: float,
+        micro_batch_size: int,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """`temperature` is the policy's; `micro_batch_size` prompts go through at once (0: all)."""
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.layout, self.temperature = layout, temperature
+        self.micro_batch_size, self.autocast = micro_batch_size, autocast
 
     @torch.no_grad()
-    def logp(self, layout: Layout, temperature: float) -> Tensor | None:
-        logp, _ = self.model(layout.stream, layout, temperature)
-        return logp
+    def logp(self, completions: Completions) -> Tensor | None:
+        size = self.micro_batch_size or len(completions)
+        logps = []
+        for a in range(0, len(completions), size):
+            layout = self.layout(completions.select(torch.arange(a, min(a + size, len(completions)))))
+            layout = layout.to(self.model.device)
+            with self.autocast():
+                logps.append(self.model(layout.stream, layout, self.temperature)[0].cpu())
+        return torch.cat(logps)

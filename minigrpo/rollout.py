@@ -6,7 +6,8 @@ that a step never waits for self-play.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .config import Config, ConfigError
-from .layout import LAYOUTS
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .metrics import PhaseTimer
 from .model import GPT
@@ -95,6 +95,57 @@ def join(parts: Sequence[Completions]) -> Completions:
     return Completions(**{name: along_prompts(name) for name in vars(parts[0])})
 
 
+def encode_answers(tokenizer: tiktoken.Encoding, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """True completions, end of text included, as right-padded ids `[P, L]` and lengths `[P]`."""
+    return pad([[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples])
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Completions of examples by the model as it is."""
+
+    config: Config
+    model: GPT
+    tokenizer: tiktoken.Encoding
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def complete(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int = 1,
+        u: np.ndarray | None = None,
+        temperature: float = 1.0,
+        batch_size: int = 0,
+    ) -> Completions:
+        """`num_samples` completions of each example, on the host; greedy without uniform numbers `u [P, G, S]`.
+
+        `batch_size` prompts are decoded together (0: all), which changes nothing but memory and time.
+        """
+        config, device = self.config, self.model.device
+        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
+        drafts = encode_answers(self.tokenizer, examples)[0] if config.draft_answers else None
+        parts = []
+        for a in range(0, len(examples), batch_size or len(examples)):
+            cut = slice(a, a + (batch_size or len(examples)))
+            with self.autocast():
+                part = generate(
+                    self.model,
+                    prompt_ids[cut].to(device),
+                    prompt_len[cut].to(device),
+                    eos=self.tokenizer.eot_token,
+                    max_new_tokens=config.max_new_tokens,
+                    num_samples=num_samples,
+                    u=None if u is None else torch.from_numpy(u[cut]).to(device),
+                    temperature=temperature,
+                    kv_cache=config.kv_cache,
+                    drafts=None if drafts is None else drafts[cut].to(device),
+                    draft_window=config.draft_window,
+                )
+            parts.append(part.to("cpu"))
+        return join(parts)
+
+
 class Gold:
     """The true completions, one a prompt: the supervised warm start."""
 
@@ -105,12 +156,8 @@ class Gold:
     def batch(self, step: int) -> RolloutBatch:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-            eos = self.tokenizer.eot_token
-            answers = [[*self.tokenizer.encode_ordinary(example.answer), eos] for example in examples]
-            prompt_ids, prompt_len = encode_prompts(
-                self.tokenizer, examples, self.context - max(len(answer) for answer in answers)
-            )
-            ids, lengths = pad(answers)
+            ids, lengths = encode_answers(self.tokenizer, examples)
+            prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.context - ids.shape[1])
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
@@ -122,16 +169,13 @@ class OnPolicy:
     def __init__(
         self,
         config: Config,
-        model: GPT,
         task: Task,
-        tokenizer: tiktoken.Encoding,
+        sampler: Sampler,
         scorer: RewardScorer,
         reference: Reference,
         timer: PhaseTimer,
-        autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.scorer, self.reference, self.timer, self.autocast = scorer, reference, timer, autocast
+        self.config, self.sampler, self.scorer, self.reference, self.timer = config, sampler, scorer, reference, timer
         self.examples = Ahead(task.train, config.prompts_per_step, config.max_steps)
 
     def batch(self, step: int) -> RolloutBatch:
@@ -140,11 +184,11 @@ class OnPolicy:
             examples = self.examples.take(step)
         with self.timer.phase("rollout"):
             completions = self.sample(examples, step)
-            texts = decode(self.tokenizer, completions)
+            texts = decode(self.sampler.tokenizer, completions)
         with self.timer.phase("reward"):
             rewards = self.scorer.score(examples, texts)
         with self.timer.phase("reference"):
-            ref_logp = self.reference_logp(completions)
+            ref_logp = self.reference.logp(completions)
         total = torch.from_numpy(rewards.total)
         if config.kl == KL_IN_REWARD and ref_logp is not None and completions.sampler_logp is not None:
             total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
@@ -158,37 +202,13 @@ class OnPolicy:
         )
 
     def sample(self, examples: Sequence[Example], step: int) -> Completions:
-        """Completions of the examples, on the host. A completion depends on nothing but its prompt, seed and step."""
-        config, device = self.config, self.model.device
-        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
+        """Completions of a step's examples; each depends on nothing but its prompt, seed, step and the weights."""
+        config = self.config
         rows = np.array([example.index for example in examples])
-        u = torch.from_numpy(uniforms(config.seed, "sample", step, rows, config.group_size, config.max_new_tokens))
-        size = config.rollout_batch_size or len(examples)
-        parts = []
-        for a in range(0, len(examples), size):
-            with self.autocast():
-                part = generate(
-                    self.model,
-                    prompt_ids[a : a + size].to(device),
-                    prompt_len[a : a + size].to(device),
-                    eos=self.tokenizer.eot_token,
-                    max_new_tokens=config.max_new_tokens,
-                    num_samples=config.group_size,
-                    u=u[a : a + size].to(device),
-                    temperature=config.temperature,
-                    kv_cache=config.kv_cache,
-                )
-            parts.append(part.to("cpu"))
-        return join(parts)
-
-    def reference_logp(self, completions: Completions) -> Tensor | None:
-        size = self.config.micro_batch_size or len(completions)
-        logps = []
-        for a in range(0, len(completions), size):
-            part = completions.select(torch.arange(a, min(a + size, len(completions))))
-            with self.autocast():
-                logp = self.reference.logp(LAYOUTS[self.config.layout](part).to(self.model.device), self.config.temperature)
-            if logp is None:
-                return None
-            logps.append(logp.cpu())
-        return torch.cat(logps)
+        return self.sampler.complete(
+            examples,
+            num_samples=config.group_size,
+            u=uniforms(config.seed, "sample", step, rows, config.group_size, config.max_new_tokens),
+            temperature=config.temperature,
+            batch_size=config.rollout_batch_size,
+        )

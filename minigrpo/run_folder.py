@@ -19,7 +19,7 @@ from .config import Config, ConfigError, flag
 MAY_DIFFER = {"max_steps", "eval_every", "eval_size", "eval_size_during", "save_every", "keep_last", "out_dir", "resume"}
 MAY_DIFFER |= {"device", "use_tf32", "compile_model", "gradient_checkpointing", "layout", "kv_cache", "fused_optimizer"}
 MAY_DIFFER |= {"parallel_rewards", "num_reward_workers", "skip_dead_groups", "micro_batch_size", "rollout_batch_size"}
-MAY_DIFFER |= {"use_amp", "amp_dtype"}
+MAY_DIFFER |= {"use_amp", "amp_dtype", "draft_answers", "draft_window"}
 
 
 def open_folder(config: Config) -> Path:

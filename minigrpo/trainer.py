@@ -29,7 +29,7 @@ from .model import GPT, GPTShape
 from .optim import learning_rate_at, make_optimizer
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
-from .rollout import Gold, OnPolicy, Source, encode_prompts
+from .rollout import Gold, OnPolicy, Sampler, Source, encode_prompts
 from .run_folder import check_same_run, open_folder, write_config, write_summary
 from .tasks import TASKS
 from .tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ class Trainer:
         self.model = build_model(config, self.tokenizer).to(self.device)
         probe = [self.task.held_out(i) for i in range(PROMPTS_CHECKED)]
         encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
-        self.reference: Reference = FrozenReference(self.model) if config.kl_coef else NoReference()
+        self.reference = self._make_reference()
         self.folder = open_folder(config)
         self.step = 0  # optimizer steps are counted from 0; this many are done
         self.stop_reason = ""
@@ -94,21 +94,25 @@ class Trainer:
         self.timer = PhaseTimer(self.device)
         workers = config.num_reward_workers if config.parallel_rewards else 0
         self.scorer = RewardScorer(self.task, weights=config.weights(), workers=workers)
+        self.sampler = Sampler(config, self.model, self.tokenizer, self.autocast)
         self.source = self._make_source()
+
+    def _make_reference(self) -> Reference:
+        """The model as it is now, before a checkpoint is loaded into it."""
+        if not self.config.kl_coef:
+            return NoReference()
+        return FrozenReference(
+            self.model,
+            layout=LAYOUTS[self.config.layout],
+            temperature=self.config.temperature,
+            micro_batch_size=self.config.micro_batch_size,
+            autocast=self.autocast,
+        )
 
     def _make_source(self) -> Source:
         if self.config.supervised:
             return Gold(self.config, self.task, self.tokenizer, self.timer, self.model.shape.context)
-        return OnPolicy(
-            self.config,
-            self.model,
-            self.task,
-            self.tokenizer,
-            self.scorer,
-            self.reference,
-            self.timer,
-            self.autocast,
-        )
+        return OnPolicy(self.config, self.task, self.sampler, self.scorer, self.reference, self.timer)
 
     # --- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -272,16 +276,7 @@ class Trainer:
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Evaluate on the first `size` held-out examples, log it, say it."""
-        values = evaluate(
-            self.model,
-            self.task,
-            self.tokenizer,
-            self.scorer,
-            size=size,
-            max_new_tokens=self.config.max_new_tokens,
-            seed=self.config.seed,
-            autocast=self.autocast,
-        )
+        values = evaluate(self.sampler, self.task, self.scorer, size=size, seed=self.config.seed)
         self.log.evaluation(self.step, values)
         shown = "  ".join(f"{name} {values[name]:.1%}" for name in ("exact", "exact_sampled") if name in values)
         self.screen.say(f"evaluation at step {self.step} on {size} held-out examples: {shown}  reward {values['reward']:.3f}")

@@ -73,9 +73,7 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         text = plain.completion_ids[p, :1]
         u = torch.from_numpy(uniforms(0, "test", 0, np.array([p]), 1, LENGTH))
         options = {"eos": EOS, "max_new_tokens": LENGTH, "u": u, "kv_cache": kv_cache}
-        again = generate(
-            model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], drafts=text, draft_window=window, **options
-        )
+        again = generate(model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], drafts=text, draft_window=window, **options)
         length = int(again.completion_mask.sum())
         assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])
         assert len(rounds) <= -(-(length - 1) // window) + 1
