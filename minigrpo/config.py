@@ -4,11 +4,14 @@ Precedence: the defaults below, then `--config FILE.toml`, then the command line
 What is not flat is not here: derived numbers are properties, and nothing else in the library reads the command line.
 """
 
+import argparse
 import contextlib
 import difflib
 import io
+import math
 import sys
 import tomllib
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +22,13 @@ import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
 from .tasks import TASKS
+
+AT_LEAST = {
+    0: "history eval_every seed warmup_steps micro_batch_size rollout_batch_size kl_coef weight_decay clip_low clip_high",
+    1: "prompts_per_step group_size max_new_tokens max_steps keep_last num_iterations layers width heads context "
+    "num_reward_workers eval_size eval_size_during save_every draft_window",
+}
+ABOVE_ZERO = "temperature learning_rate grad_clip ratio_cap"
 
 
 class ConfigError(ValueError):
@@ -146,22 +156,12 @@ class Config:
         self._check_combinations()
 
     def _check_ranges(self) -> None:
-        at_least = dict.fromkeys(
-            ("prompts_per_step", "group_size", "max_new_tokens", "max_steps", "keep_last", "num_iterations"), 1
-        ) | dict.fromkeys(
-            ("layers", "width", "heads", "context", "num_reward_workers", "eval_size", "save_every", "draft_window"), 1
-        )
-        at_least |= dict.fromkeys(
-            ("history", "eval_every", "seed", "warmup_steps", "micro_batch_size", "rollout_batch_size"), 0
-        ) | {"eval_size_during": 1, "kl_coef": 0, "weight_decay": 0, "clip_low": 0, "clip_high": 0}
-        above = ("temperature", "learning_rate", "grad_clip", "ratio_cap")
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{flag(name)} must be at least {least}, got {value}")
-        for name in above:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+        for least, names in AT_LEAST.items():
+            for name in names.split():
+                if (value := getattr(self, name)) is not None and not value >= least:
+                    raise ConfigError(f"{flag(name)} must be at least {least}, got {value}")
+        for name in ABOVE_ZERO.split():
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{flag(name)} must be a number above 0, got {value}")
 
     def _check_combinations(self) -> None:
@@ -212,11 +212,13 @@ class Config:
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None) -> "Config":
         """Parse flags; what is wrong is printed as one line, and the process exits with code 2."""
-        argv = list(sys.argv[1:] if argv is None else argv)
+        files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        files.add_argument("--config", action="append", default=[])
         try:
-            values, rest = _take_config_file(argv)
+            chosen, rest = files.parse_known_args(argv)
+            values = {name: value for path in chosen.config for name, value in read_toml(path).items()}
             return _parse_flags(cls(**values), rest)
-        except ConfigError as error:
+        except (ConfigError, argparse.ArgumentError) as error:
             exit_with(error)
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,38 +259,14 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    options = typing.get_args(hint) if typing.get_origin(hint) not in (Literal, None) else (hint,)
-    for option in options:
-        if typing.get_origin(option) is Literal:
-            if value in typing.get_args(option) and isinstance(value, str):
-                return
-        elif option is type(None):
-            if value is None:
-                return
-        elif (option is float and type(value) in (int, float)) or type(value) is option:
+    """Raise ConfigError unless a value is what its annotation says: a plain type, a Literal of strings, or None."""
+    allowed: list[str] = []
+    for option in typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,):
+        choices = typing.get_args(option)
+        if value in choices if choices else type(value) is option or (option is float and type(value) is int):
             return
-    names = " or ".join(
-        ", ".join(typing.get_args(option)) if typing.get_origin(option) is Literal else option.__name__
-        for option in options
-        if option is not type(None)
-    )
-    raise ConfigError(f"{flag(name)} must be {names}, got {value!r}")
-
-
-def _take_config_file(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split `--config FILE` off the arguments."""
-    values: dict[str, Any] = {}
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == "--config" or argument.startswith("--config="):
-            path = argument.partition("=")[2] or next(arguments, "")
-            if not path:
-                raise ConfigError("--config needs a file")
-            values |= read_toml(path)
-        else:
-            rest.append(argument)
-    return values, rest
+        allowed += choices or ([option.__name__] if option is not type(None) else [])
+    raise ConfigError(f"{flag(name)} must be {' or '.join(allowed)}, got {value!r}")
 
 
 def _parse_flags(defaults: Config, argv: list[str]) -> Config:

@@ -83,28 +83,34 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 # --- the surrogate: from ratio and advantage to a per-token term, and to indicators of what was clipped ------------------
 
 
-def clipped(
-    ratio: Tensor, adv: Tensor, logp: Tensor, clip_low: float, clip_high: float, ratio_cap: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r) A) (PPO); with `ratio_cap` the unclipped r is first capped (two-sided, arXiv 2505.07291)."""
-    low, high = 1 - clip_low, 1 + clip_high
-    capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
+@dataclass(frozen=True)
+class Clip:
+    """The ratio is clipped to [low, high]; `cap`, if there is one, bounds the unclipped ratio."""
+
+    low: float
+    high: float
+    cap: float | None
+
+
+Term = tuple[Tensor, dict[str, Tensor]]
+
+
+def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
+    """-min(r A, clip(r) A) (PPO); with a cap the unclipped r is first capped (two-sided, arXiv 2505.07291)."""
+    low, high = clip.low, clip.high
+    capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
     term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
     hits = {"clip_ratio/low_mean": (ratio < low) & (adv < 0), "clip_ratio/high_mean": (ratio > high) & (adv > 0)}
     return term, hits
 
 
-def cispo(
-    ratio: Tensor, adv: Tensor, logp: Tensor, clip_low: float, clip_high: float, ratio_cap: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-stopgrad(min(r, ratio_cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
-    assert ratio_cap is not None
-    return -ratio.detach().clamp(max=ratio_cap) * adv * logp, {"cispo_clip_ratio": (ratio > ratio_cap) & (adv > 0)}
+def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
+    """-stopgrad(min(r, cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
+    assert clip.cap is not None
+    return -ratio.detach().clamp(max=clip.cap) * adv * logp, {"cispo_clip_ratio": (ratio > clip.cap) & (adv > 0)}
 
 
-def negative_logp(
-    ratio: Tensor, adv: Tensor, logp: Tensor, clip_low: float, clip_high: float, ratio_cap: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
     """-logp: no policy gradient, but the supervised warm start."""
     return -logp, {}
 
@@ -137,7 +143,7 @@ class LossSpec:
     """One row of the loss table, with the defaults that its paper uses."""
 
     ratio: Callable[[Tensor, Tensor], Tensor]
-    surrogate: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    surrogate: Callable[[Tensor, Tensor, Tensor, Clip], Term]
     reduce: Callable[[Tensor, Counts, int], Tensor]
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -154,9 +160,7 @@ LOSSES = {
     "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
     "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, clip_low=3e-4, clip_high=4e-4),  # 2507.18071
     "cispo": LossSpec(token_ratio, cispo, per_token, ratio_cap=5.0),  # 2506.13585, cap from 2510.13786
-    "rloo": LossSpec(  # 2402.14740
-        sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"
-    ),
+    "rloo": LossSpec(sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"),  # 2402.14740
     "nll": LossSpec(token_ratio, negative_logp, per_token, needs_group=False),  # the warm start
 }
 
@@ -213,9 +217,12 @@ def policy_loss(
     old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
     ratio = spec.ratio(logp - old, m)
     adv = logp.new_zeros(()) if advantages is None else advantages.to(at_least_fp32)[..., None]
-    low = spec.clip_low if clip_low is None else clip_low
-    high = spec.clip_high if clip_high is None else clip_high
-    term, hits = spec.surrogate(ratio, adv, logp, low, high, spec.ratio_cap if ratio_cap is None else ratio_cap)
+    clip = Clip(
+        low=1 - (spec.clip_low if clip_low is None else clip_low),
+        high=1 + (spec.clip_high if clip_high is None else clip_high),
+        cap=spec.ratio_cap if ratio_cap is None else ratio_cap,
+    )
+    term, hits = spec.surrogate(ratio, adv, logp, clip)
 
     by_token = per_token(m, counts, 0)
     by_row = by_token if spec.ratio is token_ratio else per_completion(m, counts, 0)

@@ -167,13 +167,7 @@ class OnPolicy:
     """Completions sampled from the model as it is, scored, and turned into advantages."""
 
     def __init__(
-        self,
-        config: Config,
-        task: Task,
-        sampler: Sampler,
-        scorer: RewardScorer,
-        reference: Reference,
-        timer: PhaseTimer,
+        self, config: Config, task: Task, sampler: Sampler, scorer: RewardScorer, reference: Reference, timer: PhaseTimer
     ) -> None:
         self.config, self.sampler, self.scorer, self.reference, self.timer = config, sampler, scorer, reference, timer
         self.examples = Ahead(task.train, config.prompts_per_step, config.max_steps)

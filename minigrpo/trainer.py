@@ -82,10 +82,7 @@ class Trainer:
         self.stop_reason = ""
         self.skipped = 0
         self.optimizer = make_optimizer(
-            self.model,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            fused=config.fused_optimizer,
+            self.model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
         )
         self._resume(find_checkpoint(self.folder / "checkpoints", config.resume, self.screen.warn))
         accel.use_tf32(config)
@@ -94,6 +91,9 @@ class Trainer:
         self.timer = PhaseTimer(self.device)
         workers = config.num_reward_workers if config.parallel_rewards else 0
         self.scorer = RewardScorer(self.task, weights=config.weights(), workers=workers)
+        names = ("loss", "clip_low", "clip_high", "ratio_cap", "kl", "kl_coef")
+        self.loss_options: dict[str, Any] = {name: getattr(config, name) for name in names}
+        self.loss_options["max_completion_length"] = config.max_new_tokens
         self.sampler = Sampler(config, self.model, self.tokenizer, self.autocast)
         self.source = self._make_source()
 
@@ -161,9 +161,7 @@ class Trainer:
         """`num_iterations` optimizer steps on one batch; the metrics of the last."""
         config = self.config
         counts = Counts.of(batch.completions.completion_mask)  # of the whole batch, whatever is left out below
-        live = self.live_prompts(batch)
-        if len(live) < len(batch):
-            batch = batch.select(live)
+        batch = batch.select(self.live_prompts(batch))
         parts = batch.split(config.micro_batch_size or len(batch))
         layouts = [LAYOUTS[config.layout](part.completions).to(self.device) for part in parts]
         old = [self._old_logp(layout) if config.num_iterations > 1 else None for layout in layouts]
@@ -204,20 +202,10 @@ class Trainer:
         for part, layout, old_logp in zip(parts, layouts, old, strict=True):
             with self.autocast():
                 logp, uncertainty = self.model(layout.stream, layout, config.temperature)
+            adv = None if part.advantages is None else part.advantages.to(self.device)
+            ref_logp = None if part.ref_logp is None else part.ref_logp.to(self.device)
             loss, metrics = policy_loss(
-                logp,
-                old_logp,
-                None if part.advantages is None else part.advantages.to(self.device),
-                layout.mask,
-                loss=config.loss,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                ratio_cap=config.ratio_cap,
-                max_completion_length=config.max_new_tokens,
-                ref_logp=None if part.ref_logp is None else part.ref_logp.to(self.device),
-                kl_coef=config.kl_coef,
-                kl=config.kl,
-                counts=counts,
+                logp, old_logp, adv, layout.mask, ref_logp=ref_logp, counts=counts, **self.loss_options
             )
             self.scaler.scale(loss).backward()
             for name, value in {"loss": loss.detach(), **metrics}.items():
@@ -260,19 +248,13 @@ class Trainer:
     def _log_samples(self, batch: RolloutBatch) -> None:
         if batch.rewards is None or self.step % STEPS_BETWEEN_SAMPLES:
             return
-        lines = []
-        for g in range(min(SAMPLES_LOGGED, len(batch.texts[0]))):
-            example, text = batch.examples[0], batch.texts[0][g]
+        example, texts = batch.examples[0], batch.texts[0][:SAMPLES_LOGGED]
+        for g, text in enumerate(texts):
             parts = {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()}
-            record = {"prompt": example.prompt, "completion": text, "truth": example.answer}
-            self.log.sample(self.step, {**record, "reward": float(batch.rewards.total[0, g]), "parts": parts})
-            lines += [
-                f"    prompt      {example.prompt}",
-                f"    completion  {text}",
-                f"    truth       {example.answer}",
-                "",
-            ]
-        self.log.sample_text(self.step, "\n".join(lines))
+            record = {"prompt": example.prompt, "completion": text, "truth": example.answer, "parts": parts}
+            self.log.sample(self.step, {**record, "reward": float(batch.rewards.total[0, g])})
+        shown = [f"prompt      {example.prompt}", f"truth       {example.answer}", *(f"completion  {t}" for t in texts)]
+        self.log.sample_text(self.step, "\n".join(f"    {line}" for line in shown))
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Evaluate on the first `size` held-out examples, log it, say it."""

@@ -53,13 +53,3 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     shape = {"vocab_size": vocab_size, "context": context, "layers": layers, "width": width, "heads": heads}
     state = _transpose({name: x.to(torch.float32) for name, x in state.items()})
     return shape, state
-
-
-def describe_mismatch(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
-    """What two state dicts do not have in common, as one line; empty if they fit."""
-    missing = sorted(set(expected) - set(found))
-    surplus = sorted(set(found) - set(expected))
-    other = sorted(name for name in set(expected) & set(found) if expected[name].shape != found[name].shape)
-    parts = [("missing", missing), ("unknown", surplus)]
-    parts += [("of another shape", [f"{n} {list(found[n].shape)} not {list(expected[n].shape)}" for n in other])]
-    return "; ".join(f"{what}: {', '.join(names[:3])}{' ...' * (len(names) > 3)}" for what, names in parts if names)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
         (["--reward-weights", "exact_fen=1,typo=2"], ["--reward-weights", "typo", "exact_fen"]),
         (["--reward-weights", "exact_fen"], ["--reward-weights", "part=number"]),
         (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
-        (["--config"], ["--config needs a file"]),
+        (["--config"], ["--config", "expected one argument"]),
         (["stray"], ["stray"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

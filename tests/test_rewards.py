@@ -9,19 +9,7 @@ from minigrpo.tasks.chess_env import ChessEnv
 
 ENV = ChessEnv(0)
 EXAMPLES = [ENV.train(i) for i in range(64)]
-HOSTILE = [
-    "",
-    "+",
-    "+++",
-    "\0" * 50,
-    "\ud800",
-    "٠+0.0+0+0",
-    "NaN+nan+0+0",
-    "a" * 10**6,
-    "+" * 10**6,
-    " " * 10**5,
-    "9" * 5000,
-]
+HOSTILE = ["", "+", "+++", "\0" * 50, "\ud800", "٠+0.0+0+0", "NaN+nan+0+0", "a" * 10**6, "+" * 10**6, " " * 10**5, "9" * 5000]
 
 
 @pytest.mark.parametrize("fen", [chess.STARTING_FEN, "4k3/8/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/8/R3K3 w Q - 12 2034"])
