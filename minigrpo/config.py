@@ -29,6 +29,7 @@ AT_LEAST = {
     "num_reward_workers eval_size eval_size_during save_every draft_window",
 }
 ABOVE_ZERO = "temperature learning_rate grad_clip ratio_cap"
+UNIONS = (types.UnionType, typing.Union)
 
 
 class ConfigError(ValueError):
@@ -128,7 +129,7 @@ class Config:
     """Keep keys and values while sampling."""
     draft_answers: bool = True
     """Guess ahead from the known answer while sampling: the same tokens in fewer rounds."""
-    draft_window: int = 16
+    draft_window: int = 8
     """Tokens of each row in one such round."""
     fused_optimizer: bool = True
     """AdamW's fused kernel."""
@@ -261,7 +262,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def _check_type(name: str, value: Any, hint: Any) -> None:
     """Raise ConfigError unless a value is what its annotation says: a plain type, a Literal of strings, or None."""
     allowed: list[str] = []
-    for option in typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,):
+    for option in typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,):
         choices = typing.get_args(option)
         if value in choices if choices else type(value) is option or (option is float and type(value) is int):
             return

@@ -1,7 +1,5 @@
 """Tiny models and batches that the tests share. Hypothesis: quick by default, --hypothesis-profile=thorough on demand."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from minigrpo.types import Completions
 
 settings.register_profile("quick", max_examples=50, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+settings.load_profile("quick")  # --hypothesis-profile, which is read later, wins
 
 VOCAB, EOS = 23, 22
 

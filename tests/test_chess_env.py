@@ -41,12 +41,19 @@ def test_an_example_is_a_pure_function_of_seed_and_index() -> None:
     assert forwards != [Positions(4, "train").example(i) for i in range(40)]
 
 
-def test_draw_visits_every_example_once_and_mixes_games() -> None:
+def test_draws_mix_games_never_repeat_and_need_one_new_game_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = Positions(0, "train")
-    positions.example = lambda index: index  # type: ignore[assignment,return-value]
-    drawn = [positions.draw(i) for i in range(3 * 64 * PLIES_PER_GAME)]
-    assert sorted(drawn) == list(range(len(drawn)))
-    assert len({index // PLIES_PER_GAME for index in drawn[:64]}) == 64
+    monkeypatch.setattr(positions, "example", lambda index: index)
+    draws = [[positions.draw(16 * turn + i) for i in range(PLIES_PER_GAME)] for turn in range(200)]
+    assert len({index for turn in draws for index in turn}) == 200 * PLIES_PER_GAME
+    games = [{index // PLIES_PER_GAME for index in turn} for turn in draws]
+    assert all(len(turn) == PLIES_PER_GAME for turn in games)
+    seen = set().union(*games[:100])
+    for turn in games[100:]:
+        assert len(turn - seen) == 1
+        seen |= turn
+    # and once the games are running, every example is drawn
+    assert {index for turn in draws for index in turn} >= set(range(60 * 16, 200 * 16))
 
 
 def test_evaluation_never_sees_a_position_that_training_can() -> None:

@@ -22,7 +22,7 @@ from ..rewards import is_valid_fen, similarity
 from ..types import Example
 
 PLIES_PER_GAME = 16  # examples that one game yields
-GAMES_IN_BLOCK = 64  # consecutive draws come from that many different games
+GAMES_BETWEEN_SLOTS = 4  # how many games later the next example of a game is drawn
 HELD_OUT_SHARE = 4  # one position in 4 is held out, chosen by a hash of the position alone
 MAX_PLIES = 140
 PLIES_TO_PICK_FROM = 40  # at least so many candidates, else the rare kinds could not be preferred
@@ -146,7 +146,7 @@ class Positions:
     def __init__(self, seed: int, split: str, history: int = 0) -> None:
         """`split` is "train" or "held-out"; `history` is how many earlier moves the prompt tells."""
         self.seed, self.split, self.history = seed, split, history
-        self._game = lru_cache(maxsize=4 * GAMES_IN_BLOCK)(self._play)
+        self._game = lru_cache(maxsize=1024)(self._play)
 
     def example(self, index: int) -> Example:
         """Example `index`, a ply of game `index // PLIES_PER_GAME`."""
@@ -154,10 +154,13 @@ class Positions:
         return self._game(game)[slot]
 
     def draw(self, number: int) -> Example:
-        """The same examples in another order: consecutive draws come from GAMES_IN_BLOCK different games."""
-        block, offset = divmod(number, GAMES_IN_BLOCK * PLIES_PER_GAME)
-        slot, game = divmod(offset, GAMES_IN_BLOCK)
-        return self.example((block * GAMES_IN_BLOCK + game) * PLIES_PER_GAME + slot)
+        """The same examples in another order, none twice: consecutive draws come from PLIES_PER_GAME different games.
+
+        Staggered, so that every PLIES_PER_GAME draws need one new game: self-play never comes in bursts.
+        """
+        turn, slot = divmod(number, PLIES_PER_GAME)
+        game = turn + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
+        return self.example(game * PLIES_PER_GAME + slot)
 
     def _play(self, game: int) -> tuple[Example, ...]:
         usable: list[tuple[str, str, str, str]] = []  # from as many games as it takes: short ones have too few plies
