@@ -19,6 +19,7 @@ from .model import GPT, Attend, Causal, Stream
 from .types import Completions
 
 STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished; asking is a device sync. Drafted: every round
+WORTH_PACKING = 0.8  # packing copies the cache: not for a row or two
 DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
 
 
@@ -273,7 +274,7 @@ def generate(
             slots, groups = pack(running.view(decoder.grid).cpu().numpy())
             if not len(slots):
                 break
-            if slots.size < running.numel():
+            if slots.size <= WORTH_PACKING * running.numel():
                 keep = torch.from_numpy(slots.flatten()).to(device)
                 decoder.keep(slots.shape, keep, torch.from_numpy(groups).to(device))
                 rows, columns, running = rows[keep], columns[keep], running[keep]
