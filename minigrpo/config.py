@@ -24,7 +24,8 @@ from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
 from .tasks import TASKS
 
 AT_LEAST = {
-    0: "history eval_every seed warmup_steps micro_batch_size rollout_batch_size kl_coef weight_decay clip_low clip_high",
+    0: "history eval_every stop_after seed warmup_steps micro_batch_size rollout_batch_size kl_coef weight_decay "
+    "clip_low clip_high",
     1: "prompts_per_step group_size max_new_tokens max_steps keep_last num_iterations layers width heads context "
     "num_reward_workers eval_size eval_size_during save_every draft_window",
 }
@@ -57,6 +58,8 @@ class Config:
     """Weight of each reward part, as exact=1,similarity=0.5; parts left out weigh 0; empty: the task's own."""
     max_steps: int = 400
     """Steps to train for; the learning rate decays over them."""
+    stop_after: int = 0
+    """Stop after this step, as if interrupted; the learning rate still decays over --max-steps. 0: do not."""
     eval_every: int = 100
     """Steps between evaluations; 0: only before and after."""
     eval_size: int = 1024

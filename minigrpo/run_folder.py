@@ -16,10 +16,9 @@ import torch
 from .config import Config, ConfigError, flag
 
 # what may differ between a run and its continuation: stopping, evaluation, logging and speed; everything else changes results
-MAY_DIFFER = {"max_steps", "eval_every", "eval_size", "eval_size_during", "save_every", "keep_last", "out_dir", "resume"}
-MAY_DIFFER |= {"device", "use_tf32", "compile_model", "gradient_checkpointing", "layout", "kv_cache", "fused_optimizer"}
-MAY_DIFFER |= {"parallel_rewards", "num_reward_workers", "skip_dead_groups", "micro_batch_size", "rollout_batch_size"}
-MAY_DIFFER |= {"use_amp", "amp_dtype", "draft_answers", "draft_window"}
+MAY_DIFFER = """max_steps stop_after eval_every eval_size eval_size_during save_every keep_last out_dir resume device
+    use_amp amp_dtype use_tf32 compile_model gradient_checkpointing layout kv_cache draft_answers draft_window fused_optimizer
+    parallel_rewards num_reward_workers skip_dead_groups micro_batch_size rollout_batch_size"""
 
 
 def open_folder(config: Config) -> Path:
@@ -43,7 +42,7 @@ def open_folder(config: Config) -> Path:
 def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
     """Raise ConfigError if a checkpoint was made with a config that would give other results."""
     now = config.to_dict()
-    names = [field.name for field in fields(Config) if field.name not in MAY_DIFFER]
+    names = [field.name for field in fields(Config) if field.name not in MAY_DIFFER.split()]
     differ = [f"{flag(name)} was {saved.get(name)!r}, is {now[name]!r}" for name in names if saved.get(name) != now[name]]
     if differ:
         raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")

@@ -127,6 +127,8 @@ class Trainer:
         try:
             while self.step < config.max_steps and not self.stop_reason:
                 self.one_step()
+                if self.step == config.stop_after:
+                    self.ask_to_stop("stop_after")
                 if config.eval_every and self.step % config.eval_every == 0 and self.step < config.max_steps:
                     self.last = self.evaluate(config.eval_size_during)
                 if self.step % config.save_every == 0 and self.step < config.max_steps:

@@ -15,7 +15,6 @@ from minigrpo import GPT, Config, Trainer
 from minigrpo.config import ConfigError
 from minigrpo.model import GPTShape
 from minigrpo.optim import learning_rate_at
-from minigrpo.types import RolloutBatch
 
 ROOT = Path(__file__).parent.parent
 TINY: dict[str, Any] = {
@@ -38,17 +37,8 @@ TINY: dict[str, Any] = {
 WARM = {**TINY, "loss": "nll", "max_new_tokens": 96}
 
 
-def train(folder: Path, stop_after: int = 0, **changes: Any) -> Trainer:
+def train(folder: Path, **changes: Any) -> Trainer:
     trainer = Trainer(Config(**{**TINY, **changes, "out_dir": str(folder)}), quiet=True)
-    if stop_after:
-        learn = trainer.learn
-
-        def learn_and_stop(batch: RolloutBatch) -> dict[str, float]:
-            if trainer.step + 1 == stop_after:
-                trainer.ask_to_stop("test")
-            return learn(batch)
-
-        trainer.learn = learn_and_stop  # type: ignore[method-assign]
     trainer.fit()
     return trainer
 
@@ -81,7 +71,7 @@ def test_interrupted_after_3_of_6_steps_and_resumed_equals_uninterrupted_bit_for
     whole = train(tmp_path / "whole", **changes)
     first = train(tmp_path / "cut", stop_after=3, **changes)
     assert first.step == 3
-    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["exit_reason"] == "test"
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["exit_reason"] == "stop_after"
     second = train(tmp_path / "cut", **changes, resume="auto")
     assert second.step == 6
     assert fingerprint(second) == fingerprint(whole) != fingerprint(first)
