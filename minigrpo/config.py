@@ -55,7 +55,7 @@ class Config:
     temperature: float = 1.0
     """Sampling temperature; training log-probs use it too."""
     reward_weights: str = ""
-    """Weight of each reward part, as exact=1,similarity=0.5; parts left out weigh 0; empty: the task's own."""
+    """Weight of each reward part, as exact_fen=1,similarity=0.5; parts left out weigh 0; empty: the task's own."""
     max_steps: int = 400
     """Steps to train for; the learning rate decays over them."""
     stop_after: int = 0
@@ -64,7 +64,7 @@ class Config:
     """Steps between evaluations; 0: only before and after."""
     eval_size: int = 1024
     """Held-out examples in the first and the last evaluation."""
-    eval_size_during: int = 256
+    eval_size_during: int = 512
     """Held-out examples in the evaluations between."""
     save_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
@@ -94,10 +94,10 @@ class Config:
     """The ratio is clipped at 1 + this; None: the loss's own."""
     ratio_cap: float | None = None
     """Absolute cap of the ratio (cispo, two-sided clip); None: the loss's own."""
-    advantage: Literal["group_mean", "leave_one_out"] | None = None
-    """Baseline of the advantage; None: the loss's own."""
-    scale: Literal["group", "batch", "none"] | None = None
-    """Which standard deviation divides advantages; None: the loss's own."""
+    advantage: Literal["auto", "group_mean", "leave_one_out"] = "auto"
+    """Baseline of the advantage; auto: the loss's own."""
+    scale: Literal["auto", "group", "batch", "none"] = "auto"
+    """Which standard deviation divides advantages; auto: the loss's own."""
     kl: Literal[(*KL_ESTIMATORS, KL_IN_REWARD)] = "k3"  # type: ignore[valid-type]
     """KL estimator; k1_reward takes the KL off the rewards instead of adding it to the loss."""
     kl_coef: float = 0.0
@@ -286,7 +286,7 @@ def _parse_flags(defaults: Config, argv: list[str]) -> Config:
                 Config,
                 default=defaults,
                 args=argv,
-                description="Group Relative Policy Optimization. --config FILE.toml sets defaults; flags override it.",
+                description="Group Relative Policy Optimization. --config FILE.toml sets any of these; flags override it.",
             )
     except SystemExit as stop:
         if stop.code in (0, None):

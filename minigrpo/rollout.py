@@ -186,12 +186,14 @@ class OnPolicy:
         total = torch.from_numpy(rewards.total)
         if config.kl == KL_IN_REWARD and ref_logp is not None and completions.sampler_logp is not None:
             total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
+        estimator = spec.advantage if config.advantage == "auto" else config.advantage
+        scale = spec.scale if config.scale == "auto" else config.scale
         return RolloutBatch(
             examples=examples,
             completions=completions,
             texts=texts,
             rewards=rewards,
-            advantages=advantages(total, estimator=config.advantage or spec.advantage, scale=config.scale or spec.scale),
+            advantages=advantages(total, estimator=estimator, scale=scale),
             ref_logp=ref_logp,
         )
 
