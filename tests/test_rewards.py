@@ -140,5 +140,5 @@ def test_weights_choose_and_scale_the_parts() -> None:
     texts = mutants(4)
     table = RewardScorer(ENV, weights={"valid": 2.0}).score(EXAMPLES, texts)
     assert np.array_equal(table.total, 2 * table.parts["valid"])
-    with pytest.raises(ValueError, match="--reward-weights: no part typo; allowed: format"):
+    with pytest.raises(ValueError, match="--reward-weights: no part typo; allowed: exact_fen"):
         RewardScorer(ENV, weights={"typo": 1.0})
