@@ -1,8 +1,8 @@
 """Batched sampling with a preallocated KV cache that holds each prompt once.
 
 A token is a pure function of its logits and of one uniform number drawn beforehand (inverse CDF), so a completion depends
-neither on what else is in the batch nor on when its neighbours finish. Rows are kept as a grid of prompts by samples;
-when rows have finished, the grid is packed smaller. The host looks at who is finished every few steps only.
+neither on what else is in the batch nor on when its neighbours finish, and what it will say can be guessed and checked.
+The model runs *cells*, a grid of prompts by prefixes: completions that agree so far share one, and part where they differ.
 """
 
 import itertools
@@ -19,7 +19,6 @@ from .model import GPT, Attend, Causal, Stream
 from .types import Completions
 
 STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished; asking is a device sync. Drafted: every round
-WORTH_PACKING = 0.8  # packing copies the cache: not for a row or two
 DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
 
 
@@ -50,6 +49,7 @@ class CachedDecoder:
         columns = torch.arange(prompt_ids.shape[1], device=model.device)
         self.prompt_len = prompt_len
         self.in_prompt = columns < prompt_len[:, None]  # [P, Lp]
+        self.num_columns = 0  # how much of own_kv is in use
         self.prompt_kv: list[tuple[Tensor, Tensor]] = []  # a layer: keys and values [P, H, Lp, D/H]
         self.own_kv: list[tuple[Tensor, Tensor]] = []  # a layer: keys and values [P*G, H, length, D/H]
 
@@ -75,6 +75,8 @@ class CachedDecoder:
             `[R, W, V]`.
         """
         self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [R, W]
+        for cache in itertools.chain.from_iterable(self.own_kv):  # seen for the first time: 0 times garbage may be NaN
+            cache[:, :, self.num_columns : num_columns] = 0
         self.num_columns = num_columns
         positions = self.prompt_len.repeat_interleave(self.grid[1])[:, None] + self.columns
         positions = positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
@@ -111,12 +113,18 @@ class CachedDecoder:
         from_own = (of_own @ own_v).transpose(1, 2).reshape(-1, heads, size)
         return from_prompt + from_own
 
-    def keep(self, grid: tuple[int, int], slots: Tensor, groups: Tensor) -> None:
-        """Pack the grid: `slots [P' * G']` are the rows that go on, `groups [P']` the prompts that they continue."""
+    def keep(self, grid: tuple[int, int], cells: Tensor, groups: Tensor) -> None:
+        """Make another grid: `cells [P' * G']` are the cells that go on, some of them twice, `groups [P']` their prompts."""
+
+        def copy(cache: Tensor) -> Tensor:
+            new = cache.new_empty(len(cells), *cache.shape[1:])
+            new[:, :, : self.num_columns] = cache[:, :, : self.num_columns].index_select(0, cells)
+            return new
+
         self.grid = grid
         self.prompt_len, self.in_prompt = self.prompt_len[groups], self.in_prompt[groups]
         self.prompt_kv = [(k[groups], v[groups]) for k, v in self.prompt_kv]
-        self.own_kv = [(k[slots], v[slots]) for k, v in self.own_kv]
+        self.own_kv = [(copy(k), copy(v)) for k, v in self.own_kv]
 
 
 class _Prefill:
@@ -132,7 +140,7 @@ class _Prefill:
         q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
         own = (len(k) * self.decoder.grid[1], k.shape[1], self.decoder.length, k.shape[3])
         self.decoder.prompt_kv.append((k, v))
-        self.decoder.own_kv.append((k.new_zeros(own), v.new_zeros(own)))
+        self.decoder.own_kv.append((k.new_empty(own), v.new_empty(own)))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
 
@@ -162,24 +170,29 @@ class UncachedDecoder:
         hidden = hidden.unflatten(0, self.ids.shape)
         return self.model.head(hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])))
 
-    def keep(self, grid: tuple[int, int], slots: Tensor, groups: Tensor) -> None:
+    def keep(self, grid: tuple[int, int], cells: Tensor, groups: Tensor) -> None:
         self.grid = grid
-        self.ids, self.prompt_len = self.ids[slots], self.prompt_len[slots]
+        self.ids, self.prompt_len = self.ids[cells], self.prompt_len[cells]
 
 
-def pack(running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows go on, as a smaller grid: `running [P, G]` bool -> slots `[P', G']`, groups `[P']`, P' * G' minimal.
+def regrid(cell: np.ndarray, said: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A grid with one cell for all running rows that agree so far, and none for the others; P' * G' is minimal.
 
-    A group with fewer running rows than the widest one repeats its first: it computes the same tokens again and writes
-    them to the same place.
+    Args:
+        cell: `[R]`, the cell of each running row in the grid as it is, `width` cells a prompt.
+        said: `[K, R]`, where rows of one cell no longer agree, they differ in this.
+
+    Returns:
+        `[P', G']` the old cell that each new one goes on from; `[P']` the old group of each new one; `[R]` the new cell of
+        each row; `[P', G']` a row that each cell stands for. Where a group has fewer cells than the widest one, its first
+        is repeated: the same tokens are computed again, and nobody asks.
     """
-    groups = np.flatnonzero(running.any(1))
-    width = running[groups].sum(1).max(initial=0)
-    slots = np.empty((len(groups), width), dtype=np.int64)
-    for i, p in enumerate(groups):
-        rows = p * running.shape[1] + np.flatnonzero(running[p])
-        slots[i] = np.concatenate([rows, np.full(width - len(rows), rows[0])])
-    return slots, groups
+    _, first, inverse = np.unique(np.stack([cell, *said]), axis=1, return_index=True, return_inverse=True)
+    groups, starts, counts = np.unique(cell[first] // width, return_index=True, return_counts=True)
+    places = np.repeat(np.arange(len(groups)), counts), np.arange(len(first)) - np.repeat(starts, counts)
+    speakers = np.repeat(first[starts][:, None], counts.max(), axis=1)
+    speakers[places] = first
+    return cell[speakers], groups, np.ravel_multi_index(places, speakers.shape)[inverse.ravel()], speakers
 
 
 def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> Tensor:
@@ -238,51 +251,55 @@ def generate(
         Completions on the model's device with G = num_samples and S = the longest completion. A completion ends with EOS,
         or after max_new_tokens without one.
     """
-    window = 1 if drafts is None else draft_window
+    window, cells_per_prompt = (1, num_samples) if drafts is None else (draft_window, 1)
     device, num_rows = prompt_ids.device, len(prompt_ids) * num_samples
     make: Callable[..., CachedDecoder | UncachedDecoder] = CachedDecoder if kv_cache else UncachedDecoder
-    decoder = make(model, prompt_ids, prompt_len, num_samples, max_new_tokens + window)
-    # one column more than a window beyond the end, so that what is guessed there needs no special case
+    decoder = make(model, prompt_ids, prompt_len, cells_per_prompt, max_new_tokens + window)
+    # a window more than there is room for, so that what is guessed beyond the end needs no special case
     ids = torch.zeros(num_rows, max_new_tokens + window, dtype=torch.int64, device=device)
     logps = torch.zeros(ids.shape, dtype=torch.float32, device=device)
     draws = None if u is None else torch.nn.functional.pad(u.flatten(0, 1)[:, :max_new_tokens], (0, window))
-    drafts = None if drafts is None else drafts.repeat_interleave(num_samples, dim=0)
     ahead = torch.arange(window, device=device)
 
-    rows = torch.arange(num_rows, device=device)  # which completion each row of the grid is
-    columns = torch.zeros_like(rows)  # how many tokens it has
-    lengths = torch.zeros_like(rows)  # the same for all completions, also those that have left the grid
-    running = torch.ones_like(rows, dtype=torch.bool)
-    logits, guesses = decoder.prefill()[:, None], rows[:, None][:, :0]  # [R, 1, V], and nothing guessed
-    most_columns = 0  # on the host: no row has more tokens than that
+    lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # how many tokens each completion has
+    rows = torch.arange(num_rows, device=device)  # those that are still running, as of the last look
+    cell = rows // (num_samples // cells_per_prompt)  # where in the decoder's grid each of them is
+    speakers = torch.arange(0, num_rows, num_samples // cells_per_prompt, device=device)  # a row that each cell stands for
+    logits, guesses = decoder.prefill()[:, None], speakers[:, None][:, :0]  # [cells, 1, V], and nothing guessed yet
+    most_columns = 0  # on the host: no completion has more tokens than that
     for turn in itertools.count(1):
-        logp = log_softmax(logits, temperature)  # [R, W, V]
-        places = columns[:, None] + ahead[: logp.shape[1]]  # [R, W]
-        flat = None if draws is None else draws[rows[:, None], places].flatten()
-        picks = pick_token(logp.flatten(0, 1), flat).view(places.shape)
-        right = torch.cat([torch.ones_like(picks[:, :1]), (picks[:, :-1] == guesses).long()], dim=1).cumprod(1)
-        before_eos = torch.cat([torch.ones_like(picks[:, :1]), (picks[:, :-1] != eos).long()], dim=1).cumprod(1)
-        kept = (right * before_eos).bool() & (places < max_new_tokens) & running[:, None]
+        logp = log_softmax(logits, temperature)[cell]  # [R, W, V]
+        places = lengths[rows][:, None] + ahead[: logp.shape[1]]  # [R, W]
+        picks = pick_token(logp.flatten(0, 1), None if draws is None else draws[rows[:, None], places].flatten())
+        picks = picks.view(places.shape)
+        first = torch.ones_like(picks[:, :1])
+        right = torch.cat([first, (picks[:, :-1] == guesses[cell]) & (picks[:, :-1] != eos)], dim=1).cumprod(1).bool()
+        running = (lengths[rows] == 0) | (ids[rows, lengths[rows] - 1] != eos)
+        kept = right & (places < max_new_tokens) & running[:, None]
         ids[rows[:, None], places] = torch.where(kept, picks, 0)
         logps[rows[:, None], places] = torch.where(kept, logp.gather(2, picks[..., None])[..., 0].float(), 0.0)
-        columns = columns + kept.sum(1)
-        lengths[rows] = columns
-        running = running & (columns < max_new_tokens) & ~(kept & (picks == eos)).any(1)
+        lengths[rows] += kept.sum(1)
 
         most_columns += logp.shape[1]
         if most_columns >= max_new_tokens or turn % (STEPS_BETWEEN_LOOKS if window == 1 else 1) == 0:
-            slots, groups = pack(running.view(decoder.grid).cpu().numpy())
-            if not len(slots):
+            last = ids[rows, lengths[rows] - 1]
+            running = (lengths[rows] < max_new_tokens) & (last != eos)
+            here = torch.stack([cell, lengths[rows], last])[:, running].cpu().numpy()
+            if not here.size:
                 break
-            if slots.size <= WORTH_PACKING * running.numel():
-                keep = torch.from_numpy(slots.flatten()).to(device)
-                decoder.keep(slots.shape, keep, torch.from_numpy(groups).to(device))
-                rows, columns, running = rows[keep], columns[keep], running[keep]
-            most_columns = int(columns.max())
-        tokens = ids[rows, columns - 1][:, None]
+            cells, groups, cell_of_row, speakers_of_cells = regrid(here[0], here[1:], decoder.grid[1])
+            rows, cell = rows[running], torch.from_numpy(cell_of_row).to(device)
+            speakers = rows[torch.from_numpy(speakers_of_cells.ravel()).to(device)]
+            if cells.shape != decoder.grid or (cells.ravel() != np.arange(cells.size)).any():
+                going_on = torch.from_numpy(cells.ravel()).to(device)
+                decoder.keep(cells.shape, going_on, torch.from_numpy(groups).to(device))
+            most_columns = int(here[1].max())
+        columns = lengths[speakers]
+        tokens = ids[speakers, columns - 1][:, None]
         if drafts is not None:
-            recent = ids[rows[:, None], (columns[:, None] + torch.arange(-DRAFT_MATCH, 0, device=device)).clamp(min=0)]
-            tokens = torch.cat([tokens, guess(drafts[rows], recent, columns, window - 1)], dim=1)
+            recent = ids[speakers[:, None], (columns[:, None] + torch.arange(-DRAFT_MATCH, 0, device=device)).clamp(min=0)]
+            draft = drafts[speakers // num_samples]
+            tokens = torch.cat([tokens, guess(draft, recent, columns, window - 1)], dim=1)
         guesses = tokens[:, 1:]
         logits = decoder.step(tokens, columns - 1, min(most_columns - 1 + window, ids.shape[1]))
 

@@ -6,7 +6,7 @@ from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
 from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import CachedDecoder, UncachedDecoder, generate, guess, pack, pick_token
+from minigrpo.sampling import CachedDecoder, UncachedDecoder, generate, guess, pick_token, regrid
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -177,12 +177,30 @@ def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> No
     assert picked.tolist() == [1, 2]
 
 
-def test_packing_keeps_every_running_row_and_no_finished_group() -> None:
-    running = np.array([[True, False, True], [False, False, False], [False, True, False]])
-    slots, groups = pack(running)
+def test_the_grid_has_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
+    # prompts of two cells each; rows 0-2 in cell 0, of which row 2 went another way; row 3 in cell 1; row 4 in cell 5
+    cells, groups, cell, speakers = regrid(np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]]), 2)
     assert groups.tolist() == [0, 2]
-    assert slots.tolist() == [[0, 2], [7, 7]]
-    assert pack(np.zeros((2, 2), dtype=bool))[0].size == 0
+    assert cells.tolist() == [[0, 0, 1], [5, 5, 5]]
+    assert cell.tolist() == [0, 0, 1, 2, 3]
+    assert speakers.tolist() == [[0, 2, 3], [4, 4, 4]]
+
+
+def test_while_they_agree_completions_of_a_prompt_are_run_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = make_completions(0, prompts=2)
+    u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
+    u[1, 4, 3:] = 0.9  # but one, from its fourth token on
+    grids = []
+    step = CachedDecoder.step
+    monkeypatch.setattr(CachedDecoder, "step", lambda self, *args: grids.append(self.grid) or step(self, *args))
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+    plain = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
+    grids.clear()
+    drafts = torch.zeros(2, 1, dtype=torch.int64)
+    shared = generate(model, prompts.prompt_ids, prompts.prompt_len, drafts=drafts, draft_window=2, **options)
+    assert torch.equal(shared.completion_ids, plain.completion_ids)
+    assert grids[0] == (2, 1)
+    assert max(grid[0] * grid[1] for grid in grids) <= 4
 
 
 def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
