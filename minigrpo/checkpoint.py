@@ -34,9 +34,21 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) ->
     digest = _write(target / "state.pt", lambda path: torch.save(state, path))
     manifest = json.dumps({"step": step, "files": {"state.pt": digest}}, indent=1)
     _write(target / "manifest.json", lambda path: path.write_text(manifest + "\n"))
-    for old in sorted(folder.glob("step_*"))[:-keep_last]:
+    for old in [path for path in checkpoints(folder) if path != target][: -keep_last + 1 or None]:
         shutil.rmtree(old)
     return target
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Folders of checkpoints, whole or not, oldest step first."""
+    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def discard_after(folder: Path, step: int) -> None:
+    """Remove checkpoints of a later step: left by a run that was resumed from before them, or damaged."""
+    for path in checkpoints(folder):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> str:
@@ -96,10 +108,10 @@ def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) ->
     if resume != "auto":
         path = path_of(folder, int(resume))
         if not path.exists():
-            there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in sorted(folder.glob("step_*"))) or "none"
+            there = ", ".join(str(int(path.name.removeprefix("step_"))) for path in checkpoints(folder)) or "none"
             raise CheckpointError(f"--resume {resume}: no such checkpoint in {folder}; there: {there}")
         return load_checkpoint(path)
-    paths = sorted(folder.glob("step_*"), reverse=True)
+    paths = checkpoints(folder)[::-1]
     for path in paths:
         try:
             return load_checkpoint(path)

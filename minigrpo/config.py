@@ -123,7 +123,7 @@ class Config:
     use_tf32: bool = False
     """TF32 matrix products on CUDA."""
     compile_model: bool = False
-    """torch.compile each block for training."""
+    """torch.compile each block; a minute or two of warm-up."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     layout: Literal["repeated", "shared"] = "shared"
@@ -162,8 +162,8 @@ class Config:
     def _check_ranges(self) -> None:
         for least, names in AT_LEAST.items():
             for name in names.split():
-                if (value := getattr(self, name)) is not None and not value >= least:
-                    raise ConfigError(f"{flag(name)} must be at least {least}, got {value}")
+                if (value := getattr(self, name)) is not None and not least <= value < math.inf:
+                    raise ConfigError(f"{flag(name)} must be at least {least} and finite, got {value}")
         for name in ABOVE_ZERO.split():
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{flag(name)} must be a number above 0, got {value}")
@@ -173,8 +173,8 @@ class Config:
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss}, got {self.group_size}")
         if self.width % self.heads or self.width % 2:
             raise ConfigError(f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}")
-        if self.warmup_steps >= self.max_steps > 1:
-            raise ConfigError(f"--warmup-steps must be below --max-steps, got {self.warmup_steps} and {self.max_steps}")
+        if self.supervised and self.kl_coef:
+            raise ConfigError(f"--kl-coef must be 0 with --loss {self.loss}, which samples nothing, got {self.kl_coef}")
         for name in ("micro_batch_size", "rollout_batch_size"):
             size = getattr(self, name)
             if size > self.prompts_per_step or (size and self.prompts_per_step % size):
@@ -198,7 +198,9 @@ class Config:
             try:
                 weights[name.strip()] = float(number)
             except ValueError:
-                raise ConfigError(f"--reward-weights must read part=number,..., got {item!r}") from None
+                weights[name.strip()] = math.nan
+            if not math.isfinite(weights[name.strip()]):
+                raise ConfigError(f"--reward-weights must read part=number,..., got {item!r}")
         if unknown := set(weights) - set(allowed):
             raise ConfigError(f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
         return weights

@@ -46,17 +46,17 @@ class JSONLines:
 
     def __init__(self, path: Path, *, up_to_step: int) -> None:
         """Keep only whole lines whose step is at most `up_to_step`."""
-        lines: list[str] = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= up_to_step:
-                        lines.append(line)
-                except (ValueError, KeyError):
-                    break  # a line that was cut off when the process died
+        self.kept: list[dict[str, Any]] = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # a line that was cut off when the process died
+            if record["step"] <= up_to_step:
+                self.kept.append(record)
         self.file = open(path, "w")
-        self.file.writelines(line + "\n" for line in lines)
-        self.file.flush()
+        for record in self.kept:
+            self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -71,10 +71,11 @@ class RunLog:
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
         """`start_step` steps are done; anything later in the files, written by a run that was lost, is cut."""
-        self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=start_step)
-        self.evaluations = JSONLines(folder / "eval.jsonl", up_to_step=start_step)
-        self.samples = JSONLines(folder / "samples.jsonl", up_to_step=start_step)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+        last = start_step or -1  # a run that starts afresh keeps nothing, not even the evaluation before step 1
+        self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=last)
+        self.evaluations = JSONLines(folder / "eval.jsonl", up_to_step=last)
+        self.samples = JSONLines(folder / "samples.jsonl", up_to_step=last)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
 
     def step(self, step: int, values: Scalars) -> None:
         self.metrics.write({"step": step, **values})

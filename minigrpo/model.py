@@ -167,7 +167,8 @@ class GPT(nn.Module):
         x = self.wte(stream.ids) + self.wpe(stream.positions)
         for number, block in enumerate(self.h):
             attend = attends.layer(number)
-            x = self.checkpoint_blocks(block, x, attend) if self.checkpoint_blocks else block(x, attend)
+            recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
+            x = recompute(block, x, attend) if recompute else block(x, attend)
         return self.ln_f(x)
 
     def head(self, hidden: Tensor) -> Tensor:

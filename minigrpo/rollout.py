@@ -23,7 +23,7 @@ from .randomness import uniforms
 from .reference import Reference
 from .rewards import RewardScorer
 from .sampling import generate
-from .types import Completions, Example, RolloutBatch, Task
+from .types import Completions, Example, RolloutBatch
 
 STEPS_AHEAD = 8  # how many steps' examples are made before they are needed
 
@@ -36,16 +36,20 @@ class Source(Protocol):
 class Ahead:
     """Examples of a step, made in the background for the steps to come."""
 
-    def __init__(self, example: Callable[[int], Example], per_step: int, last_step: int) -> None:
+    def __init__(self, example: Callable[[int], Example], per_step: int, first_step: int, last_step: int) -> None:
         self.example, self.per_step, self.last_step = example, per_step, last_step
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="examples")
         self.futures: dict[int, Future[list[Example]]] = {}
+        self._submit(first_step)
 
     def take(self, step: int) -> list[Example]:
+        self._submit(step)
+        return self.futures.pop(step).result()
+
+    def _submit(self, step: int) -> None:
         for ahead in range(step, min(step + STEPS_AHEAD, self.last_step)):
             if ahead not in self.futures:
                 self.futures[ahead] = self.pool.submit(self._make, ahead)
-        return self.futures.pop(step).result()
 
     def _make(self, step: int) -> list[Example]:
         return [self.example(step * self.per_step + i) for i in range(self.per_step)]
@@ -149,9 +153,8 @@ class Sampler:
 class Gold:
     """The true completions, one a prompt: the supervised warm start."""
 
-    def __init__(self, config: Config, task: Task, tokenizer: tiktoken.Encoding, timer: PhaseTimer, context: int) -> None:
-        self.tokenizer, self.timer, self.context = tokenizer, timer, context
-        self.examples = Ahead(task.train, config.prompts_per_step, config.max_steps)
+    def __init__(self, examples: Ahead, tokenizer: tiktoken.Encoding, timer: PhaseTimer, context: int) -> None:
+        self.examples, self.tokenizer, self.timer, self.context = examples, tokenizer, timer, context
 
     def batch(self, step: int) -> RolloutBatch:
         with self.timer.phase("data"):
@@ -167,10 +170,10 @@ class OnPolicy:
     """Completions sampled from the model as it is, scored, and turned into advantages."""
 
     def __init__(
-        self, config: Config, task: Task, sampler: Sampler, scorer: RewardScorer, reference: Reference, timer: PhaseTimer
+        self, config: Config, examples: Ahead, sampler: Sampler, scorer: RewardScorer, reference: Reference, timer: PhaseTimer
     ) -> None:
-        self.config, self.sampler, self.scorer, self.reference, self.timer = config, sampler, scorer, reference, timer
-        self.examples = Ahead(task.train, config.prompts_per_step, config.max_steps)
+        self.config, self.examples, self.sampler = config, examples, sampler
+        self.scorer, self.reference, self.timer = scorer, reference, timer
 
     def batch(self, step: int) -> RolloutBatch:
         config, spec = self.config, LOSSES[self.config.loss]

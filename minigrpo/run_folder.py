@@ -6,7 +6,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ def open_folder(config: Config) -> Path:
     Raises ConfigError if it cannot be written, or holds a run that `--resume` was not asked for.
     """
     folder = Path(config.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss}")
+    while not config.out_dir and folder.exists():  # two runs that were started in the same second
+        folder = folder.with_name(folder.name + "+")
     if (folder / "config.toml").exists() and not config.resume:
         raise ConfigError(f"--out-dir {folder}: holds a run; --resume auto goes on with it, another folder starts afresh")
     try:
@@ -69,8 +71,8 @@ def versions() -> dict[str, str]:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """`config.toml`: loads again with --config. A setting left to its default None is not written, TOML has no null."""
-    values = replace(config, out_dir=str(folder), resume="").to_dict()
+    """`config.toml`: loads again with --config, into another folder. What is None is not written, TOML has no null."""
+    values = {name: value for name, value in config.to_dict().items() if name not in ("out_dir", "resume")}
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
     lines += ["", "[versions]"] + [f"{name} = {json.dumps(value)}" for name, value in versions().items()]
     text = "\n".join(lines) + "\n"

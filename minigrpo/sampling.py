@@ -281,7 +281,7 @@ def generate(
         lengths[rows] += kept.sum(1)
 
         most_columns += logp.shape[1]
-        if most_columns >= max_new_tokens or turn % (STEPS_BETWEEN_LOOKS if window == 1 else 1) == 0:
+        if most_columns >= max_new_tokens or turn % (STEPS_BETWEEN_LOOKS if drafts is None else 1) == 0:
             last = ids[rows, lengths[rows] - 1]
             running = (lengths[rows] < max_new_tokens) & (last != eos)
             here = torch.stack([cell, lengths[rows], last])[:, running].cpu().numpy()

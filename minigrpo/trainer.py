@@ -7,6 +7,7 @@ tokens the model runs (layout.py), how anything is made fast (accel.py), what a 
 """
 
 import signal
+import threading
 import time
 from functools import partial
 from importlib.resources import files
@@ -19,17 +20,17 @@ import torch
 from torch import Tensor
 
 from . import accel
-from .checkpoint import CheckpointError, State, find_checkpoint, save_checkpoint
+from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, path_of, save_checkpoint
 from .config import Config, ConfigError
 from .evaluate import evaluate
 from .layout import LAYOUTS, Layout
-from .losses import Counts, policy_loss
+from .losses import LOSSES, Counts, per_local_token, policy_loss
 from .metrics import PhaseTimer, RunLog, Screen, peak_memory_mib
 from .model import GPT, GPTShape
 from .optim import learning_rate_at, make_optimizer
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
-from .rollout import Gold, OnPolicy, Sampler, Source, encode_prompts
+from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, encode_prompts
 from .run_folder import check_same_run, open_folder, write_config, write_summary
 from .tasks import TASKS
 from .tokenizer import load_tokenizer
@@ -48,7 +49,7 @@ def build_model(config: Config, tokenizer: tiktoken.Encoding) -> GPT:
     else:
         shipped = str(files("minigrpo.assets").joinpath("warm-start.safetensors"))
         model = GPT.from_pretrained(shipped if config.init_from == "shipped" else config.init_from)
-    if model.shape.vocab_size < tokenizer.n_vocab:
+    if model.shape.vocab_size != tokenizer.n_vocab:
         raise ConfigError(
             f"--init-from {config.init_from}: has {model.shape.vocab_size} tokens, --tokenizer {config.tokenizer} has "
             f"{tokenizer.n_vocab}; choose a model and a tokenizer that fit"
@@ -79,8 +80,11 @@ class Trainer:
         self.reference = self._make_reference()
         self.folder = open_folder(config)
         self.step = 0  # optimizer steps are counted from 0; this many are done
+        self.saved_step = -1  # the step of the newest checkpoint
         self.stop_reason = ""
         self.skipped = 0
+        self.first: dict[str, float] | None = None  # evaluations
+        self.last: dict[str, float] | None = None
         self.optimizer = make_optimizer(
             self.model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
         )
@@ -110,9 +114,10 @@ class Trainer:
         )
 
     def _make_source(self) -> Source:
+        examples = Ahead(self.task.train, self.config.prompts_per_step, self.step, self.config.max_steps)
         if self.config.supervised:
-            return Gold(self.config, self.task, self.tokenizer, self.timer, self.model.shape.context)
-        return OnPolicy(self.config, self.task, self.sampler, self.scorer, self.reference, self.timer)
+            return Gold(examples, self.tokenizer, self.timer, self.model.shape.context)
+        return OnPolicy(self.config, examples, self.sampler, self.scorer, self.reference, self.timer)
 
     # --- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -121,26 +126,34 @@ class Trainer:
         config, began = self.config, time.perf_counter()
         write_config(self.folder, config)
         self.log = RunLog(self.folder, start_step=self.step)
-        self.first = self.last = None if self.step else self.evaluate(config.eval_size)
-        handlers = {s: signal.signal(s, self._ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM)}
-        self.screen.start(config.max_steps, self.step)
+        handlers = self._handle_signals()
         try:
+            before = self.log.evaluations.kept or [{"step": self.step, **self.evaluate(config.eval_size)}]
+            self.first, self.last = before[0], before[-1]
+            if config.stop_after and self.step >= config.stop_after:
+                self.ask_to_stop("stop_after")
+            self.screen.start(config.max_steps, self.step)
             while self.step < config.max_steps and not self.stop_reason:
                 self.one_step()
                 if self.step == config.stop_after:
                     self.ask_to_stop("stop_after")
                 if config.eval_every and self.step % config.eval_every == 0 and self.step < config.max_steps:
-                    self.last = self.evaluate(config.eval_size_during)
+                    self.last = {"step": self.step, **self.evaluate(config.eval_size_during)}
                 if self.step % config.save_every == 0 and self.step < config.max_steps:
                     self.save()
+            path = self.save()
+            self.model.save_pretrained(self.folder / "model.safetensors")
+            if not self.stop_reason and self.last["step"] < self.step:
+                self.last = {"step": self.step, **self.evaluate(config.eval_size)}
+        except BaseException as error:
+            self._summarise("failed", repr(error), time.perf_counter() - began)
+            raise
         finally:
             self.screen.stop()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        path = self.save()
-        self.model.save_pretrained(self.folder / "model.safetensors")
-        if not self.stop_reason:
-            self.last = self.evaluate(config.eval_size)
+            self.log.close()
+            self.scorer.close()
         return self._finish(path, time.perf_counter() - began)
 
     def one_step(self) -> None:
@@ -190,7 +203,8 @@ class Trainer:
     def live_prompts(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; one at least, so that the optimizer steps all the same."""
         everything = list(range(len(batch)))
-        if batch.advantages is None or batch.ref_logp is not None or not self.config.skip_dead_groups:
+        local = LOSSES[self.config.loss].reduce is per_local_token  # bnpo counts the tokens that are at hand
+        if batch.advantages is None or batch.ref_logp is not None or local or not self.config.skip_dead_groups:
             return everything
         return [p for p in everything if batch.advantages[p].any()] or [0]
 
@@ -233,10 +247,14 @@ class Trainer:
     def describe(self, batch: RolloutBatch) -> dict[str, float]:
         """Metrics of a batch as it was sampled, under TRL's names."""
         mask = batch.completions.completion_mask
-        values = {"completions/mean_length": mask.sum(-1).float().mean().item()}
+        lengths = mask.sum(-1)
+        values = {"completions/mean_length": lengths.float().mean().item()}
+        # what the update would have run with every prompt repeated; tokens/run is what it did run
+        inputs = batch.completions.prompt_len.sum() * lengths.shape[1] + (lengths - 1).clamp(min=0).sum()
+        values["tokens/repeated"] = float(inputs)
         if batch.rewards is None:
             return values
-        last = batch.completions.completion_ids.gather(-1, (mask.sum(-1, keepdim=True) - 1).clamp(min=0))
+        last = batch.completions.completion_ids.gather(-1, (lengths[..., None] - 1).clamp(min=0))
         total = batch.rewards.total
         return {
             "reward": float(total.mean()),
@@ -266,38 +284,37 @@ class Trainer:
         self.screen.say(f"evaluation at step {self.step} on {size} held-out examples: {shown}  reward {values['reward']:.3f}")
         return values
 
-    def _finish(self, checkpoint: Path, seconds: float) -> dict[str, Any]:
-        summary = {
-            "status": "stopped" if self.stop_reason else "finished",
-            "exit_reason": self.stop_reason or "max_steps",
-            "step": self.step,
-            "first_evaluation": self.first,
-            "last_evaluation": self.last,
-            "wall_seconds": seconds,
-            "skipped_steps": self.skipped,
-        }
+    def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
+        summary = {"status": status, "exit_reason": reason, "step": self.step, "wall_seconds": seconds}
+        summary |= {"first_evaluation": self.first, "last_evaluation": self.last, "skipped_steps": self.skipped}
         write_summary(self.folder, summary)
-        self.log.close()
-        self.scorer.close()
+        return summary
+
+    def _finish(self, checkpoint: Path, seconds: float) -> dict[str, Any]:
+        status, reason = ("stopped", self.stop_reason) if self.stop_reason else ("finished", "max_steps")
         if self.first and self.last and not self.stop_reason:
-            rows = [
-                [name, f"{self.first[name]:.3f}", f"{self.last[name]:.3f}", f"{self.last[name] - self.first[name]:+.3f}"]
-                for name in self.last
-                if not name.startswith("count/")
-            ]
+            names = [name for name in self.first if name in self.last and name != "step" and not name.startswith("count/")]
+            ends = [(name, self.first[name], self.last[name]) for name in names]
             title = f"before -> after {self.step} steps, {self.config.eval_size} held-out examples, {seconds:.0f} s"
+            rows = [[name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"] for name, first, last in ends]
             self.screen.table(title, ["", "before", "after", "change"], rows)
-        self.screen.say(f"{summary['status']} ({summary['exit_reason']}) at step {self.step}; saved {checkpoint}")
+        self.screen.say(f"{status} ({reason}) at step {self.step}; saved {checkpoint}")
         if self.stop_reason:
             self.screen.say(f"go on with: --out-dir {self.folder} --resume auto")
         self.screen.say(f"run: {self.folder}")
-        return summary
+        return self._summarise(status, reason, seconds)
 
     # --- stopping and resuming --------------------------------------------------------------------------------------------
 
     def ask_to_stop(self, reason: str) -> None:
         """Finish the step that is under way, save, and return from `fit`."""
         self.stop_reason = reason
+
+    def _handle_signals(self) -> dict[signal.Signals, Any]:
+        """Catch SIGINT and SIGTERM; the handlers that were there. Only a main thread may do so."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop_reason:  # asked twice: at once; checkpoints are whole or not there
@@ -307,6 +324,9 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of everything that cannot be derived."""
+        folder = self.folder / "checkpoints"
+        if self.saved_step == self.step:
+            return path_of(folder, self.step)
         state: State = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -315,7 +335,9 @@ class Trainer:
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
-        return save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last)
+        path = save_checkpoint(folder, self.step, state, keep_last=self.config.keep_last)
+        self.saved_step = self.step
+        return path
 
     def _resume(self, state: State | None) -> None:
         if state is None:
@@ -328,6 +350,10 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{self.folder}: does not fit this model: {error}") from None
-        self.scaler.load_state_dict(state.get("scaler", {}))
-        self.step = state["step"]
+        for group in self.optimizer.param_groups:
+            group["fused"] = self.config.fused_optimizer  # a speed flag of now, not of the checkpoint
+        if self.scaler.is_enabled() and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        self.step = self.saved_step = state["step"]
+        discard_after(self.folder / "checkpoints", self.step)
         self.screen.say(f"resumed from step {self.step} of {self.folder}")

@@ -38,6 +38,14 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step_000003", "step_000004"]
 
 
+def test_a_newer_damaged_checkpoint_does_not_push_out_the_one_that_was_just_written(tmp_path: Path) -> None:
+    save(tmp_path, 1, 3)
+    damage(path_of(tmp_path, 3) / "state.pt")
+    save(tmp_path, 2, keep_last=1)
+    found = find_checkpoint(tmp_path, "auto", lambda text: None)
+    assert found is not None and found["step"] == 2
+
+
 @pytest.mark.parametrize("kind", ["bit", "truncated", "no manifest", "no state", "empty manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, kind: str) -> None:
     save(tmp_path, 1, 2)

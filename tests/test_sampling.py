@@ -48,7 +48,7 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
     assert lengths.min() < 8 < lengths.max()  # else neither early exit nor packing was exercised
 
 
-@pytest.mark.parametrize("window", [2, 5, 16])
+@pytest.mark.parametrize("window", [1, 2, 5, 16])
 @pytest.mark.parametrize("kv_cache", [True, False])
 def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
     model: GPT, prompts: Completions, window: int, kv_cache: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ from minigrpo import GPT, Config, Trainer
 from minigrpo.config import ConfigError
 from minigrpo.model import GPTShape
 from minigrpo.optim import learning_rate_at
+from minigrpo.rollout import OnPolicy
+from minigrpo.types import RolloutBatch
 
 ROOT = Path(__file__).parent.parent
 TINY: dict[str, Any] = {
@@ -95,6 +97,20 @@ def test_resuming_with_another_config_is_refused_and_with_other_speed_flags_is_n
     train(tmp_path / "run", resume="auto", layout="repeated", micro_batch_size=2, parallel_rewards=False)
 
 
+def test_resuming_from_before_the_newest_checkpoint_abandons_the_newer_ones(tmp_path: Path) -> None:
+    train(tmp_path / "run", keep_last=9)
+    train(tmp_path / "run", keep_last=9, resume="2", stop_after=3)
+    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+
+
+def test_a_finished_run_that_is_resumed_is_left_as_it_is(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("eval.jsonl", "metrics.jsonl")}
+    again = train(tmp_path / "run", resume="auto")
+    assert again.step == 6
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     train(tmp_path / "run", max_steps=1, warmup_steps=0)
     with pytest.raises(ConfigError, match="holds a run; --resume auto"):
@@ -127,6 +143,7 @@ def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> Non
     assert set(lines(run, "samples.jsonl")[0]) >= {"step", "prompt", "completion", "truth", "parts", "reward"}
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
     assert dataclasses.replace(Config.from_toml(run / "config.toml"), out_dir=str(run)) == trainer.config
+    assert record["tokens/run"] <= record["tokens/repeated"]
     again = GPT.from_pretrained(run)
     ids = torch.randint(0, 300, (2, 9))
     torch.testing.assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
@@ -165,13 +182,26 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_run(tmp_path: Path, lo
         assert (a - b).abs().max() <= 1e-10 * scale
 
 
-def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(tmp_path: Path) -> None:
-    # short completions of an untrained model are often equally wrong: with this reward every group is dead but a few
-    options = {"kl_coef": 0.0, "reward_weights": "similarity=1", "max_new_tokens": 2, "prompts_per_step": 16}
-    kept = gradient(tmp_path, "kept", **options, skip_dead_groups=False)
-    left_out = gradient(tmp_path, "left out", **options)
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "bnpo"])
+def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
+    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_of = OnPolicy.batch
+
+    def half_dead(self: OnPolicy, step: int) -> RolloutBatch:
+        batch = batch_of(self, step)
+        assert batch.advantages is not None
+        return dataclasses.replace(batch, advantages=batch.advantages * torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
+
+    monkeypatch.setattr(OnPolicy, "batch", half_dead)
+    kept = gradient(tmp_path, "kept", loss=loss, kl_coef=0.0, skip_dead_groups=False)
+    left_out = gradient(tmp_path, "left out", loss=loss, kl_coef=0.0)
+    scale = max(g.abs().max() for g in kept)
+    assert scale > 0
     for a, b in zip(left_out, kept, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+        assert (a - b).abs().max() <= 1e-10 * scale
+    trainer = Trainer(Config(**{**TINY, "out_dir": str(tmp_path / "live")}), quiet=True)
+    assert trainer.live_prompts(trainer.source.batch(0)) == [0, 2]
 
 
 def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
@@ -211,6 +241,18 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path: Path) -> Non
     hook.remove()
     trainer.learn(batch)
     assert fingerprint(trainer) != before
+
+
+def test_a_run_that_fails_says_so_in_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Trainer, batch: object) -> dict[str, float]:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Trainer, "learn", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("failed", 0)
+    assert "out of luck" in summary["exit_reason"]
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
