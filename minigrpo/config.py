@@ -56,7 +56,7 @@ class Config:
     """Sampling temperature; training log-probs use it too."""
     reward_weights: str = ""
     """Weight of each reward part, as exact_fen=1,similarity=0.5; parts left out weigh 0; empty: the task's own."""
-    max_steps: int = 700
+    max_steps: int = 560
     """Steps to train for; the learning rate decays over them."""
     stop_after: int = 0
     """Stop after this step, as if interrupted; the learning rate still decays over --max-steps. 0: do not."""

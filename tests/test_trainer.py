@@ -187,11 +187,10 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_of = OnPolicy.batch
+    half_dead_advantages = torch.tensor([[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0]])
 
     def half_dead(self: OnPolicy, step: int) -> RolloutBatch:
-        batch = batch_of(self, step)
-        assert batch.advantages is not None
-        return dataclasses.replace(batch, advantages=batch.advantages * torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
+        return dataclasses.replace(batch_of(self, step), advantages=half_dead_advantages)
 
     monkeypatch.setattr(OnPolicy, "batch", half_dead)
     kept = gradient(tmp_path, "kept", loss=loss, kl_coef=0.0, skip_dead_groups=False)
@@ -200,8 +199,8 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     assert scale > 0
     for a, b in zip(left_out, kept, strict=True):
         assert (a - b).abs().max() <= 1e-10 * scale
-    trainer = Trainer(Config(**{**TINY, "out_dir": str(tmp_path / "live")}), quiet=True)
-    assert trainer.live_prompts(trainer.source.batch(0)) == [0, 2]
+    trainer = Trainer(Config(**{**TINY, "group_size": 4, "loss": loss, "out_dir": str(tmp_path / "live")}), quiet=True)
+    assert trainer.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3] if loss == "bnpo" else [0, 2])
 
 
 def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
