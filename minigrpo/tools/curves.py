@@ -41,14 +41,14 @@ def read(run: Path) -> list[dict[str, Any]]:
 def table(runs: dict[Path, list[dict[str, Any]]]) -> Table:
     """Before and after, a row a run."""
     out = Table()
-    for name in ("run", "steps", "n", "exact before", "after", "change", "valid before", "after", "s in all"):
-        out.add_column(name, justify="left" if name == "run" else "right")
+    for name in ("run", "steps", "n", "exact before", "after", "change", "valid before", "after", "seconds"):
+        out.add_column(name, justify="left" if name == "run" else "right", no_wrap=name == "run")
     for run, records in runs.items():
         first, last = records[0], records[-1]
         size = sum(value for name, value in last.items() if name.startswith("count/"))
         summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
         out.add_row(
-            str(run),
+            run.name,
             str(last["step"]),
             f"{size:.0f}",
             *(f"{first['exact']:.1%}", f"{last['exact']:.1%}", f"{100 * (last['exact'] - first['exact']):+.1f}"),
