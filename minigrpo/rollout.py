@@ -150,6 +150,28 @@ class Sampler:
         return join(parts)
 
 
+def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
+    """Metrics of a batch as it was sampled, under TRL's names."""
+    mask = batch.completions.completion_mask
+    lengths = mask.sum(-1)
+    values = {"completions/mean_length": lengths.float().mean().item()}
+    # what the update would have run with every prompt repeated; tokens/run is what it did run
+    inputs = batch.completions.prompt_len.sum() * lengths.shape[1] + (lengths - 1).clamp(min=0).sum()
+    values["tokens/repeated"] = float(inputs)
+    if batch.rewards is None:
+        return values
+    last = batch.completions.completion_ids.gather(-1, (lengths[..., None] - 1).clamp(min=0))
+    total = batch.rewards.total
+    return {
+        "reward": float(total.mean()),
+        "reward_std": float(total.std(axis=1, ddof=1).mean()),
+        "frac_reward_zero_std": float((total.max(1) == total.min(1)).mean()),
+        **{f"rewards/{name}/mean": float(scores.mean()) for name, scores in batch.rewards.parts.items()},
+        "completions/clipped_ratio": float((last != eos).float().mean()),
+        **values,
+    }
+
+
 class Gold:
     """The true completions, one a prompt: the supervised warm start."""
 

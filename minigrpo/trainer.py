@@ -30,7 +30,7 @@ from .model import GPT, GPTShape
 from .optim import learning_rate_at, make_optimizer
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
-from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, encode_prompts
+from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe, encode_prompts
 from .run_folder import check_same_run, open_folder, write_config, write_summary
 from .tasks import TASKS
 from .tokenizer import load_tokenizer
@@ -163,7 +163,7 @@ class Trainer:
         with self.timer.phase("update"):
             learnt = self.learn(batch)
         self.step += 1
-        values = {**self.describe(batch), **learnt}
+        values = {**describe(batch, self.tokenizer.eot_token), **learnt}
         values |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         values |= {"step_time": time.perf_counter() - start, "memory/peak_mib": peak_memory_mib(self.device)}
         self.log.step(self.step, values)
@@ -243,27 +243,6 @@ class Trainer:
         return logp
 
     # --- what it says -----------------------------------------------------------------------------------------------------
-
-    def describe(self, batch: RolloutBatch) -> dict[str, float]:
-        """Metrics of a batch as it was sampled, under TRL's names."""
-        mask = batch.completions.completion_mask
-        lengths = mask.sum(-1)
-        values = {"completions/mean_length": lengths.float().mean().item()}
-        # what the update would have run with every prompt repeated; tokens/run is what it did run
-        inputs = batch.completions.prompt_len.sum() * lengths.shape[1] + (lengths - 1).clamp(min=0).sum()
-        values["tokens/repeated"] = float(inputs)
-        if batch.rewards is None:
-            return values
-        last = batch.completions.completion_ids.gather(-1, (lengths[..., None] - 1).clamp(min=0))
-        total = batch.rewards.total
-        return {
-            "reward": float(total.mean()),
-            "reward_std": float(total.std(axis=1, ddof=1).mean()),
-            "frac_reward_zero_std": float((total.max(1) == total.min(1)).mean()),
-            **{f"rewards/{name}/mean": float(scores.mean()) for name, scores in batch.rewards.parts.items()},
-            "completions/clipped_ratio": float((last != self.tokenizer.eot_token).float().mean()),
-            **values,
-        }
 
     def _log_samples(self, batch: RolloutBatch) -> None:
         if batch.rewards is None or self.step % STEPS_BETWEEN_SAMPLES:
