@@ -75,7 +75,7 @@ def test_is_valid_fen_agrees_with_its_contract_on_40000_mutants() -> None:
             expected = False
         assert is_valid_fen(mutant) == expected, mutant
         verdicts[expected] += 1
-    assert min(verdicts.values()) > 1000
+    assert min(verdicts.values()) > 500
 
 
 def test_similarity() -> None:
