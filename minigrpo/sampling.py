@@ -232,7 +232,7 @@ def generate(
     temperature: float = 1.0,
     kv_cache: bool = True,
     drafts: Tensor | None = None,
-    draft_window: int = 16,
+    draft_window: int = 8,
 ) -> Completions:
     """Complete each prompt `num_samples` times.
 

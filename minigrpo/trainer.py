@@ -130,17 +130,16 @@ class Trainer:
         try:
             before = self.log.evaluations.kept or [{"step": self.step, **self.evaluate(config.eval_size)}]
             self.first, self.last = before[0], before[-1]
-            if config.stop_after and self.step >= config.stop_after:
-                self.ask_to_stop("stop_after")
+            end = min(config.stop_after or config.max_steps, config.max_steps)
             self.screen.start(config.max_steps, self.step)
-            while self.step < config.max_steps and not self.stop_reason:
+            while self.step < end and not self.stop_reason:
                 self.one_step()
-                if self.step == config.stop_after:
-                    self.ask_to_stop("stop_after")
                 if config.eval_every and self.step % config.eval_every == 0 and self.step < config.max_steps:
                     self.last = {"step": self.step, **self.evaluate(config.eval_size_during)}
                 if self.step % config.save_every == 0 and self.step < config.max_steps:
                     self.save()
+            if self.step < config.max_steps and not self.stop_reason:
+                self.ask_to_stop("stop_after")
             path = self.save()
             self.model.save_pretrained(self.folder / "model.safetensors")
             if not self.stop_reason and self.last["step"] < self.step:
