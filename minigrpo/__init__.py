@@ -2,6 +2,7 @@
 
 from .config import Config
 from .model import GPT
+from .rewards import reward
 from .trainer import Trainer
 
-__all__ = ["GPT", "Config", "Trainer"]
+__all__ = ["GPT", "Config", "Trainer", "reward"]

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config, ConfigError
+from .logprobs import CHUNK
 from .model import GPT, Attend, Block
 
 
@@ -53,6 +54,11 @@ def checkpoint_blocks(config: Config, model: GPT) -> None:
     """--gradient-checkpointing: keep only the input of each block, run the block again in the backward pass."""
     if config.gradient_checkpointing:
         model.checkpoint_blocks = recompute
+
+
+def chunk_logprobs(config: Config, model: GPT) -> None:
+    """--chunked-logprobs: the logits of a batch never exist at once, and are computed again in the backward pass."""
+    model.logprob_chunk = CHUNK if config.chunked_logprobs else 0
 
 
 def compile_blocks(config: Config, model: GPT) -> None:

@@ -4,9 +4,10 @@ from collections import defaultdict
 
 import numpy as np
 
+from .encoding import decode
 from .randomness import uniforms
 from .rewards import RewardScorer
-from .rollout import Sampler, decode
+from .rollout import Sampler
 from .types import Example, Task
 
 BATCH = 256  # prompts decoded together
@@ -18,18 +19,19 @@ def answer(sampler: Sampler, examples: list[Example], *, seed: int | None = None
     if seed is not None:
         rows = np.array([example.index for example in examples])
         u = uniforms(seed, "evaluate", 0, rows, 1, sampler.config.max_new_tokens)
-    completions = sampler.complete(examples, u=u, batch_size=BATCH)
-    return [group[0] for group in decode(sampler.tokenizer, completions)]
+    parts = sampler.complete(examples, u=u, batch_size=BATCH)
+    return [group[0] for part in parts for group in decode(sampler.tokenizer, part)]
 
 
 def evaluate(sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int) -> dict[str, float]:
-    """Score the first `size` held-out examples.
+    """Score the first `size` held-out examples, or all that there are.
 
     Returns:
         exact: share of greedy completions that are the whole truth, to the letter. exact_sampled: the same at temperature 1.
         The reward parts, and reward: means over the greedy completions.
         exact/<kind> and count/<kind>: the same by kind of question.
     """
+    size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]
     greedy, sampled = answer(sampler, examples), answer(sampler, examples, seed=seed)
     table = scorer.score(examples, [[text] for text in greedy])

@@ -175,6 +175,15 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 KL_IN_REWARD = "k1_reward"
 
 
+def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
+    """min(exp(logp - sampler_logp), cap), without gradient: corrects for tokens that another distribution drew.
+
+    Truncated importance sampling (Ionides 2008), per token as TRL and verl use it where sampler and trainer differ. `logp` is
+    the old policy in the training forward, `sampler_logp` what tokens were really drawn from; any shape.
+    """
+    return (logp.detach() - sampler_logp).exp().clamp(max=cap)
+
+
 def policy_loss(
     logp: Tensor,
     old_logp: Tensor | None,
@@ -189,6 +198,7 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     kl_coef: float = 0.0,
     kl: str = "k3",
+    token_weights: Tensor | None = None,
     counts: Counts | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or of a micro-batch's share of it.
@@ -202,6 +212,7 @@ def policy_loss(
         max_completion_length: what dr_grpo divides by; S if None.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
+        token_weights: `[..., S]`, factors of the policy term (not of the KL), see `truncated_importance_weights`.
         counts: B and N of the whole optimizer step; None counts this batch. The losses, gradients and metrics of
             micro-batches that share `counts` add up to the whole batch's.
 
@@ -223,6 +234,8 @@ def policy_loss(
         cap=spec.ratio_cap if ratio_cap is None else ratio_cap,
     )
     term, hits = spec.surrogate(ratio, adv, logp, clip)
+    if token_weights is not None:
+        term = term * torch.where(mask, token_weights, 0.0)
 
     by_token = per_token(m, counts, 0)
     by_row = by_token if spec.ratio is token_ratio else per_completion(m, counts, 0)

@@ -119,6 +119,7 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.checkpoint_blocks: Callable[..., Tensor] | None = None  # set by accel.py: recompute blocks in backward
+        self.logprob_chunk = 0  # set by accel.py: tokens whose logits exist at a time
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         self.wpe = nn.Embedding(shape.context, shape.width)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -187,6 +188,6 @@ class GPT(nn.Module):
         The head runs on the M distinct positions that predict a completion token, and on nothing else.
         """
         hidden = self.hidden(stream, layout).index_select(0, layout.sources)
-        logp, entropy = token_logprobs(hidden, self.wte.weight, layout.targets, temperature)
+        logp, entropy = token_logprobs(hidden, self.wte.weight, layout.targets, temperature, self.logprob_chunk)
         zero = logp.new_zeros(())
         return tuple(torch.where(layout.mask, x[layout.index], zero) for x in (logp, entropy))  # type: ignore[return-value]

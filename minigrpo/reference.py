@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from .layout import Layout
 from .model import GPT
@@ -36,19 +37,31 @@ class FrozenReference:
         temperature: float,
         micro_batch_size: int,
         autocast: Callable[[], AbstractContextManager[object]],
+        offload: bool = False,
     ) -> None:
-        """`temperature` is the policy's; `micro_batch_size` prompts go through at once (0: all)."""
+        """`temperature` is the policy's; `micro_batch_size` prompts go through at once (0: all).
+
+        With `offload` the weights lie in host memory (pinned, where there is a CUDA device) and visit the device of the
+        model for as long as `logp` runs.
+        """
+        self.device = model.device
         self.model = copy.deepcopy(model).requires_grad_(False)
+        if offload and self.device.type != "cpu":
+            self.model.to("cpu")
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.pin_memory()
         self.layout, self.temperature = layout, temperature
         self.micro_batch_size, self.autocast = micro_batch_size, autocast
 
     @torch.no_grad()
     def logp(self, completions: Completions) -> Tensor | None:
         size = self.micro_batch_size or len(completions)
+        weights = {name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()}
         logps = []
         for a in range(0, len(completions), size):
             layout = self.layout(completions.select(torch.arange(a, min(a + size, len(completions)))))
-            layout = layout.to(self.model.device)
+            layout = layout.to(self.device)
             with self.autocast():
-                logps.append(self.model(layout.stream, layout, self.temperature)[0].cpu())
+                logp, _ = functional_call(self.model, weights, (layout.stream, layout, self.temperature))
+            logps.append(logp.cpu())
         return torch.cat(logps)

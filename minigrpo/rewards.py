@@ -1,38 +1,83 @@
-"""What a completion is worth: FEN validity, similarity, and the scorer that runs a task's parts over a batch.
+"""What a completion is worth: FEN validity, similarity, and the scorer that runs reward functions over a batch.
 
-python-chess holds the interpreter lock, so threads do not make its scoring faster by themselves. What does is scoring each
-distinct (prompt, text) once; half-trained policies repeat themselves.
+python-chess holds the interpreter lock, so threads do not make its scoring faster by themselves. What does: scoring each
+distinct (prompt, text) once, rejecting cheaply, and not parsing what a memo knows. The pool is there for overlap with the
+device, for rewards that wait, and because a function that hangs must not stop a run.
 """
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+import numbers
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import chess
 import Levenshtein
 import numpy as np
 
+from .pool import Job, WorkerPool
 from .types import Example, RewardTable, Task
 
 MAX_FEN_LENGTH = 100  # python-chess parses a megabyte in 0.2 s; no FEN is longer than this
-MAX_CLOCK_DIGITS = 4
+FEN = re.compile(
+    r"([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)"
+    r"/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)"
+    r" (?P<side>[wb]) (?P<castling>-|(?! )K?Q?k?q?) (?P<passant>-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
+)
+# a right, where its king and its rook must stand, and whose they are
+CASTLING = {
+    "K": (chess.E1, chess.H1, chess.WHITE),
+    "Q": (chess.E1, chess.A1, chess.WHITE),
+    "k": (chess.E8, chess.H8, chess.BLACK),
+    "q": (chess.E8, chess.A8, chess.BLACK),
+}
+
+
+@lru_cache(maxsize=1 << 16)
+def _rank(text: str) -> tuple[int, ...] | None:
+    """One rank as eight bit masks: pawns, knights, bishops, rooks, queens, kings, Black's, White's; None if it is none."""
+    masks, file = [0] * 8, 0
+    for before, piece in zip(" " + text, text, strict=False):
+        if piece.isdigit():
+            if before.isdigit():
+                return None  # 11 is written 2
+            file += int(piece)
+        else:
+            masks["pnbrqk".index(piece.lower())] |= 1 << file
+            masks[6 + piece.isupper()] |= 1 << file
+            file += 1
+    return tuple(masks) if file == 8 else None
 
 
 def is_valid_fen(text: object) -> bool:
     """Whether `text` is a legal position, written exactly as python-chess writes it with `en_passant="fen"`.
 
     Stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads clocks through `int()` and drops a
-    castling right whose rook is gone: the text must also round-trip.
+    castling right whose rook is gone: the text must also round-trip, and clocks have at most four digits. What is malformed
+    is turned away by its form, what is not is never parsed twice: python-chess judges the pieces, it does not read the text.
     """
-    if not isinstance(text, str) or len(text) > MAX_FEN_LENGTH or not text.isascii():
+    if not isinstance(text, str) or len(text) > MAX_FEN_LENGTH or (match := FEN.fullmatch(text)) is None:
         return False
-    fields = text.split(" ")
-    if len(fields) != 6 or any(not clock.isdigit() or len(clock) > MAX_CLOCK_DIGITS for clock in fields[4:]):
-        return False
-    try:
-        board = chess.Board(text)
-    except ValueError:
-        return False
-    return board.status() == chess.STATUS_VALID and board.fen(en_passant="fen") == text
+    masks = [0] * 8
+    for rank in match.groups()[:8]:
+        if (found := _rank(rank)) is None:
+            return False
+        masks = [mask << 8 | new for mask, new in zip(masks, found, strict=True)]
+    board = chess.Board(None)
+    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings = masks[:6]
+    board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = masks[6:]
+    board.occupied = masks[6] | masks[7]
+    board.turn = match["side"] == "w"
+    for right in match["castling"].replace("-", ""):
+        king, rook, color = CASTLING[right]
+        own = board.occupied_co[color]
+        if not (board.kings & own & chess.BB_SQUARES[king] and board.rooks & own & chess.BB_SQUARES[rook]):
+            return False
+        board.castling_rights |= chess.BB_SQUARES[rook]
+    board.ep_square = None if match["passant"] == "-" else chess.parse_square(match["passant"])
+    return board.status() == chess.STATUS_VALID
 
 
 def similarity(a: str, b: str) -> float:
@@ -41,44 +86,194 @@ def similarity(a: str, b: str) -> float:
     return 1.0 - Levenshtein.distance(a, b) / longest if longest else 1.0
 
 
-class RewardScorer:
-    """Runs a task's reward parts over a batch of texts, in a pool of threads, each distinct (prompt, text) once."""
+# --- rewards of one's own -------------------------------------------------------------------------------------------------
 
-    def __init__(self, task: Task, *, weights: Mapping[str, float] | None = None, workers: int = 0) -> None:
-        """`weights` defaults to the task's own; `workers` = 0 scores serially. Raises ValueError for an unknown part."""
-        self.task = task
-        self.weights = dict(weights or task.parts)
-        unknown = set(self.weights) - set(task.parts)
-        if unknown:
-            raise ValueError(f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(task.parts)}")
-        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="reward") if workers else None
-        self.workers = workers
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward part that is not the task's: `function(example, text) -> float`, or, batched, of lists."""
+
+    function: Callable[..., Any]
+    name: str
+    weight: float = 1.0
+    timeout_s: float | None = None  # a completion; None: the scorer's
+    floor: float = 0.0  # what a completion gets if the function fails on it
+    batched: bool = False  # function(examples, texts) -> as many floats
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def reward(
+    *, weight: float = 1.0, timeout_s: float | None = None, floor: float = 0.0, batched: bool = False
+) -> Callable[[Callable[..., Any]], RewardFunction]:
+    """Decorator: make a function a reward part under its own name.
+
+        @reward(weight=0.2)
+        def brevity(example, text):
+            return 1 / (1 + len(text))
+
+    `--rewards FILE.py` adds a file's decorated functions to the task's parts; `reward_weights` in TOML or --reward-weights
+    beat `weight`. A call that raises, takes longer than `timeout_s` or returns anything but a finite number is worth `floor`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> RewardFunction:
+        return RewardFunction(function, function.__name__, weight, timeout_s, floor, batched)
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Whatever scores: a task's own parts, or one function."""
+
+    names: Sequence[str]
+    call: Callable[..., Any]  # batched: (examples, texts) -> {name: values}; else (example, text) -> {name: value}
+    batched: bool
+    timeout_s: float | None  # None: trusted, so it may run in large pieces and is waited for
+    floor: float = 0.0
+
+
+class _Wrong(Exception):
+    """What a reward returned that is not a reward."""
+
+
+def _numbers(values: Any, judge: _Judge, size: int) -> np.ndarray:
+    """A judge's answer for `size` completions as `[parts, size]`; raises _Wrong if it is not all finite numbers."""
+    table = []
+    for name in judge.names:
+        try:
+            column = values[name] if judge.batched else [values[name]]
+        except Exception:
+            raise _Wrong(f"returned {_short(values)}, without {name}") from None
+        if isinstance(column, str) or not hasattr(column, "__len__") or len(column) != size:
+            raise _Wrong(f"returned {_short(column)}, not {size} numbers")
+        for value in column:
+            if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+                raise _Wrong(f"returned {_short(value)}, not a finite number")
+        table.append(np.asarray(column, dtype=np.float32))
+    return np.stack(table)
+
+
+def _short(value: object) -> str:
+    return f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+@dataclass
+class PendingRewards:
+    """Rewards that are being computed; `result` waits for them."""
+
+    scorer: "RewardScorer"
+    index: np.ndarray  # [P, G] into the distinct (prompt, text)
+    tasks: list[tuple[_Judge, slice, Job]] = field(default_factory=list)
+
+    def result(self) -> RewardTable:
+        """The table; a completion that a judge failed on has that judge's floor, and is counted."""
+        size = int(self.index.max()) + 1
+        columns = {name: np.zeros(size, dtype=np.float32) for judge in self.scorer.judges for name in judge.names}
+        failed = {name: np.zeros(size, dtype=np.int64) for name in self.scorer.can_fail}
+        for judge, part, job in self.tasks:
+            count = part.stop - part.start
+            try:
+                answer = self.scorer.pool.wait(job, None if judge.timeout_s is None else judge.timeout_s * count)
+                table = _numbers(answer, judge, count)
+            except Exception as error:
+                if judge.timeout_s is None:
+                    raise
+                table = np.full((len(judge.names), count), judge.floor, dtype=np.float32)
+                self.scorer.complain(judge, error)
+                for name in judge.names:
+                    failed[name][part] = 1
+            for name, values in zip(judge.names, table, strict=True):
+                columns[name][part] = values
+        parts = {name: column[self.index] for name, column in columns.items()}
+        total = np.zeros(self.index.shape, dtype=np.float32)
+        for name, weight in self.scorer.weights.items():
+            total += np.float32(weight) * parts[name]
+        return RewardTable(total, parts, {name: int(hits[self.index].sum()) for name, hits in failed.items()})
+
+
+class RewardScorer:
+    """Runs reward parts over a batch of texts, in a pool of threads, each distinct (prompt, text) once."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        weights: Mapping[str, float] | None = None,
+        functions: Sequence[RewardFunction] = (),
+        workers: int = 0,
+        timeout_s: float = 10.0,
+        warn: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """Raises ValueError for a weight of a part that there is not.
+
+        Args:
+            weights: of each part in the total, parts left out weigh 0; default: the task's and the functions' own.
+            functions: more parts than the task has.
+            workers: threads; 0 scores serially (what could hang still gets a thread of its own).
+            timeout_s: for a task or function that does not vouch for itself, a completion.
+        """
+        own = {function.name: function.weight for function in functions}
+        if twice := set(own) & set(task.parts):
+            raise ValueError(f"--rewards: {', '.join(sorted(twice))} is the name of a part that the task has already")
+        allowed = {**task.parts, **own}
+        self.weights = dict(weights or allowed)
+        if unknown := set(self.weights) - set(allowed):
+            raise ValueError(f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
+        batch = getattr(task, "score_batch", None)
+        self.judges = [_Judge(list(task.parts), batch or task.score, batch is not None, None if batch else timeout_s)]
+        for function in functions:
+            names, limit = [function.name], function.timeout_s or timeout_s
+            self.judges.append(_Judge(names, _named(function), function.batched, limit, function.floor))
+        self.can_fail = [name for judge in self.judges if judge.timeout_s is not None for name in judge.names]
+        self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
+        self.warned: set[str] = set()
 
     def score(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> RewardTable:
         """Score P x G texts: `examples` holds P questions, `texts` G completions of each."""
+        return self.submit(examples, texts).result()
+
+    def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
+        """Begin to score; with workers this returns at once."""
         places: dict[tuple[str, str], int] = {}
-        jobs: list[tuple[Example, str]] = []
+        asked: list[Example] = []
+        distinct: list[str] = []
         index = np.empty((len(texts), len(texts[0])), dtype=np.int64)
         for p, (example, group) in enumerate(zip(examples, texts, strict=True)):
             for g, text in enumerate(group):
-                index[p, g] = places.setdefault((example.prompt, text), len(jobs))
-                if index[p, g] == len(jobs):
-                    jobs.append((example, text))
-        if self.pool is None:
-            scores = self._score(jobs)
-        else:
-            size = -(-len(jobs) // self.workers)
-            chunks = [jobs[i : i + size] for i in range(0, len(jobs), size)]
-            scores = [score for chunk in self.pool.map(self._score, chunks) for score in chunk]
-        parts = {name: np.array([score[name] for score in scores], dtype=np.float32)[index] for name in self.task.parts}
-        total = np.zeros(index.shape, dtype=np.float32)
-        for name, weight in self.weights.items():
-            total += np.float32(weight) * parts[name]
-        return RewardTable(total, parts)
+                index[p, g] = place = places.setdefault((example.prompt, text), len(distinct))
+                if place == len(distinct):
+                    asked.append(example)
+                    distinct.append(text)
+        pending = PendingRewards(self, index)
+        for judge in self.judges:
+            for part in self._pieces(judge, len(distinct)):
+                some = (asked[part], distinct[part]) if judge.batched else (asked[part.start], distinct[part.start])
+                thread = judge.timeout_s is not None
+                pending.tasks.append((judge, part, self.pool.submit(judge.call, *some, needs_thread=thread)))
+        return pending
 
-    def _score(self, jobs: Sequence[tuple[Example, str]]) -> list[Mapping[str, float]]:
-        return [self.task.score(example, text) for example, text in jobs]
+    def _pieces(self, judge: _Judge, size: int) -> Iterator[slice]:
+        if not judge.batched:
+            length = 1
+        elif judge.timeout_s is None:
+            length = -(-size // max(1, self.workers))
+        else:
+            length = size  # a batched function of one's own may look at the whole batch
+        return (slice(start, min(start + length, size)) for start in range(0, size, length))
+
+    def complain(self, judge: _Judge, error: Exception) -> None:
+        """Say once of each judge what went wrong first; the counters say how often."""
+        name = ", ".join(judge.names)
+        if name not in self.warned:
+            self.warned.add(name)
+            what = str(error) if isinstance(error, _Wrong | TimeoutError) else f"{type(error).__name__}: {str(error)[:200]}"
+            self.warn(f"reward {name}: {what}; such completions get {judge.floor}, rewards/<part>/failures counts them")
 
     def close(self) -> None:
-        if self.pool:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
+
+
+def _named(function: RewardFunction) -> Callable[..., dict[str, Any]]:
+    return lambda *args: {function.name: function(*args)}

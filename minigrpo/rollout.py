@@ -1,10 +1,10 @@
 """Where the batches of a run come from: sampled from the policy and scored (OnPolicy), or simply true (Gold).
 
 The trainer cannot tell the two apart but by the loss that it was given. Examples are made ahead of need by a thread, so
-that a step never waits for self-play.
+that a step never waits for self-play. Scores are computed in the reward pool while the device goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,36 +15,46 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from .config import Config, ConfigError
+from .config import Config
+from .distributed import DistContext
+from .encoding import decode, encode_answers, encode_prompts
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .metrics import PhaseTimer
 from .model import GPT
 from .randomness import uniforms
 from .reference import Reference
-from .rewards import RewardScorer
-from .sampling import generate
-from .types import Completions, Example, RolloutBatch
+from .rewards import PendingRewards, RewardScorer
+from .sampling import Choice, generate
+from .types import Completions, Example, RewardTable, RolloutBatch, Task
 
 STEPS_AHEAD = 8  # how many steps' examples are made before they are needed
+GREEDY = Choice()  # without uniform numbers
 
 
 class Source(Protocol):
     def batch(self, step: int) -> RolloutBatch:
-        """The batch of a step, on the host; a pure function of (config, step, weights)."""
+        """This process's share of a step's batch, on the host; a pure function of (config, step, weights)."""
 
 
 class Ahead:
     """Examples of a step, made in the background for the steps to come."""
 
-    def __init__(self, example: Callable[[int], Example], per_step: int, first_step: int, last_step: int) -> None:
-        self.example, self.per_step, self.last_step = example, per_step, last_step
+    def __init__(self, task: Task, config: Config, dist: DistContext, first_step: int) -> None:
+        self.task, self.per_step, self.last_step = task, config.prompts_per_step, config.max_steps
+        self.share = dist.share(self.per_step)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="examples")
         self.futures: dict[int, Future[list[Example]]] = {}
         self._submit(first_step)
 
     def take(self, step: int) -> list[Example]:
+        """The step's examples that are this process's."""
         self._submit(step)
         return self.futures.pop(step).result()
+
+    def instead(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
+        """Other examples for some places of the share, that no step draws at first."""
+        block = self.last_step + (step + attempt * self.last_step)
+        return [self.task.train(block * self.per_step + self.share[place]) for place in places]
 
     def _submit(self, step: int) -> None:
         for ahead in range(step, min(step + STEPS_AHEAD, self.last_step)):
@@ -52,56 +62,7 @@ class Ahead:
                 self.futures[ahead] = self.pool.submit(self._make, ahead)
 
     def _make(self, step: int) -> list[Example]:
-        return [self.example(step * self.per_step + i) for i in range(self.per_step)]
-
-
-def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Right-pad token lists: `[R, L]` int64 and their lengths `[R]`."""
-    lengths = np.array([len(row) for row in rows])
-    ids = np.zeros((len(rows), lengths.max()), dtype=np.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = row
-    return torch.from_numpy(ids), torch.from_numpy(lengths)
-
-
-def encode_prompts(tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int) -> tuple[Tensor, Tensor]:
-    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ConfigError for one longer than `room` tokens."""
-    ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
-    if int(lengths.max()) > room:
-        worst = examples[int(lengths.argmax())].prompt
-        raise ConfigError(
-            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the model's --context: at most "
-            f"{room} are allowed ({worst[:60]!r}...)"
-        )
-    return ids, lengths
-
-
-def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[str]]:
-    """The texts of completions, without end of text: `[P][G]`."""
-    ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
-    eos = tokenizer.eot_token
-    return [
-        [tokenizer.decode([t for t in row[:n].tolist() if t != eos]) for row, n in zip(group, ns, strict=True)]
-        for group, ns in zip(ids, lengths, strict=True)
-    ]
-
-
-def join(parts: Sequence[Completions]) -> Completions:
-    """Completions of consecutive prompts as one, padded to the longest; the prompts' width is the same in all."""
-    longest = max(part.completion_ids.shape[2] for part in parts)
-
-    def along_prompts(name: str) -> Tensor:
-        tensors = [getattr(part, name) for part in parts]
-        if name.startswith("prompt"):
-            return torch.cat(tensors)
-        return torch.cat([torch.nn.functional.pad(x, (0, longest - x.shape[2])) for x in tensors])
-
-    return Completions(**{name: along_prompts(name) for name in vars(parts[0])})
-
-
-def encode_answers(tokenizer: tiktoken.Encoding, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """True completions, end of text included, as right-padded ids `[P, L]` and lengths `[P]`."""
-    return pad([[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples])
+        return [self.task.train(step * self.per_step + i) for i in self.share]
 
 
 @dataclass(frozen=True)
@@ -119,17 +80,17 @@ class Sampler:
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        temperature: float = 1.0,
+        choice: Choice = GREEDY,
         batch_size: int = 0,
-    ) -> Completions:
+    ) -> Iterator[Completions]:
         """`num_samples` completions of each example, on the host; greedy without uniform numbers `u [P, G, S]`.
 
-        `batch_size` prompts are decoded together (0: all), which changes nothing but memory and time.
+        `batch_size` prompts are decoded together (0: all) and handed over as they are done; it changes nothing but memory
+        and time.
         """
         config, device = self.config, self.model.device
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
         drafts = encode_answers(self.tokenizer, examples)[0] if config.draft_answers else None
-        parts = []
         for a in range(0, len(examples), batch_size or len(examples)):
             cut = slice(a, a + (batch_size or len(examples)))
             with self.autocast():
@@ -141,17 +102,16 @@ class Sampler:
                     max_new_tokens=config.max_new_tokens,
                     num_samples=num_samples,
                     u=None if u is None else torch.from_numpy(u[cut]).to(device),
-                    temperature=temperature,
+                    choice=choice,
                     kv_cache=config.kv_cache,
                     drafts=None if drafts is None else drafts[cut].to(device),
                     draft_window=config.draft_window,
                 )
-            parts.append(part.to("cpu"))
-        return join(parts)
+            yield part.to("cpu")
 
 
 def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
-    """Metrics of a batch as it was sampled, under TRL's names."""
+    """Metrics of a batch as it was sampled, under TRL's names. Means over its prompts, but for the counts under tokens/."""
     mask = batch.completions.completion_mask
     lengths = mask.sum(-1)
     values = {"completions/mean_length": lengths.float().mean().item()}
@@ -160,16 +120,35 @@ def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
     values["tokens/repeated"] = float(inputs)
     if batch.rewards is None:
         return values
-    last = batch.completions.completion_ids.gather(-1, (lengths[..., None] - 1).clamp(min=0))
-    total = batch.rewards.total
+    total, log_kept = batch.rewards.total, batch.completions.log_kept
+    if log_kept is not None:
+        values["sampling/removed_mass"] = float((1 - log_kept.exp())[mask].mean())
     return {
         "reward": float(total.mean()),
         "reward_std": float(total.std(axis=1, ddof=1).mean()),
-        "frac_reward_zero_std": float((total.max(1) == total.min(1)).mean()),
+        "frac_reward_zero_std": float(is_dead(batch.rewards).mean()),
         **{f"rewards/{name}/mean": float(scores.mean()) for name, scores in batch.rewards.parts.items()},
-        "completions/clipped_ratio": float((last != eos).float().mean()),
+        **{f"rewards/{name}/failures": float(count) for name, count in batch.rewards.failures.items()},
+        "completions/clipped_ratio": 1 - float(has_ended(batch.completions, eos).float().mean()),
         **values,
+        **batch.metrics,
     }
+
+
+def is_dead(rewards: RewardTable) -> np.ndarray:
+    """`[P]` whether all completions of a prompt have the same reward: nothing can be learnt from them."""
+    return rewards.total.max(1) == rewards.total.min(1)
+
+
+def has_ended(completions: Completions, eos: int) -> Tensor:
+    """`[P, G]` whether a completion ends with end of text; the others were cut off."""
+    last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
+    return completions.completion_ids.gather(-1, last)[..., 0] == eos
+
+
+def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """0 up to `longest - buffer` tokens, then down to -1 at `longest` (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 class Gold:
@@ -188,41 +167,55 @@ class Gold:
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
 
 
+@dataclass(frozen=True)
+class _Rolled:
+    """Sampled completions of some examples, and their rewards to come."""
+
+    examples: list[Example]
+    completions: Completions
+    texts: list[list[str]]
+    pending: list[PendingRewards]
+
+
 class OnPolicy:
     """Completions sampled from the model as it is, scored, and turned into advantages."""
 
     def __init__(
-        self, config: Config, examples: Ahead, sampler: Sampler, scorer: RewardScorer, reference: Reference, timer: PhaseTimer
+        self,
+        config: Config,
+        examples: Ahead,
+        sampler: Sampler,
+        scorer: RewardScorer,
+        reference: Reference,
+        timer: PhaseTimer,
+        dist: DistContext,
     ) -> None:
-        self.config, self.examples, self.sampler = config, examples, sampler
+        self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer
 
     def batch(self, step: int) -> RolloutBatch:
-        config, spec = self.config, LOSSES[self.config.loss]
+        config, metrics = self.config, dict[str, float]()
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-        with self.timer.phase("rollout"):
-            completions = self.sample(examples, step)
-            texts = decode(self.sampler.tokenizer, completions)
-        with self.timer.phase("reward"):
-            rewards = self.scorer.score(examples, texts)
-        with self.timer.phase("reference"):
-            ref_logp = self.reference.logp(completions)
-        total = torch.from_numpy(rewards.total)
-        if config.kl == KL_IN_REWARD and ref_logp is not None and completions.sampler_logp is not None:
-            total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
-        estimator = spec.advantage if config.advantage == "auto" else config.advantage
-        scale = spec.scale if config.scale == "auto" else config.scale
+        rolled = self._roll(examples, step)
+        if config.resample_dead_groups:
+            rolled, rewards, metrics = self._resample(rolled, step)
+            ref_logp = self._reference(rolled.completions)
+        else:
+            ref_logp = self._reference(rolled.completions)  # while the pool scores
+            rewards = self._rewards(rolled)
         return RolloutBatch(
-            examples=examples,
-            completions=completions,
-            texts=texts,
+            examples=rolled.examples,
+            completions=rolled.completions,
+            texts=rolled.texts,
             rewards=rewards,
-            advantages=advantages(total, estimator=estimator, scale=scale),
+            advantages=self._advantages(torch.from_numpy(rewards.total), rolled.completions, ref_logp),
             ref_logp=ref_logp,
+            counts_in_loss=self._ended(rolled.completions) if config.overlong == "mask" else None,
+            metrics=metrics,
         )
 
-    def sample(self, examples: Sequence[Example], step: int) -> Completions:
+    def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:
         """Completions of a step's examples; each depends on nothing but its prompt, seed, step and the weights."""
         config = self.config
         rows = np.array([example.index for example in examples])
@@ -230,6 +223,68 @@ class OnPolicy:
             examples,
             num_samples=config.group_size,
             u=uniforms(config.seed, "sample", step, rows, config.group_size, config.max_new_tokens),
-            temperature=config.temperature,
+            choice=Choice(config.temperature, config.top_k, config.top_p),
             batch_size=config.rollout_batch_size,
         )
+
+    def _roll(self, examples: list[Example], step: int) -> _Rolled:
+        """Sample, and have each part scored as soon as it is decoded."""
+        parts, pending = list[Completions](), list[PendingRewards]()
+        texts: list[list[str]] = []
+        sampled = self.sample(examples, step)
+        while True:
+            with self.timer.phase("rollout"):
+                part = next(sampled, None)
+                if part is None:
+                    break
+                part_texts = decode(self.sampler.tokenizer, part)
+            scores = self.scorer.submit(examples[len(texts) : len(texts) + len(part)], part_texts)
+            if not self.config.overlap_rewards:
+                with self.timer.phase("reward"):
+                    scores.result()
+            parts.append(part)
+            texts += part_texts
+            pending.append(scores)
+        return _Rolled(examples, Completions.join(parts), texts, pending)
+
+    def _rewards(self, rolled: _Rolled) -> RewardTable:
+        with self.timer.phase("reward"):
+            return RewardTable.join([scores.result() for scores in rolled.pending])
+
+    def _reference(self, completions: Completions) -> Tensor | None:
+        with self.timer.phase("reference"):
+            return self.reference.logp(completions)
+
+    def _resample(self, rolled: _Rolled, step: int) -> tuple[_Rolled, RewardTable, dict[str, float]]:
+        """Put other prompts in the place of dead groups, a bounded number of times; then take what there is."""
+        tries, tables = [rolled], [self._rewards(rolled)]
+        where = np.arange(len(rolled.examples))  # which group of all tries stands at each place of the share
+        for attempt in range(self.config.resample_dead_groups):
+            dead = np.flatnonzero(is_dead(RewardTable.join(tables).select(where)))
+            if not len(dead):
+                break
+            start = sum(len(one.examples) for one in tries)
+            tries.append(self._roll(self.examples.instead(step, attempt, dead.tolist()), step))
+            tables.append(self._rewards(tries[-1]))
+            where[dead] = start + np.arange(len(dead))
+        examples = [example for one in tries for example in one.examples]
+        texts = [group for one in tries for group in one.texts]
+        completions = Completions.join([one.completions for one in tries]).select(torch.from_numpy(where))
+        chosen = _Rolled([examples[i] for i in where], completions, [texts[i] for i in where], [])
+        rewards = RewardTable.join(tables).select(where)
+        return chosen, rewards, {"frac_reward_zero_std/drawn": float(is_dead(tables[0]).mean())}
+
+    def _advantages(self, total: Tensor, completions: Completions, ref_logp: Tensor | None) -> Tensor:
+        config, spec = self.config, LOSSES[self.config.loss]
+        lengths = completions.completion_mask.sum(-1)
+        if config.kl == KL_IN_REWARD and ref_logp is not None and completions.sampler_logp is not None:
+            total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
+        if config.overlong == "punish":
+            total = total + overlong_punishment(lengths, config.max_new_tokens, config.overlong_buffer)
+        estimator = spec.advantage if config.advantage == "auto" else config.advantage
+        scale = spec.scale if config.scale == "auto" else config.scale
+        everyone = advantages(self.dist.gather(total), estimator=estimator, scale=scale)  # scale=batch looks at all
+        return everyone[self.dist.rank * len(total) :][: len(total)]
+
+    def _ended(self, completions: Completions) -> Tensor:
+        return has_ended(completions, self.sampler.tokenizer.eot_token)

@@ -18,7 +18,8 @@ from .config import Config, ConfigError, flag
 # what may differ between a run and its continuation: stopping, evaluation, logging and speed; everything else changes results
 MAY_DIFFER = """max_steps stop_after eval_every eval_size eval_size_during save_every keep_last out_dir resume device
     use_amp amp_dtype use_tf32 compile_model gradient_checkpointing layout kv_cache draft_answers draft_window fused_optimizer
-    parallel_rewards num_reward_workers skip_dead_groups micro_batch_size rollout_batch_size"""
+    parallel_rewards num_reward_workers overlap_rewards skip_dead_groups chunked_logprobs offload_reference micro_batch_size
+    rollout_batch_size"""
 
 
 def open_folder(config: Config) -> Path:

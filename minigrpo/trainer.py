@@ -9,30 +9,28 @@ tokens the model runs (layout.py), how anything is made fast (accel.py), what a 
 import signal
 import threading
 import time
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import tiktoken
-import torch
-from torch import Tensor
 
 from . import accel
 from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, path_of, save_checkpoint
 from .config import Config, ConfigError
+from .distributed import DistContext
+from .encoding import encode_prompts
 from .evaluate import evaluate
-from .layout import LAYOUTS, Layout
-from .losses import LOSSES, Counts, per_local_token, policy_loss
+from .layout import LAYOUTS
+from .learner import Learner
 from .metrics import PhaseTimer, RunLog, Screen, peak_memory_mib
 from .model import GPT, GPTShape
-from .optim import learning_rate_at, make_optimizer
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
-from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe, encode_prompts
+from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
 from .run_folder import check_same_run, open_folder, write_config, write_summary
-from .tasks import TASKS
+from .tasks import load_rewards, load_task
 from .tokenizer import load_tokenizer
 from .types import RolloutBatch
 
@@ -70,36 +68,41 @@ class Trainer:
         self.config = config
         self.screen = Screen(quiet=quiet)
         self.device = accel.pick_device(config.device)
-        self.scaler = accel.grad_scaler(config, self.device)
-        self.autocast = partial(accel.autocast, config, self.device)
+        self.dist = DistContext()
         self.tokenizer = load_tokenizer(config.tokenizer)
-        self.task = TASKS[config.task](config.seed, config.history)
+        self.task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
+        self.scorer = RewardScorer(
+            self.task,
+            weights=config.weights(),
+            functions=load_rewards(config.rewards),
+            workers=config.num_reward_workers if config.parallel_rewards else 0,
+            timeout_s=config.reward_timeout,
+            warn=self.screen.warn,
+        )
         self.model = build_model(config, self.tokenizer).to(self.device)
-        probe = [self.task.held_out(i) for i in range(PROMPTS_CHECKED)]
+        probe = [ask(i) for i in range(PROMPTS_CHECKED) for ask in (self.task.train, self.task.held_out)]
         encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
+        self.learner = Learner(config, self.model, self.dist, self.screen.warn)
         self.reference = self._make_reference()
         self.folder = open_folder(config)
         self.step = 0  # optimizer steps are counted from 0; this many are done
         self.saved_step = -1  # the step of the newest checkpoint
         self.stop_reason = ""
-        self.skipped = 0
         self.first: dict[str, float] | None = None  # evaluations
         self.last: dict[str, float] | None = None
-        self.optimizer = make_optimizer(
-            self.model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
-        )
         self._resume(find_checkpoint(self.folder / "checkpoints", config.resume, self.screen.warn))
         accel.use_tf32(config)
         accel.checkpoint_blocks(config, self.model)
+        accel.chunk_logprobs(config, self.model)
         accel.compile_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
-        workers = config.num_reward_workers if config.parallel_rewards else 0
-        self.scorer = RewardScorer(self.task, weights=config.weights(), workers=workers)
-        names = ("loss", "clip_low", "clip_high", "ratio_cap", "kl", "kl_coef")
-        self.loss_options: dict[str, Any] = {name: getattr(config, name) for name in names}
-        self.loss_options["max_completion_length"] = config.max_new_tokens
-        self.sampler = Sampler(config, self.model, self.tokenizer, self.autocast)
+        self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast)
         self.source = self._make_source()
+        if config.top_k or config.top_p < 1:
+            self.screen.warn(
+                "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
+                "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
+            )
 
     def _make_reference(self) -> Reference:
         """The model as it is now, before a checkpoint is loaded into it."""
@@ -110,14 +113,15 @@ class Trainer:
             layout=LAYOUTS[self.config.layout],
             temperature=self.config.temperature,
             micro_batch_size=self.config.micro_batch_size,
-            autocast=self.autocast,
+            autocast=self.learner.autocast,
+            offload=self.config.offload_reference,
         )
 
     def _make_source(self) -> Source:
-        examples = Ahead(self.task.train, self.config.prompts_per_step, self.step, self.config.max_steps)
+        examples = Ahead(self.task, self.config, self.dist, self.step)
         if self.config.supervised:
             return Gold(examples, self.tokenizer, self.timer, self.model.shape.context)
-        return OnPolicy(self.config, examples, self.sampler, self.scorer, self.reference, self.timer)
+        return OnPolicy(self.config, examples, self.sampler, self.scorer, self.reference, self.timer, self.dist)
 
     # --- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -160,7 +164,7 @@ class Trainer:
         start = time.perf_counter()
         batch = self.source.batch(self.step)
         with self.timer.phase("update"):
-            learnt = self.learn(batch)
+            learnt = self.learner.learn(batch, self.step)
         self.step += 1
         values = {**describe(batch, self.tokenizer.eot_token), **learnt}
         values |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
@@ -170,76 +174,6 @@ class Trainer:
         seen = f"exact {self.last['exact']:.1%}  " if self.last else ""
         now = f"reward {values['reward']:.3f}" if "reward" in values else f"loss {values['loss']:.4f}"
         self.screen.update(self.step, self.config.max_steps, f"{now}  {seen}{values['step_time']:.2f} s/step")
-
-    def learn(self, batch: RolloutBatch) -> dict[str, float]:
-        """`num_iterations` optimizer steps on one batch; the metrics of the last."""
-        config = self.config
-        counts = Counts.of(batch.completions.completion_mask)  # of the whole batch, whatever is left out below
-        batch = batch.select(self.live_prompts(batch))
-        parts = batch.split(config.micro_batch_size or len(batch))
-        layouts = [LAYOUTS[config.layout](part.completions).to(self.device) for part in parts]
-        old = [self._old_logp(layout) if config.num_iterations > 1 else None for layout in layouts]
-        learning_rate = learning_rate_at(
-            self.step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=config.max_steps
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        for _ in range(config.num_iterations):
-            metrics = self.accumulate(parts, layouts, old, counts)
-            self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
-            metrics["grad_norm"] = norm
-            if torch.isfinite(norm) or self.scaler.is_enabled():
-                self.scaler.step(self.optimizer)
-            else:  # one NaN has spread to every gradient: a step would spread it to every weight
-                self.skipped += 1
-                self.screen.warn(f"step {self.step + 1}: gradient norm is {norm.item()}; the weights stay as they are")
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        tokens = {"tokens/run": float(sum(len(layout.stream.ids) for layout in layouts))}
-        return {name: float(x) for name, x in metrics.items()} | {"learning_rate": learning_rate} | tokens
-
-    def live_prompts(self, batch: RolloutBatch) -> list[int]:
-        """Prompts whose gradient is not exactly 0; one at least, so that the optimizer steps all the same."""
-        everything = list(range(len(batch)))
-        local = LOSSES[self.config.loss].reduce is per_local_token  # bnpo counts the tokens that are at hand
-        if batch.advantages is None or batch.ref_logp is not None or local or not self.config.skip_dead_groups:
-            return everything
-        return [p for p in everything if batch.advantages[p].any()] or [0]
-
-    def accumulate(
-        self, parts: list[RolloutBatch], layouts: list[Layout], old: list[Tensor | None], counts: Counts
-    ) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch; gradients and metrics add up to the whole batch's."""
-        config = self.config
-        sums: dict[str, Tensor] = {}
-        entropy, gaps = [], []
-        for part, layout, old_logp in zip(parts, layouts, old, strict=True):
-            with self.autocast():
-                logp, uncertainty = self.model(layout.stream, layout, config.temperature)
-            adv = None if part.advantages is None else part.advantages.to(self.device)
-            ref_logp = None if part.ref_logp is None else part.ref_logp.to(self.device)
-            loss, metrics = policy_loss(
-                logp, old_logp, adv, layout.mask, ref_logp=ref_logp, counts=counts, **self.loss_options
-            )
-            self.scaler.scale(loss).backward()
-            for name, value in {"loss": loss.detach(), **metrics}.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-            entropy.append(uncertainty[layout.mask])
-            if part.completions.sampler_logp is not None:
-                gap = logp.detach() - part.completions.sampler_logp.to(self.device)
-                gaps.append(gap[layout.mask].abs())
-        sums["entropy"] = torch.cat(entropy).mean()
-        if gaps:
-            gap = torch.cat(gaps)
-            sums |= {"sampling/logp_difference_mean": gap.mean(), "sampling/logp_difference_max": gap.max()}
-        return sums
-
-    @torch.no_grad()
-    def _old_logp(self, layout: Layout) -> Tensor:
-        with self.autocast():
-            logp, _ = self.model(layout.stream, layout, self.config.temperature)
-        return logp
 
     # --- what it says -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +198,7 @@ class Trainer:
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
         summary = {"status": status, "exit_reason": reason, "step": self.step, "wall_seconds": seconds}
-        summary |= {"first_evaluation": self.first, "last_evaluation": self.last, "skipped_steps": self.skipped}
+        summary |= {"first_evaluation": self.first, "last_evaluation": self.last, "skipped_steps": self.learner.skipped}
         write_summary(self.folder, summary)
         return summary
 
@@ -305,14 +239,7 @@ class Trainer:
         folder = self.folder / "checkpoints"
         if self.saved_step == self.step:
             return path_of(folder, self.step)
-        state: State = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "config": self.config.to_dict(),
-        }
-        if self.scaler.is_enabled():
-            state["scaler"] = self.scaler.state_dict()
+        state = {**self.learner.state_dict(), "step": self.step, "config": self.config.to_dict()}
         path = save_checkpoint(folder, self.step, state, keep_last=self.config.keep_last)
         self.saved_step = self.step
         return path
@@ -324,14 +251,9 @@ class Trainer:
             return
         check_same_run(self.config, state["config"], self.folder)
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.learner.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{self.folder}: does not fit this model: {error}") from None
-        for group in self.optimizer.param_groups:
-            group["fused"] = self.config.fused_optimizer  # a speed flag of now, not of the checkpoint
-        if self.scaler.is_enabled() and "scaler" in state:
-            self.scaler.load_state_dict(state["scaler"])
         self.step = self.saved_step = state["step"]
         discard_after(self.folder / "checkpoints", self.step)
         self.screen.say(f"resumed from step {self.step} of {self.folder}")

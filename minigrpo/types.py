@@ -4,7 +4,7 @@ P prompts, G completions of each, S new tokens at most. There is no left padding
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +25,9 @@ class Example:
 class Task(Protocol):
     """Prompts without end, and scores for completions. A task of one's own implements this."""
 
-    name: str
     parts: Mapping[str, float]  # reward part -> default weight
+    # Optional: num_held_out, how many different evaluation examples there are. And score_batch(examples, texts) ->
+    # {part: values}, by which a task vouches for its scoring: it is called with many texts at once, and without a time limit.
 
     def train(self, number: int) -> Example:
         """Training example `number`, a pure function of (seed, number), in an order that mixes well."""
@@ -46,7 +47,8 @@ class Completions:
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s of every row is its s-th new token
     completion_mask: Tensor  # [P, G, S] bool, true up to and including EOS; from lengths, never from a pad id
-    sampler_logp: Tensor | None = None  # [P, G, S] float32, what the sampler drew from; None when nothing was sampled
+    sampler_logp: Tensor | None = None  # [P, G, S] float32, by the sampler's forward; None when nothing was sampled
+    log_kept: Tensor | None = None  # [P, G, S] float32, log of the mass that top-k and top-p left; None: all of it
 
     def __len__(self) -> int:
         return len(self.prompt_len)
@@ -54,6 +56,22 @@ class Completions:
     def select(self, prompts: Tensor) -> "Completions":
         """Some of the prompts with all of their completions: a group is never split."""
         return self._each(lambda x: x[prompts])
+
+    @staticmethod
+    def join(parts: Sequence["Completions"]) -> "Completions":
+        """Completions of one batch of prompts after another, as one, padded to the longest."""
+
+        def joined(name: str) -> Tensor | None:
+            tensors = [getattr(part, name) for part in parts]
+            if any(x is None for x in tensors):
+                return None
+            longest = max(x.shape[-1] for x in tensors)
+            if tensors[0].dim() > 1:
+                tensors = [torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for x in tensors]
+            return torch.cat(tensors)
+
+        fields: dict[str, Any] = {name: joined(name) for name in vars(parts[0])}
+        return Completions(**fields)
 
     def to(self, device: torch.device | str) -> "Completions":
         return self._each(lambda x: x.to(device))
@@ -69,6 +87,18 @@ class RewardTable:
 
     total: np.ndarray  # [P, G] float32
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float32
+    failures: Mapping[str, int] = field(default_factory=dict)  # part that can fail -> completions that it failed on
+
+    @staticmethod
+    def join(tables: Sequence["RewardTable"]) -> "RewardTable":
+        """Tables of one batch of prompts after another, as one."""
+        parts = {name: np.concatenate([table.parts[name] for table in tables]) for name in tables[0].parts}
+        failures = {name: sum(table.failures[name] for table in tables) for name in tables[0].failures}
+        return RewardTable(np.concatenate([table.total for table in tables]), parts, failures)
+
+    def select(self, rows: np.ndarray) -> "RewardTable":
+        """Some of the prompts; failures stay counted."""
+        return RewardTable(self.total[rows], {name: x[rows] for name, x in self.parts.items()}, self.failures)
 
 
 @dataclass(frozen=True)
@@ -80,8 +110,9 @@ class RolloutBatch:
     texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without EOS
     rewards: RewardTable | None = None  # None in the supervised warm start
     advantages: Tensor | None = None  # [P, G] float32, constant within a completion
-    old_logp: Tensor | None = None  # [P, G, S] float32; None: the policy that is being updated is the one that sampled
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
+    counts_in_loss: Tensor | None = None  # [P, G] bool, completions that the loss sees; None: all
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what else there is to log about how it came about
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -89,15 +120,30 @@ class RolloutBatch:
     def select(self, prompts: Sequence[int]) -> "RolloutBatch":
         """Some of the prompts with all of their completions. Rewards, which belong to the whole batch, stay behind."""
         rows = torch.as_tensor(prompts)
-        tensors = ("advantages", "old_logp", "ref_logp")
+        chosen: dict[str, Any] = {}
+        for name in ("advantages", "ref_logp", "counts_in_loss"):
+            chosen[name] = None if getattr(self, name) is None else getattr(self, name)[rows]
         return replace(
             self,
             examples=[self.examples[p] for p in prompts],
             texts=[self.texts[p] for p in prompts],
             completions=self.completions.select(rows),
             rewards=None,
-            **{name: None if getattr(self, name) is None else getattr(self, name)[rows] for name in tensors},
+            **chosen,
         )
+
+    def counted(self) -> "RolloutBatch":
+        """The same without a token of the completions that the loss does not see."""
+        if self.counts_in_loss is None:
+            return self
+        mask = self.completions.completion_mask & self.counts_in_loss[..., None]
+        return replace(self, completions=replace(self.completions, completion_mask=mask), counts_in_loss=None)
+
+    @property
+    def drawn_logp(self) -> Tensor | None:
+        """`[P, G, S]`, under the distribution that tokens were drawn from: top-k and top-p give what they keep more mass."""
+        logp, log_kept = self.completions.sampler_logp, self.completions.log_kept
+        return logp if logp is None or log_kept is None else logp - log_kept
 
     def split(self, num_prompts: int) -> list["RolloutBatch"]:
         """Micro-batches of at most `num_prompts` prompts, whole groups each."""

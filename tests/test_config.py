@@ -29,7 +29,6 @@ ROOT = Path(__file__).parent.parent
         (["--reward-weights", "valid=nan"], ["--reward-weights", "valid=nan"]),
         (["--resume", "auto"], ["--resume needs --out-dir"]),
         (["--resume", "last", "--out-dir", "x"], ["--resume must be auto or a step number"]),
-        (["--reward-weights", "exact_fen=1,typo=2"], ["--reward-weights", "typo", "exact_fen"]),
         (["--reward-weights", "exact_fen"], ["--reward-weights", "part=number"]),
         (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
         (["--config"], ["--config", "expected one argument"]),

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 import torch
 
+from minigrpo.decoders import CachedDecoder, UncachedDecoder
 from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
 from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import CachedDecoder, UncachedDecoder, generate, guess, pick_token, regrid
+from minigrpo.sampling import Choice, generate, guess, pick_token, regrid
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -38,8 +39,8 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
     model: GPT, prompts: Completions, temperature: float
 ) -> None:
     everyone = list(range(6))
-    cached = sample(model, prompts, everyone, temperature=temperature)
-    plain = sample(model, prompts, everyone, temperature=temperature, kv_cache=False)
+    cached = sample(model, prompts, everyone, choice=Choice(temperature))
+    plain = sample(model, prompts, everyone, choice=Choice(temperature), kv_cache=False)
     assert torch.equal(cached.completion_ids, plain.completion_ids)
     assert torch.equal(cached.completion_mask, plain.completion_mask)
     assert cached.sampler_logp is not None
@@ -113,7 +114,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
     model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).to(device)
     prompts = make_completions(0, prompts=6).to(device)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)).to(device)
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "temperature": 0.8}
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": Choice(0.8)}
     c = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     for build in LAYOUTS.values():
         layout = build(c.to("cpu")).to(device)

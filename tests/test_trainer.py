@@ -13,6 +13,7 @@ import torch
 
 from minigrpo import GPT, Config, Trainer
 from minigrpo.config import ConfigError
+from minigrpo.learner import Learner
 from minigrpo.model import GPTShape
 from minigrpo.optim import learning_rate_at
 from minigrpo.rollout import OnPolicy
@@ -49,7 +50,7 @@ def fingerprint(trainer: Trainer) -> str:
     """sha256 of weights and optimizer state."""
     digest = hashlib.sha256()
     tensors = list(trainer.model.state_dict().values())
-    for state in trainer.optimizer.state_dict()["state"].values():
+    for state in trainer.learner.optimizer.state_dict()["state"].values():
         tensors += [torch.as_tensor(state[name]) for name in sorted(state)]
     for tensor in tensors:
         digest.update(tensor.cpu().numpy().tobytes())
@@ -160,11 +161,11 @@ def gradient(tmp_path: Path, name: str, **changes: Any) -> list[torch.Tensor]:
         with torch.no_grad():
             trainer.reference.model.wte.weight.mul_(1.1)  # else the KL and its gradient would be 0
     gradients: list[torch.Tensor] = []
-    trainer.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign,assignment]
+    trainer.learner.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign,assignment]
         p.grad.clone() for p in trainer.model.parameters()
     )
-    trainer.config = dataclasses.replace(config, grad_clip=1e9)
-    trainer.learn(trainer.source.batch(0))
+    trainer.learner.config = dataclasses.replace(config, grad_clip=1e9)
+    trainer.learner.learn(trainer.source.batch(0), 0)
     return gradients
 
 
@@ -201,7 +202,7 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     for a, b in zip(left_out, kept, strict=True):
         assert (a - b).abs().max() <= 1e-10 * scale
     trainer = Trainer(Config(**{**TINY, "group_size": 4, "loss": loss, "out_dir": str(tmp_path / "live")}), quiet=True)
-    assert trainer.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3] if loss == "bnpo" else [0, 2])
+    assert trainer.learner.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3] if loss == "bnpo" else [0, 2])
 
 
 def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
@@ -236,18 +237,18 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path: Path) -> Non
     before = fingerprint(trainer)
     batch = trainer.source.batch(0)
     hook = trainer.model.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
-    trainer.learn(batch)
+    trainer.learner.learn(batch, 0)
     assert fingerprint(trainer) == before
     hook.remove()
-    trainer.learn(batch)
+    trainer.learner.learn(batch, 0)
     assert fingerprint(trainer) != before
 
 
 def test_a_run_that_fails_says_so_in_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Trainer, batch: object) -> dict[str, float]:
+    def broken(self: Learner, batch: object, step: int) -> dict[str, float]:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(Trainer, "learn", broken)
+    monkeypatch.setattr(Learner, "learn", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         train(tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

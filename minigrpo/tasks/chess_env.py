@@ -11,7 +11,7 @@ every double step, whether or not a pawn can capture there.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import chess
@@ -186,7 +186,7 @@ class Positions:
 
 
 MAX_SCORED_CHARS = 200
-ANSWER = re.compile(r"(?P<fen>[^+]*)\+(?P<reward>[01]\.\d{1,3})\+(?P<terminated>[01])\+(?P<truncated>[01])")
+ANSWER = re.compile(r"([^+]*)\+([01]\.[0-9]{1,3})\+([01])\+([01])")
 
 
 class ChessEnv:
@@ -196,7 +196,7 @@ class ChessEnv:
     true one), exact_fen (the FEN is the true one), reward_value (that field is right), flags (half for each flag).
     """
 
-    name = "chess-env"
+    num_held_out = None  # endless
     # what is to be learnt counts; the rest only has to break ties, or it drowns the signal where nothing is exact yet
     parts: Mapping[str, float] = {
         "exact_fen": 1.0,
@@ -216,22 +216,25 @@ class ChessEnv:
     def held_out(self, number: int) -> Example:
         return self._held_out.example(number)
 
+    def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, list[float]]:
+        scores = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
+        return {name: [score[name] for score in scores] for name in self.parts}
+
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        truth = ANSWER.fullmatch(example.answer)
+        true_fen, true_reward, *true_flags = example.answer.split("+")
         found = ANSWER.fullmatch(text) if len(text) <= MAX_SCORED_CHARS else None
-        assert truth is not None
         if found is None:  # no ending to read: what there is, is taken for the FEN
-            fen = text[:MAX_SCORED_CHARS].split("+", 1)[0]
-            reward, flags = 0.0, 0.0
+            fen, right_reward, right_flags = text[:MAX_SCORED_CHARS].split("+", 1)[0], 0.0, 0.0
         else:
-            fen = found["fen"]
-            reward = float(found["reward"] == truth["reward"])
-            flags = sum(found[flag] == truth[flag] for flag in ("terminated", "truncated")) / 2
+            fen, reward, *flags = found.groups()
+            right_reward = float(reward == true_reward)
+            right_flags = sum(map(str.__eq__, flags, true_flags)) / 2
+        exact = fen == true_fen  # and then it need not be parsed
         return {
             "format": float(found is not None),
-            "valid": float(fen == truth["fen"] or is_valid_fen(fen)),
-            "similarity": similarity(fen, truth["fen"]),
-            "exact_fen": float(fen == truth["fen"]),
-            "reward_value": reward,
-            "flags": flags,
+            "valid": float(exact or is_valid_fen(fen)),
+            "similarity": 1.0 if exact else similarity(fen, true_fen),
+            "exact_fen": float(exact),
+            "reward_value": right_reward,
+            "flags": right_flags,
         }

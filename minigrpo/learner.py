@@ -1,0 +1,155 @@
+"""From a batch to new weights: micro-batches, a loss whose weights count the whole step, `num_iterations` optimizer steps.
+
+It samples nothing, and writes and prints nothing; trainer.py does. What decides a gradient is here or in losses.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import accel
+from .config import Config
+from .distributed import DistContext
+from .layout import LAYOUTS, Layout
+from .losses import LOSSES, Counts, per_local_token, policy_loss, truncated_importance_weights
+from .model import GPT
+from .optim import learning_rate_at, make_optimizer
+from .types import RolloutBatch
+
+State = dict[str, Any]
+
+
+class Learner:
+    """A model, its optimizer, and the one way in which batches change them."""
+
+    def __init__(
+        self, config: Config, model: GPT, dist: DistContext | None = None, warn: Callable[[str], object] = lambda text: None
+    ) -> None:
+        self.config, self.model, self.dist, self.warn = config, model, dist or DistContext(), warn
+        self.device = model.device
+        self.wrapped = self.dist.wrap(model)
+        self.autocast = partial(accel.autocast, config, self.device)
+        self.scaler = accel.grad_scaler(config, self.device)
+        self.optimizer = make_optimizer(
+            model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
+        )
+        self.skipped = 0  # optimizer steps left out because of a NaN or an infinity
+
+    def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last step, of all shares."""
+        config = self.config
+        batch = batch.counted()
+        counts = Counts.of(batch.completions.completion_mask)  # of the whole batch, whatever is left out below
+        counts = Counts(*self.dist.sum(torch.tensor([counts.completions, counts.tokens], device=self.device)))
+        batch = batch.select(self.live_prompts(batch))
+        parts = batch.split(config.micro_batch_size or len(batch))
+        layouts = [LAYOUTS[config.layout](part.completions).to(self.device) for part in parts]
+        old = [self._old_logp(layout) if config.num_iterations > 1 else None for layout in layouts]
+        learning_rate = learning_rate_at(
+            step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=config.max_steps
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        for _ in range(config.num_iterations):
+            metrics = self.accumulate(parts, layouts, old, counts)
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
+            if torch.isfinite(norm) or self.scaler.is_enabled():
+                self.scaler.step(self.optimizer)
+            else:  # one NaN has spread to every gradient: a step would spread it to every weight
+                self.skipped += 1
+                self.warn(f"step {step + 1}: gradient norm is {norm.item()}; the weights stay as they are")
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        tokens = self.dist.sum(torch.tensor(float(sum(len(layout.stream.ids) for layout in layouts)), device=self.device))
+        metrics |= {"grad_norm": norm, "tokens/run": tokens}
+        return {name: float(x) for name, x in metrics.items()} | {"learning_rate": learning_rate}
+
+    def live_prompts(self, batch: RolloutBatch) -> list[int]:
+        """Prompts whose gradient is not exactly 0; one at least, so that the optimizer steps all the same."""
+        everything = list(range(len(batch)))
+        local = LOSSES[self.config.loss].reduce is per_local_token  # bnpo counts the tokens that are at hand
+        if batch.advantages is None or batch.ref_logp is not None or local or not self.config.skip_dead_groups:
+            return everything
+        return [p for p in everything if batch.advantages[p].any()] or [0]
+
+    def accumulate(
+        self, parts: list[RolloutBatch], layouts: list[Layout], old: list[Tensor | None], counts: Counts
+    ) -> dict[str, Tensor]:
+        """Forward and backward of every micro-batch; gradients and metrics add up to the whole step's, over all processes."""
+        sums: dict[str, Tensor] = {}
+        with self.dist.accumulating(self.wrapped):
+            for job in zip(parts[:-1], layouts[:-1], old[:-1], strict=True):
+                _add(sums, self._backward(*job, counts))
+        _add(sums, self._backward(parts[-1], layouts[-1], old[-1], counts))
+        worst = sums.pop("gap/max", None)
+        totals = dict(zip(sums, self.dist.sum(torch.stack(list(sums.values()))), strict=True))
+        tokens = totals.pop("tokens").clamp(min=1)
+        totals["entropy"] = totals["entropy"] / tokens
+        if worst is not None:
+            totals["sampling/logp_difference_mean"] = totals.pop("gap/sum") / tokens
+            totals["sampling/logp_difference_max"] = self.dist.max(worst)
+        return totals
+
+    def _backward(self, part: RolloutBatch, layout: Layout, old: Tensor | None, counts: Counts) -> dict[str, Tensor]:
+        config = self.config
+        with self.autocast():
+            logp, entropy = self.wrapped(layout.stream, layout, config.temperature)
+        adv, ref, sampled = (x if x is None else x.to(self.device) for x in (part.advantages, part.ref_logp, part.drawn_logp))
+        weights = None
+        if config.sampler_correction and sampled is not None:
+            weights = truncated_importance_weights(
+                logp.detach() if old is None else old, sampled, config.sampler_correction_cap
+            )
+        loss, metrics = policy_loss(
+            logp,
+            old,
+            adv,
+            layout.mask,
+            loss=config.loss,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            ratio_cap=config.ratio_cap,
+            max_completion_length=config.max_new_tokens,
+            ref_logp=ref,
+            kl_coef=config.kl_coef,
+            kl=config.kl,
+            token_weights=weights,
+            counts=counts,
+        )
+        # DDP averages over processes, and the loss is already this process's share of the whole
+        self.scaler.scale(loss * self.dist.world_size).backward()
+        values = {**metrics, "loss": loss.detach(), "entropy": entropy.sum(), "tokens": layout.mask.sum().to(logp)}
+        if part.completions.sampler_logp is not None:
+            gap = (logp.detach() - part.completions.sampler_logp.to(self.device)).masked_fill(~layout.mask, 0).abs()
+            values |= {"gap/sum": gap.sum(), "gap/max": gap.max()}
+        return values
+
+    @torch.no_grad()
+    def _old_logp(self, layout: Layout) -> Tensor:
+        with self.autocast():
+            logp, _ = self.model(layout.stream, layout, self.config.temperature)
+        return logp
+
+    def state_dict(self) -> State:
+        """Everything that cannot be derived: plain types and tensors."""
+        state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state | ({"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {})
+
+    def load_state_dict(self, state: State) -> None:
+        """Raises RuntimeError, ValueError or KeyError for the state of another model."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["fused"] = self.config.fused_optimizer  # a speed flag of now, not of the checkpoint
+        if self.scaler.is_enabled() and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def _add(sums: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        there = sums.get(name, torch.zeros_like(value))
+        sums[name] = torch.maximum(there, value) if name == "gap/max" else there + value
