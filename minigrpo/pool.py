@@ -58,6 +58,9 @@ class WorkerPool:
     def wait(self, job: Job, timeout_s: float | None) -> Any:
         """The job's result, or what it raised; TimeoutError once it has run for `timeout_s`. To be called in order."""
         while not job.future.done():
+            if not self.alive and timeout_s is None:
+                job.run()  # what cannot hang need not wait for those that do
+                break
             if not self.alive:
                 raise TimeoutError(f"all threads hang ({self.num_abandoned} of them)")
             left = timeout_s if timeout_s is None or job.started is None else job.started + timeout_s - time.monotonic()

@@ -1,0 +1,23 @@
+"""Reward functions of one's own, on top of the parts that the task has:
+
+    python train.py --data examples/sums.jsonl --rewards examples/rewards.py --reward-weights exact=1,close=0.5,brevity=0.1
+
+`example.prompt` and `example.answer` are what was asked and what is true, `text` is what the model wrote. A function that
+raises, takes too long or returns no finite number does not stop the run: the completion gets the floor, and is counted.
+"""
+
+from minigrpo import reward
+from minigrpo.types import Example
+
+
+@reward(weight=0.5)
+def close(example: Example, text: str) -> float:
+    """How near a number is to the true one. What is no number raises, and gets the floor of 0."""
+    return 1 / (1 + abs(int(text) - int(example.answer)))
+
+
+@reward(weight=0.1, batched=True)
+def brevity(examples: list[Example], texts: list[str]) -> list[float]:
+    """Batched: it sees each distinct completion of a step at once, and returns as many numbers."""
+    longest = max(map(len, texts))
+    return [1 - len(text) / (longest + 1) for text in texts]
