@@ -63,12 +63,12 @@ def build_model(config: Config, tokenizer: tiktoken.Encoding) -> GPT:
 class Trainer:
     """A run, from its config. Everything that can be wrong is found out here, before `fit` does any work."""
 
-    def __init__(self, config: Config, *, quiet: bool = False) -> None:
+    def __init__(self, config: Config, *, dist: DistContext | None = None, quiet: bool = False) -> None:
         """Raises ValueError (ConfigError, CheckpointError) in one line that names the flag or the file."""
         self.config = config
         self.screen = Screen(quiet=quiet)
         self.device = accel.pick_device(config.device)
-        self.dist = DistContext()
+        self.dist = dist or DistContext()
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
         self.scorer = RewardScorer(
@@ -80,7 +80,7 @@ class Trainer:
             warn=self.screen.warn,
         )
         self.model = build_model(config, self.tokenizer).to(self.device)
-        probe = [ask(i) for i in range(PROMPTS_CHECKED) for ask in (self.task.train, self.task.held_out)]
+        probe = [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
         encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
         self.learner = Learner(config, self.model, self.dist, self.screen.warn)
         self.reference = self._make_reference()

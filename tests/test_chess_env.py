@@ -35,6 +35,7 @@ def test_transition(fen: str, move: str, answer: str) -> None:
 def test_an_example_is_a_pure_function_of_seed_and_index() -> None:
     one, other = Positions(3, "train"), Positions(3, "train")
     forwards = [one.example(i) for i in range(40)]
+    Positions.game.cache_clear()
     backwards = [other.example(i) for i in reversed(range(40))]
     assert forwards == backwards[::-1]
     assert [example.index for example in forwards] == list(range(40))
@@ -43,7 +44,7 @@ def test_an_example_is_a_pure_function_of_seed_and_index() -> None:
 
 def test_draws_mix_games_never_repeat_and_need_one_new_game_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = Positions(0, "train")
-    monkeypatch.setattr(positions, "example", lambda index: index)
+    monkeypatch.setattr(Positions, "example", lambda self, index: index)
     draws = [[positions.draw(16 * turn + i) for i in range(PLIES_PER_GAME)] for turn in range(200)]
     assert len({index for turn in draws for index in turn}) == 200 * PLIES_PER_GAME
     games = [{index // PLIES_PER_GAME for index in turn} for turn in draws]

@@ -16,27 +16,10 @@ from minigrpo.config import ConfigError
 from minigrpo.learner import Learner
 from minigrpo.model import GPTShape
 from minigrpo.optim import learning_rate_at
-from minigrpo.rollout import OnPolicy
-from minigrpo.types import RolloutBatch
+
+from .gradients import TINY
 
 ROOT = Path(__file__).parent.parent
-TINY: dict[str, Any] = {
-    "init_from": "scratch",
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "prompts_per_step": 4,
-    "group_size": 3,
-    "max_new_tokens": 6,
-    "max_steps": 6,
-    "warmup_steps": 2,
-    "learning_rate": 1e-2,
-    "eval_size": 8,
-    "eval_size_during": 4,
-    "eval_every": 2,
-    "save_every": 2,
-    "reward_weights": "similarity=1",
-}
 WARM = {**TINY, "loss": "nll", "max_new_tokens": 96}
 
 
@@ -148,61 +131,6 @@ def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> Non
     again = GPT.from_pretrained(run)
     ids = torch.randint(0, 300, (2, 9))
     torch.testing.assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
-
-
-def gradient(tmp_path: Path, name: str, **changes: Any) -> list[torch.Tensor]:
-    """The gradient of the first step of a run in float64, on the same rollout."""
-    kl_coef = 0.0 if changes.get("loss") == "nll" else 0.1
-    config = Config(**{**TINY, "group_size": 4, "kl_coef": kl_coef, **changes, "out_dir": str(tmp_path / name)})
-    trainer = Trainer(config, quiet=True)
-    trainer.model.double()
-    if hasattr(trainer.reference, "model"):
-        trainer.reference.model.double()
-        with torch.no_grad():
-            trainer.reference.model.wte.weight.mul_(1.1)  # else the KL and its gradient would be 0
-    gradients: list[torch.Tensor] = []
-    trainer.learner.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign,assignment]
-        p.grad.clone() for p in trainer.model.parameters()
-    )
-    trainer.learner.config = dataclasses.replace(config, grad_clip=1e9)
-    trainer.learner.learn(trainer.source.batch(0), 0)
-    return gradients
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "nll"])
-@pytest.mark.parametrize(
-    "changes",
-    [{"micro_batch_size": 1}, {"micro_batch_size": 2, "layout": "repeated"}, {"gradient_checkpointing": True}],
-    ids=["micro-batches of 1", "micro-batches of 2, repeated", "checkpointing"],
-)
-def test_the_gradient_does_not_depend_on_how_the_batch_is_run(tmp_path: Path, loss: str, changes: dict[str, Any]) -> None:
-    expected = gradient(tmp_path, "whole", loss=loss)
-    found = gradient(tmp_path, "cut", loss=loss, **changes)
-    scale = max(g.abs().max() for g in expected)
-    assert scale > 0
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() <= 1e-10 * scale
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "bnpo"])
-def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
-    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch_of = OnPolicy.batch
-    half_dead_advantages = torch.tensor([[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0]])
-
-    def half_dead(self: OnPolicy, step: int) -> RolloutBatch:
-        return dataclasses.replace(batch_of(self, step), advantages=half_dead_advantages)
-
-    monkeypatch.setattr(OnPolicy, "batch", half_dead)
-    kept = gradient(tmp_path, "kept", loss=loss, kl_coef=0.0, skip_dead_groups=False)
-    left_out = gradient(tmp_path, "left out", loss=loss, kl_coef=0.0)
-    scale = max(g.abs().max() for g in kept)
-    assert scale > 0
-    for a, b in zip(left_out, kept, strict=True):
-        assert (a - b).abs().max() <= 1e-10 * scale
-    trainer = Trainer(Config(**{**TINY, "group_size": 4, "loss": loss, "out_dir": str(tmp_path / "live")}), quiet=True)
-    assert trainer.learner.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3] if loss == "bnpo" else [0, 2])
 
 
 def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ every double step, whether or not a pawn can capture there.
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import chess
@@ -140,18 +141,18 @@ def illegal_move(fen: str, rng: np.random.Generator) -> str:
             return move.uci()
 
 
+@dataclass(frozen=True)
 class Positions:
     """The endless sequence of examples of one split, each a pure function of (seed, index)."""
 
-    def __init__(self, seed: int, split: str, history: int = 0) -> None:
-        """`split` is "train" or "held-out"; `history` is how many earlier moves the prompt tells."""
-        self.seed, self.split, self.history = seed, split, history
-        self._game = lru_cache(maxsize=1024)(self._play)
+    seed: int
+    split: str  # train or held-out
+    history: int = 0  # how many earlier moves the prompt tells
 
     def example(self, index: int) -> Example:
         """Example `index`, a ply of game `index // PLIES_PER_GAME`."""
         game, slot = divmod(index, PLIES_PER_GAME)
-        return self._game(game)[slot]
+        return self.game(game)[slot]
 
     def draw(self, number: int) -> Example:
         """The same examples in another order, none twice: consecutive draws come from PLIES_PER_GAME different games.
@@ -162,7 +163,9 @@ class Positions:
         game = turn + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
         return self.example(game * PLIES_PER_GAME + slot)
 
-    def _play(self, game: int) -> tuple[Example, ...]:
+    @lru_cache(maxsize=2048)  # noqa: B019 - shared by equal Positions, which are values
+    def game(self, game: int) -> tuple[Example, ...]:
+        """The examples of one game; self-play takes some 17 ms, so it is remembered."""
         usable: list[tuple[str, str, str, str]] = []  # from as many games as it takes: short ones have too few plies
         attempt = 0
         while len(usable) < PLIES_TO_PICK_FROM:

@@ -1,0 +1,183 @@
+"""The gradient of a step does not depend on how the step is run.
+
+In float64, relative to its largest entry, to 1e-10: for any micro-batch size, any accumulation, any layout, chunked log-probs
+on or off, checkpointing on or off, the reference offloaded or not, cache and drafts on or off, one process or two. bnpo
+is the exception that its definition makes it: it averages over the micro-batch at hand.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from minigrpo import Config, Trainer, accel
+from minigrpo.rollout import OnPolicy
+from minigrpo.types import RolloutBatch
+
+from .gradients import LOSSES, TINY, first_gradient, make_trainer
+
+ROOT = Path(__file__).parent.parent
+WAYS: dict[str, dict[str, Any]] = {
+    "micro-batches of 1": {"micro_batch_size": 1},
+    "micro-batches of 2": {"micro_batch_size": 2},
+    "repeated": {"layout": "repeated"},
+    "repeated, micro-batches of 2": {"layout": "repeated", "micro_batch_size": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "chunked log-probs": {"chunked_logprobs": True},
+    "chunked, micro-batches of 1, repeated": {"chunked_logprobs": True, "micro_batch_size": 1, "layout": "repeated"},
+    "offloaded reference": {"offload_reference": True},
+    "no cache": {"kv_cache": False},
+    "no drafts": {"draft_answers": False},
+    "rollout batches of 1": {"rollout_batch_size": 1},
+    "serial rewards": {"parallel_rewards": False, "overlap_rewards": False},
+}
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-10) -> None:
+    assert len(found) == len(expected) > 0
+    scale = max(g.abs().max() for g in expected)
+    assert scale > 0
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= tolerance * scale
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
+    """The gradient of each loss, all at once and in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {loss: first_gradient(folder / loss, loss=loss, **options) for loss, options in LOSSES.items()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_does_not_depend_on(
+    way: str, loss: str, whole: dict[str, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accel, "CHUNK", 5)
+    assert_same(first_gradient(tmp_path / "run", loss=loss, **LOSSES[loss], **WAYS[way]), whole[loss])
+
+
+def test_the_losses_differ_from_one_another(whole: dict[str, list[torch.Tensor]]) -> None:
+    """Or the comparisons above would compare nothing."""
+    flat = {loss: torch.cat([g.flatten() for g in gradients]) for loss, gradients in whole.items()}
+    for a in flat:
+        assert not any(torch.allclose(flat[a], flat[b], rtol=1e-3) for b in flat if a < b)
+
+
+def test_bnpo_depends_on_the_micro_batch_by_definition(tmp_path: Path) -> None:
+    whole, cut = (first_gradient(tmp_path / str(size), loss="bnpo", micro_batch_size=size) for size in (0, 1))
+    assert not all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(whole, cut, strict=True))
+
+
+def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward(tmp_path: Path) -> None:
+    """The first of them has ratio 1, so its gradient is that of a single step."""
+    once, twice = (first_gradient(tmp_path / str(n), loss="grpo", num_iterations=n) for n in (1, 2))
+    assert_same(twice, once)
+    trainer = make_trainer(
+        tmp_path / "moved", loss="grpo", num_iterations=3, learning_rate=0.1, warmup_steps=0, reward_weights=""
+    )
+    metrics = trainer.learner.learn(trainer.source.batch(0), 0)
+    assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0  # the third step is off-policy
+
+
+def test_padding_is_invisible(tmp_path: Path) -> None:
+    """More columns of junk to the right of prompts and completions change nothing at all."""
+    trainer = make_trainer(tmp_path / "run", kl_coef=0.1)
+    batch = trainer.source.batch(0)
+    c = batch.completions
+    assert batch.ref_logp is not None and c.sampler_logp is not None
+    junk = replace(
+        c,
+        prompt_ids=pad(c.prompt_ids, (0, 5), value=7),
+        completion_ids=pad(c.completion_ids, (0, 3), value=9),
+        completion_mask=pad(c.completion_mask, (0, 3)),
+        sampler_logp=pad(c.sampler_logp, (0, 3), value=torch.nan),
+    )
+    padded = replace(batch, completions=junk, ref_logp=pad(batch.ref_logp, (0, 3), value=torch.inf))
+    a, b = (make_trainer(tmp_path / name, kl_coef=0.1).learner for name in "ab")
+    plain, with_junk = a.learn(batch, 0), b.learn(padded, 0)
+    assert with_junk == pytest.approx(plain, rel=1e-12)
+    for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "bnpo"])
+def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
+    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_of = OnPolicy.batch
+    half_dead_advantages = torch.tensor([[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0]])
+
+    def half_dead(self: OnPolicy, step: int) -> RolloutBatch:
+        return replace(batch_of(self, step), advantages=half_dead_advantages)
+
+    monkeypatch.setattr(OnPolicy, "batch", half_dead)
+    kept = first_gradient(tmp_path / "kept", loss=loss, skip_dead_groups=False)
+    assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
+    trainer = make_trainer(tmp_path / "live", loss=loss)
+    assert trainer.learner.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3] if loss == "bnpo" else [0, 2])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes over gloo say: see tests/gradients.py."""
+    out = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.gradients", str(out)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    return [torch.load(out / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_processes_have_the_gradient_of_one(
+    loss: str, ranks: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+) -> None:
+    for found in ranks:
+        assert_same(found[loss], whole[loss])
+
+
+def test_two_processes_sample_what_one_does_and_keep_equal_weights(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run")
+    for step in range(2):
+        batch = trainer.source.batch(step)
+        shares = [found["batches"][step] for found in ranks]
+        assert [*shares[0][0], *shares[1][0]] == batch.texts
+        assert batch.rewards is not None
+        assert [*shares[0][1], *shares[1][1]] == batch.rewards.total.tolist()
+        trainer.learner.learn(batch, step)
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name])
+        torch.testing.assert_close(ranks[0]["weights"][name], weight, rtol=1e-8, atol=1e-10)
+
+
+def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:
+    """The smoke test of what users run: float32, to 1e-5, everything on against everything off."""
+    gradients = []
+    for name, ways in {
+        "plain": {"layout": "repeated", "kv_cache": False, "draft_answers": False, "micro_batch_size": 1},
+        "fast": {"chunked_logprobs": True, "offload_reference": True, "gradient_checkpointing": True},
+    }.items():
+        config = {**TINY, "group_size": 4, "kl_coef": 0.1, "grad_clip": 1e9, **ways, "device": device}
+        trainer = Trainer(Config(**config, out_dir=str(tmp_path / name)), quiet=True)
+        found: list[torch.Tensor] = []
+        trainer.learner.optimizer.step = lambda *a, found=found, t=trainer, **k: found.extend(  # type: ignore[method-assign,assignment]
+            p.grad.clone() for p in t.model.parameters()
+        )
+        trainer.learner.learn(trainer.source.batch(0), 0)
+        gradients.append(found)
+    assert_same(gradients[1], gradients[0], tolerance=1e-5)
