@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.losses import KL_ESTIMATORS, LOSSES, Counts, advantages, policy_loss
+from minigrpo.losses import KL_ESTIMATORS, LOSSES, Counts, advantages, policy_loss, truncated_importance_weights
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -133,6 +134,36 @@ def test_kl_estimators_have_the_exact_on_policy_gradient(kl: str, forward: bool)
     exact = (logp.exp() * (logp - ref)).sum() if forward else (ref.exp() * (ref - logp)).sum()
     (expected,) = torch.autograd.grad(exact, logits)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_k1_off_the_rewards_has_the_exact_on_policy_gradient() -> None:
+    """E[-A grad logp] with A = -k1 is grad KL(pi||ref): the reward carries what the loss could not."""
+    logits, ref = policy_and_reference()
+    logp = logits.log_softmax(0)
+    kl = (logp.exp() * (logp - ref)).sum()
+    (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    k1 = (logp - ref).detach()
+    one = torch.ones(1, 1, dtype=torch.bool)
+    losses = [policy_loss(logp[i : i + 1, None], None, -k1[i : i + 1], one)[0] for i in range(3)]
+    loss = (logp.exp().detach() * torch.stack(losses)).sum()
+    (found,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_sampler_correction_is_the_truncated_ratio_of_trainer_and_sampler_and_spares_the_kl() -> None:
+    logp = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    sampled = torch.tensor([[-1.5, -1.0, -3.0]])
+    weights = truncated_importance_weights(logp, sampled, 2.0)
+    torch.testing.assert_close(weights, torch.tensor([[math.exp(0.5), math.exp(-1.0), 2.0]]))
+    assert not weights.requires_grad
+    mask, ref = torch.tensor([[True, True, True]]), torch.tensor([[-1.2, -1.0, -0.7]])
+    options = {"ref_logp": ref, "kl_coef": 0.3, "loss": "dapo"}
+    adv = torch.tensor([1.5])
+    loss, _ = policy_loss(logp, None, adv, mask, token_weights=weights, **options)
+    kl = (ref - logp).exp() - (ref - logp) - 1
+    torch.testing.assert_close(loss, (-1.5 * weights + 0.3 * kl).mean())
+    unweighted, _ = policy_loss(logp, None, adv, mask, token_weights=torch.ones(1, 3), **options)
+    torch.testing.assert_close(unweighted, policy_loss(logp, None, adv, mask, **options)[0])
 
 
 def test_k1_in_the_loss_would_have_no_gradient() -> None:

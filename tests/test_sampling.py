@@ -7,7 +7,7 @@ from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
 from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import Choice, generate, guess, pick_token, regrid
+from minigrpo.sampling import Choice, generate, guess, pick_token, regrid, truncate
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -162,14 +162,62 @@ def test_greedy_takes_the_most_likely_token(model: GPT, prompts: Completions) ->
             ids.append(token)
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
-    """Chi-square against the softmax: 100,000 draws, 22 degrees of freedom, 99.99 % quantile."""
-    logp = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+CHOICES = {
+    "all": Choice(),
+    "top-k": Choice(top_k=5),
+    "top-p": Choice(top_p=0.8),
+    "both": Choice(top_k=8, top_p=0.6),
+    "one": Choice(top_k=1),
+    "more than there are": Choice(top_k=10**6),
+}
+
+
+def naive_truncation(p: list[float], choice: Choice) -> dict[int, float]:
+    """Which tokens remain, and their probabilities: sort, cut, renormalise, cut, renormalise."""
+    order = sorted(range(len(p)), key=lambda i: -p[i])[: choice.top_k or len(p)]
+    total, kept, mass = sum(p[i] for i in order), [], 0.0
+    for i in order:
+        kept.append(i)
+        mass += p[i] / total
+        if mass >= choice.top_p:
+            break
+    return {i: p[i] / sum(p[j] for j in kept) for i in kept}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
+    """Chi-square against the (truncated) softmax: 100,000 draws, 99.99 % quantile of the degrees of freedom at hand."""
+    logp = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)).mul(1.5).log_softmax(-1)
+    expected = naive_truncation(logp.exp().tolist(), CHOICES[name])
     n = 100_000
     u = torch.from_numpy(stream(0, "chi-square").random(n, dtype=np.float32))
-    found = torch.bincount(pick_token(logp.expand(n, -1), u), minlength=VOCAB)
-    expected = logp.exp() * n
-    assert ((found - expected).square() / expected).sum() < 55.5
+    allowed = truncate(logp[None], CHOICES[name])
+    found = torch.bincount(pick_token(allowed.expand(n, -1), u), minlength=VOCAB).tolist()
+    assert {i for i, count in enumerate(found) if count} <= set(expected)
+    assert len(expected) == VOCAB if name in ("all", "more than there are") else len(expected) < VOCAB
+    chi_square = sum((found[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
+    freedom = len(expected) - 1
+    assert chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9  # above the 99.99 % quantile for 0 to 30 degrees
+
+
+def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(model: GPT, prompts: Completions) -> None:
+    choice = Choice(temperature=0.9, top_k=6, top_p=0.9)
+    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": choice}
+    out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
+    layout = LAYOUTS["shared"](out)
+    logp, _ = model(layout.stream, layout, 0.9)
+    assert out.sampler_logp is not None and out.log_kept is not None
+    torch.testing.assert_close(out.sampler_logp, logp.detach().float(), rtol=0, atol=1e-5)
+    kept = out.log_kept[out.completion_mask].exp()
+    assert 0 < kept.min() < kept.max() < 1
+    tokens = out.completion_ids[0, 0].tolist()
+    plain = model.logits(torch.tensor([prompts.prompt_ids[0, : prompts.prompt_len[0]].tolist() + tokens]))[0] / 0.9
+    for s, token in enumerate(tokens[: int(out.completion_mask[0, 0].sum())]):
+        p = plain[int(prompts.prompt_len[0]) - 1 + s].softmax(-1).tolist()
+        remaining = naive_truncation(p, choice)
+        assert token in remaining
+        assert float(out.log_kept[0, 0, s].exp()) == pytest.approx(sum(p[i] for i in remaining), rel=1e-5)
 
 
 def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> None:

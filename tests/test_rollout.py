@@ -1,0 +1,113 @@
+"""What becomes of a step's prompts: dead groups, overlong completions, truncated sampling."""
+
+import numpy as np
+import pytest
+import torch
+
+from minigrpo.rollout import describe, has_ended, overlong_punishment
+from minigrpo.types import Completions, RewardTable
+
+from .gradients import make_trainer
+
+
+def test_overlong_punishment_is_dapos() -> None:
+    """Nothing up to L - buffer, -1 at L, a straight line between (arXiv 2503.14476, equation 13)."""
+    assert overlong_punishment(torch.tensor([0, 60, 80, 90, 99, 100]), 100, 20).tolist() == pytest.approx(
+        [0, 0, 0, -0.5, -0.95, -1]
+    )
+
+
+def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    batches = {}
+    for overlong in ("keep", "mask", "punish"):
+        trainer = make_trainer(tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0)
+        batches[overlong] = trainer.source.batch(0)
+        eos = trainer.tokenizer.eot_token
+        metrics = trainer.learner.learn(batches[overlong], 0)
+        assert np.isfinite(metrics["loss"])
+    keep, mask, punish = batches["keep"], batches["mask"], batches["punish"]
+    assert keep.texts == mask.texts == punish.texts
+    ended = has_ended(keep.completions, eos)
+    assert 0 < ended.sum() < ended.numel()
+    assert keep.counts_in_loss is None and mask.counts_in_loss is not None
+    assert torch.equal(mask.counts_in_loss, ended)
+    counted = mask.counted().completions.completion_mask
+    assert torch.equal(counted.any(-1), ended)
+    assert torch.equal(counted[ended], keep.completions.completion_mask[ended])
+    assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
+    lengths = keep.completions.completion_mask.sum(-1)
+    total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12, 4)
+    torch.testing.assert_close(punish.advantages, total - total.mean(1, keepdim=True), check_dtype=False)
+    assert describe(mask, eos)["completions/clipped_ratio"] == pytest.approx(1 - float(ended.double().mean()))
+
+
+def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """All of them cut off: the step happens, and changes no weight."""
+    trainer = make_trainer(tmp_path / "run", overlong="mask", max_new_tokens=2, warmup_steps=0)
+    batch = trainer.source.batch(0)
+    assert batch.counts_in_loss is not None
+    batch.counts_in_loss[:] = False
+    before = trainer.model.wte.weight.clone()
+    assert trainer.learner.learn(batch, 0)["grad_norm"] == 0
+    assert torch.equal(trainer.model.wte.weight, before)
+
+
+def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    plain = make_trainer(tmp_path / "plain").source.batch(0)
+    trainer = make_trainer(tmp_path / "resampled", resample_dead_groups=2)
+    asked: list[int] = []
+    submit = trainer.scorer.submit
+
+    class Doctored:
+        """Scores of 0 for the groups at places 1 and 3, and of those that replace them for the second."""
+
+        def __init__(self, table: RewardTable, dead: list[int]) -> None:
+            self.table, self.dead = table, dead
+
+        def result(self) -> RewardTable:
+            self.table.total[self.dead] = 0.0
+            return self.table
+
+    def doctored(examples, texts):  # type: ignore[no-untyped-def]
+        asked.append(len(examples))
+        return Doctored(submit(examples, texts).result(), {1: [1, 3], 2: [1], 3: [0]}[len(asked)])
+
+    monkeypatch.setattr(trainer.scorer, "submit", doctored)
+    batch = trainer.source.batch(0)
+    assert asked == [4, 2, 1]  # the second try replaces what is dead still, and there is no third
+    assert [batch.examples[i] for i in (0, 2)] == [plain.examples[i] for i in (0, 2)]
+    assert len({example.index for example in [*batch.examples, *plain.examples]}) == 6
+    for p in (0, 2):
+        assert batch.texts[p] == plain.texts[p]
+    assert batch.rewards is not None and plain.rewards is not None and batch.advantages is not None
+    assert (batch.rewards.total[[0, 2]] == plain.rewards.total[[0, 2]]).all()
+    assert batch.advantages[1].any()
+    assert not batch.advantages[3].any()
+    eos = trainer.tokenizer.eot_token
+    assert describe(batch, eos)["frac_reward_zero_std"] == 0.25
+    assert describe(batch, eos)["frac_reward_zero_std/drawn"] == 0.5
+    for group, mask, texts in zip(
+        batch.completions.completion_ids, batch.completions.completion_mask, batch.texts, strict=True
+    ):
+        decoded = [
+            trainer.tokenizer.decode([t for t in row[m].tolist() if t != eos]) for row, m in zip(group, mask, strict=True)
+        ]
+        assert decoded == texts
+    assert np.isfinite(trainer.learner.learn(batch, 0)["loss"])
+
+
+def test_completions_that_are_joined_are_those_that_were_put_in() -> None:
+    a = Completions(torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[[3, 4]]]), torch.tensor([[[True, True]]]))
+    b = Completions(torch.tensor([[5]]), torch.tensor([1]), torch.tensor([[[6, 7, 8]]]), torch.tensor([[[True] * 3]]))
+    both = Completions.join([a, b])
+    assert both.prompt_ids.tolist() == [[1, 2], [5, 0]]
+    assert both.completion_ids.tolist() == [[[3, 4, 0]], [[6, 7, 8]]]
+    assert both.completion_mask.sum(-1).tolist() == [[2], [3]]
+
+
+def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd) -> None:  # type: ignore[no-untyped-def]
+    trainer = make_trainer(tmp_path / "run", top_p=0.9, max_steps=2)
+    trainer.fit()
+    assert capfd.readouterr().err.count("truncate the sampler only") == 1
+    removed = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "removed_mass" in line]
+    assert len(removed) == 2

@@ -1,0 +1,115 @@
+"""Tasks, data and rewards of one's own, through the examples that show them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minigrpo import Config, Trainer
+from minigrpo.tasks import load_rewards, load_task
+from minigrpo.tasks.pairs import Pairs
+
+from .gradients import TINY
+
+ROOT = Path(__file__).parent.parent
+SUMS, REVERSE, REWARDS = (str(ROOT / "examples" / name) for name in ("sums.jsonl", "reverse.py", "rewards.py"))
+
+
+def run(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The metrics of a short run."""
+    options = {**TINY, "reward_weights": "", "max_steps": 2, "eval_every": 0, **changes, "out_dir": str(folder)}
+    Trainer(Config(**options), quiet=True).fit()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "nll"])
+def test_a_task_of_ones_own_in_one_file(tmp_path: Path, loss: str) -> None:
+    metrics = run(tmp_path / "run", task=REVERSE, max_new_tokens=12, loss=loss)
+    assert len(metrics) == 2
+    if loss == "grpo":
+        assert {"rewards/exact/mean", "rewards/similarity/mean", "rewards/exact/failures"} <= set(metrics[0])
+    evaluation = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
+    assert {"exact", "exact_sampled", "similarity"} <= set(evaluation)
+
+
+def test_pairs_from_a_file_with_reward_functions(tmp_path: Path) -> None:
+    metrics = run(tmp_path / "run", data=SUMS, rewards=REWARDS, max_new_tokens=8)
+    assert {"rewards/exact/mean", "rewards/close/mean", "rewards/brevity/mean"} <= set(metrics[0])
+    assert metrics[0]["rewards/close/failures"] > 0  # a random model writes no numbers
+    assert metrics[0]["rewards/brevity/failures"] == 0
+    assert metrics[0]["rewards/brevity/mean"] > 0
+
+
+def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: Path) -> None:
+    toml = tmp_path / "config.toml"
+    toml.write_text(f'data = "{SUMS}"\nrewards = "{REWARDS}"\n[reward_weights]\nbrevity = 2\n')
+    config = Config.from_toml(toml)
+    metrics = run(
+        tmp_path / "run", data=config.data, rewards=config.rewards, reward_weights=config.reward_weights, max_new_tokens=8
+    )
+    assert metrics[0]["reward"] == pytest.approx(2 * metrics[0]["rewards/brevity/mean"], rel=1e-5)
+
+
+def test_pairs_are_split_by_prompt_and_each_epoch_shows_each_once_in_its_own_order() -> None:
+    pairs = Pairs(Path(SUMS), seed=3)
+    n = 600 - pairs.num_held_out
+    epochs = [[pairs.train(epoch * n + i).prompt for i in range(n)] for epoch in range(2)]
+    held_out = {pairs.held_out(i).prompt for i in range(pairs.num_held_out)}
+    assert len(held_out) == pairs.num_held_out > 30
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert len(set(epochs[0])) == n and not held_out & set(epochs[0])
+    assert epochs[0] == [Pairs(Path(SUMS), seed=3).train(i).prompt for i in range(n)]
+    assert pairs.train(5).index != pairs.train(n + 5).index  # the same prompt is answered anew
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompt": "a"}', "line 1: must be an object like"),
+        ('{"prompt": "a", "answer": "b"}\n\nnot json', "line 3: must be"),
+        ('{"prompt": "", "answer": "b"}', "line 1: prompt and answer must be text"),
+        ('{"prompt": "a", "answer": 3}', "line 1: prompt and answer must be text"),
+        ('["prompt", "answer"]', "line 1: must be"),
+        ('{"prompt": "a", "answer": "b"}', "no pair for"),
+        ("", "no pair for training"),
+    ],
+)
+def test_a_bad_line_of_data_is_named(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"--data .*data.jsonl.*{words}"):
+        load_task("chess-env", seed=0, data=str(path))
+
+
+def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -> None:
+    broken, empty, two = tmp_path / "broken.py", tmp_path / "empty.py", tmp_path / "two.py"
+    broken.write_text("import nothing_of_that_name")
+    empty.write_text("x = 1")
+    body = (
+        "    parts = {}\n    def __init__(self, seed): raise RuntimeError('no luck')\n    train = held_out = score = None\n"
+    )
+    two.write_text(f"class A:\n{body}")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"task": "chess"}, "--task must be chess-env or a Python file"),
+        ({"task": str(tmp_path / "none.py")}, "--task .*none.py: must be a Python file that is there"),
+        ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
+        ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
+        ({"task": str(two)}, "--task .*two.py: A.seed. raised RuntimeError: no luck"),
+        ({"data": str(tmp_path / "none.jsonl")}, "--data .*none.jsonl: cannot be read"),
+        ({"data": "games.txt"}, "--data must be a .jsonl file"),
+        ({"data": SUMS, "task": REVERSE}, "--data goes with the default --task"),
+        ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
+        ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that is there"),
+        ({"reward_weights": "exact_fen=1,typo=2"}, "--reward-weights: no part typo; allowed: exact_fen, similarity"),
+    ]
+    for changes, words in cases:
+        with pytest.raises(ValueError, match=words) as error:
+            Trainer(Config(**{**TINY, **changes, "out_dir": str(tmp_path / "run")}), quiet=True)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_decorated_functions_of_a_file() -> None:
+    assert [(f.name, f.weight, f.batched) for f in load_rewards(REWARDS)] == [("close", 0.5, False), ("brevity", 0.1, True)]
+    assert load_rewards("") == []
