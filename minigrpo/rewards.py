@@ -5,7 +5,6 @@ distinct (prompt, text) once, rejecting cheaply, and not parsing what a memo kno
 device, for rewards that wait, and because a function that hangs must not stop a run.
 """
 
-import math
 import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +21,10 @@ from .types import Example, RewardTable, Task
 
 MAX_FEN_LENGTH = 100  # python-chess parses a megabyte in 0.2 s; no FEN is longer than this
 FEN = re.compile(
-    r"([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)"
-    r"/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)/([PNBRQKpnbrqk1-8]+)"
-    r" (?P<side>[wb]) (?P<castling>-|(?! )K?Q?k?q?) (?P<passant>-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
+    r"([PNBRQKpnbrqk1-8]+(?:/[PNBRQKpnbrqk1-8]+){7}) ([wb]) (-|(?! )K?Q?k?q?) (-|[a-h][36])"
+    r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
+BOARD = (1 << 64) - 1
 # a right, where its king and its rook must stand, and whose they are
 CASTLING = {
     "K": (chess.E1, chess.H1, chess.WHITE),
@@ -36,19 +35,22 @@ CASTLING = {
 
 
 @lru_cache(maxsize=1 << 16)
-def _rank(text: str) -> tuple[int, ...] | None:
-    """One rank as eight bit masks: pawns, knights, bishops, rooks, queens, kings, Black's, White's; None if it is none."""
-    masks, file = [0] * 8, 0
-    for before, piece in zip(" " + text, text, strict=False):
+def _rank(text: str) -> int:
+    """One rank as eight 64-bit boards side by side: pawns, knights, bishops, rooks, queens, kings, Black's, White's.
+
+    -1 if it is none.
+    """
+    boards, file, before = 0, 0, ""
+    for piece in text:
         if piece.isdigit():
             if before.isdigit():
-                return None  # 11 is written 2
+                return -1  # 11 is written 2
             file += int(piece)
         else:
-            masks["pnbrqk".index(piece.lower())] |= 1 << file
-            masks[6 + piece.isupper()] |= 1 << file
+            boards |= (1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper())) << file
             file += 1
-    return tuple(masks) if file == 8 else None
+        before = piece
+    return boards if file == 8 else -1
 
 
 def is_valid_fen(text: object) -> bool:
@@ -60,23 +62,27 @@ def is_valid_fen(text: object) -> bool:
     """
     if not isinstance(text, str) or len(text) > MAX_FEN_LENGTH or (match := FEN.fullmatch(text)) is None:
         return False
-    masks = [0] * 8
-    for rank in match.groups()[:8]:
-        if (found := _rank(rank)) is None:
+    placement, side, castling, passant = match.groups()
+    boards = 0
+    for rank in placement.split("/"):  # the eighth rank first: each moves those before it up by one
+        if (found := _rank(rank)) < 0:
             return False
-        masks = [mask << 8 | new for mask, new in zip(masks, found, strict=True)]
+        boards = boards << 8 | found
     board = chess.Board(None)
-    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings = masks[:6]
-    board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = masks[6:]
-    board.occupied = masks[6] | masks[7]
-    board.turn = match["side"] == "w"
-    for right in match["castling"].replace("-", ""):
-        king, rook, color = CASTLING[right]
-        own = board.occupied_co[color]
-        if not (board.kings & own & chess.BB_SQUARES[king] and board.rooks & own & chess.BB_SQUARES[rook]):
-            return False
-        board.castling_rights |= chess.BB_SQUARES[rook]
-    board.ep_square = None if match["passant"] == "-" else chess.parse_square(match["passant"])
+    board.pawns, board.knights, board.bishops = boards & BOARD, boards >> 64 & BOARD, boards >> 128 & BOARD
+    board.rooks, board.queens, board.kings = boards >> 192 & BOARD, boards >> 256 & BOARD, boards >> 320 & BOARD
+    board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = boards >> 384 & BOARD, boards >> 448
+    board.occupied = board.occupied_co[chess.BLACK] | board.occupied_co[chess.WHITE]
+    board.turn = side == "w"
+    if castling != "-":
+        for right in castling:
+            king, rook, color = CASTLING[right]
+            own = board.occupied_co[color]
+            if not (board.kings & own & chess.BB_SQUARES[king] and board.rooks & own & chess.BB_SQUARES[rook]):
+                return False
+            board.castling_rights |= chess.BB_SQUARES[rook]
+    if passant != "-":
+        board.ep_square = chess.parse_square(passant)
     return board.status() == chess.STATUS_VALID
 
 
@@ -140,19 +146,21 @@ class _Wrong(Exception):
 
 def _numbers(values: Any, judge: _Judge, size: int) -> np.ndarray:
     """A judge's answer for `size` completions as `[parts, size]`; raises _Wrong if it is not all finite numbers."""
-    table = []
-    for name in judge.names:
+    table = np.empty((len(judge.names), size), dtype=np.float32)
+    for row, name in zip(table, judge.names, strict=True):
         try:
             column = values[name] if judge.batched else [values[name]]
         except Exception:
             raise _Wrong(f"returned {_short(values)}, without {name}") from None
         if isinstance(column, str) or not hasattr(column, "__len__") or len(column) != size:
             raise _Wrong(f"returned {_short(column)}, not {size} numbers")
-        for value in column:
-            if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+        for value in column if set(map(type, column)) != {float} else ():
+            if not isinstance(value, numbers.Real | np.bool_):
                 raise _Wrong(f"returned {_short(value)}, not a finite number")
-        table.append(np.asarray(column, dtype=np.float32))
-    return np.stack(table)
+        row[:] = column
+        if not np.isfinite(row).all():
+            raise _Wrong(f"returned {_short(row[~np.isfinite(row)][0])}, not a finite number")
+    return table
 
 
 def _short(value: object) -> str:

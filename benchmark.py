@@ -1,0 +1,29 @@
+"""Measure on this machine: `python benchmark.py NAME [flags]`; `python benchmark.py NAME --help` lists the flags."""
+
+import json
+import sys
+
+import tyro
+from rich.console import Console
+
+from minigrpo.config import ConfigError, exit_with
+from minigrpo.tools.bench_rewards import Rewards
+
+BENCHMARKS = {"rewards": Rewards}
+
+
+def main(argv: list[str]) -> None:
+    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if name not in BENCHMARKS:
+        exit_with(ConfigError(f"python benchmark.py NAME: NAME must be one of {', '.join(BENCHMARKS)}, got {name!r}"))
+    benchmark = tyro.cli(BENCHMARKS[name], args=rest, prog=f"benchmark.py {name}")
+    console = Console()
+    result = benchmark.run(console)
+    if benchmark.json:
+        benchmark.json.parent.mkdir(parents=True, exist_ok=True)
+        benchmark.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"wrote {benchmark.json}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
