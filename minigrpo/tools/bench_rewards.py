@@ -189,13 +189,13 @@ def _worst_hostile() -> float:
 def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
     """Seconds a step, alternating, with four rollout batches a step and a reference to overlap with."""
     options: dict[str, Any] = {"rollout_batch_size": 4, "kl_coef": 0.05, "max_steps": 10**6, "warmup_steps": 10**6}
+    variants: dict[str, dict[str, Any]] = {
+        "overlapped": {"overlap_rewards": True},
+        "not overlapped": {"overlap_rewards": False},
+        "not overlapped, no pool": {"overlap_rewards": False, "parallel_rewards": False},
+    }
     trainers = {
-        name: Trainer(Config(**options, **flags, out_dir=str(folder / name)), quiet=True)
-        for name, flags in {
-            "overlapped": {"overlap_rewards": True},
-            "not overlapped": {"overlap_rewards": False},
-            "not overlapped, no pool": {"overlap_rewards": False, "parallel_rewards": False},
-        }.items()
+        name: Trainer(Config(**options, **flags, out_dir=str(folder / name)), quiet=True) for name, flags in variants.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for step in track(range(steps + 2), "training steps", console=console, transient=True):
