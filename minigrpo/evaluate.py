@@ -27,6 +27,7 @@ def evaluate(sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, s
     """Score the first `size` held-out examples, or all that there are.
 
     Returns:
+        n: how many that was.
         exact: share of greedy completions that are the whole truth, to the letter. exact_sampled: the same at temperature 1.
         The reward parts, and reward: means over the greedy completions.
         exact/<kind> and count/<kind>: the same by kind of question.
@@ -39,11 +40,13 @@ def evaluate(sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, s
     by_kind: dict[str, list[bool]] = defaultdict(list)
     for example, hit in zip(examples, right, strict=True):
         by_kind[example.kind].append(hit)
+    kinds = {kind: hits for kind, hits in sorted(by_kind.items()) if kind}
     return {
+        "n": float(size),
         "exact": float(np.mean(right)),
         "exact_sampled": float(np.mean([t == e.answer for t, e in zip(sampled, examples, strict=True)])),
         **{name: float(scores.mean()) for name, scores in table.parts.items()},
         "reward": float(table.total.mean()),
-        **{f"exact/{kind}": float(np.mean(hits)) for kind, hits in sorted(by_kind.items())},
-        **{f"count/{kind}": float(len(hits)) for kind, hits in sorted(by_kind.items())},
+        **{f"exact/{kind}": float(np.mean(hits)) for kind, hits in kinds.items()},
+        **{f"count/{kind}": float(len(hits)) for kind, hits in kinds.items()},
     }

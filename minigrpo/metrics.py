@@ -85,7 +85,7 @@ class RunLog:
     def evaluation(self, step: int, values: Scalars) -> None:
         self.evaluations.write({"step": step, **values})
         for name, value in values.items():
-            if not name.startswith("count/"):
+            if name != "n" and not name.startswith("count/"):
                 self.board.add_scalar(f"eval/{name}", value, step)
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:

@@ -193,7 +193,9 @@ class Trainer:
         values = evaluate(self.sampler, self.task, self.scorer, size=size, seed=self.config.seed)
         self.log.evaluation(self.step, values)
         shown = "  ".join(f"{name} {values[name]:.1%}" for name in ("exact", "exact_sampled") if name in values)
-        self.screen.say(f"evaluation at step {self.step} on {size} held-out examples: {shown}  reward {values['reward']:.3f}")
+        self.screen.say(
+            f"evaluation at step {self.step} on {values['n']:.0f} held-out examples: {shown}  reward {values['reward']:.3f}"
+        )
         return values
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
@@ -205,9 +207,9 @@ class Trainer:
     def _finish(self, checkpoint: Path, seconds: float) -> dict[str, Any]:
         status, reason = ("stopped", self.stop_reason) if self.stop_reason else ("finished", "max_steps")
         if self.first and self.last and not self.stop_reason:
-            names = [name for name in self.first if name in self.last and name != "step" and not name.startswith("count/")]
+            names = [name for name in self.first if name in self.last and name not in ("step", "n") and "count/" not in name]
             ends = [(name, self.first[name], self.last[name]) for name in names]
-            title = f"before -> after {self.step} steps, {self.config.eval_size} held-out examples, {seconds:.0f} s"
+            title = f"before -> after {self.step} steps, {self.last['n']:.0f} held-out examples, {seconds:.0f} s"
             rows = [[name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"] for name, first, last in ends]
             self.screen.table(title, ["", "before", "after", "change"], rows)
         self.screen.say(f"{status} ({reason}) at step {self.step}; saved {checkpoint}")

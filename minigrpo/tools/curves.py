@@ -45,12 +45,11 @@ def table(runs: dict[Path, list[dict[str, Any]]]) -> Table:
         out.add_column(name, justify="left" if name == "run" else "right", no_wrap=name == "run")
     for run, records in runs.items():
         first, last = records[0], records[-1]
-        size = sum(value for name, value in last.items() if name.startswith("count/"))
         summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
         out.add_row(
             run.name,
             str(last["step"]),
-            f"{size:.0f}",
+            f"{last['n']:.0f}",
             *(f"{first['exact']:.1%}", f"{last['exact']:.1%}", f"{100 * (last['exact'] - first['exact']):+.1f}"),
             *(f"{first['valid']:.1%}", f"{last['valid']:.1%}", f"{summary.get('wall_seconds', float('nan')):.0f}"),
         )
