@@ -1,19 +1,29 @@
 """Train on one device: `python train.py --help`."""
 
+import sys
+from collections.abc import Callable
+
 from minigrpo import Config, Trainer
 from minigrpo.config import ConfigError, exit_with
+from minigrpo.distributed import DistContext
+from minigrpo.learner import Diverged
 
 
-def main() -> None:
+def main(join: Callable[[Config], DistContext] = lambda config: DistContext()) -> None:
     config = Config.from_cli()
+    dist = join(config)
     try:
-        trainer = Trainer(config)
+        trainer = Trainer(config, dist=dist)
     except ValueError as error:
         exit_with(error)
     try:
         trainer.fit()
     except ConfigError as error:  # what only shows on the data: a prompt that is too long, say
         exit_with(error)
+    except Diverged as error:
+        sys.exit(f"error: {error}")
+    finally:
+        dist.close()
 
 
 if __name__ == "__main__":

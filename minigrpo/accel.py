@@ -11,10 +11,15 @@ from .logprobs import CHUNK
 from .model import GPT, Attend, Block
 
 
-def pick_device(name: str) -> torch.device:
-    """--device. Raises ConfigError for a device that is not here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """--device; of several processes on a machine each gets a CUDA device of its own.
+
+    Raises ConfigError for a device that is not here.
+    """
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda"):
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -29,7 +29,7 @@ AT_LEAST = {
     "num_reward_workers eval_size eval_size_during save_every draft_window "
     "overlong_buffer",
 }
-ABOVE_ZERO = "temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
+ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
 UNIONS = (types.UnionType, typing.Union)
 
 
@@ -176,6 +176,8 @@ class Config:
     # --- the run ---
     out_dir: str = ""
     """The run's folder; empty: runs/<time>-<loss>."""
+    pg_timeout: float = 600.0
+    """Seconds after which a process that waits for the others gives up."""
     resume: str = ""
     """auto: from the newest good checkpoint in --out-dir, afresh if there is none; or the step to resume from."""
 

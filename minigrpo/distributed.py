@@ -1,18 +1,28 @@
 """How many processes there are, and what they tell each other. With one process every method is the identity.
 
-Nothing else touches torch.distributed (but accel.py may). The trainer asks no rank checks: it calls the same methods in every
-process, in the same order, and there is one code path.
+Nothing else touches torch.distributed (but accel.py may). The trainer has no rank checks: all processes call the same methods
+in the same order, and there is one code path.
 """
 
+import itertools
 import os
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+SECONDS_BETWEEN_LOOKS = 0.02  # how often a process asks whether the main one is done
 
 
 @dataclass(frozen=True)
@@ -22,36 +32,113 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    store: Any = None  # what processes can leave notes in, without a collective and its timeout
+    turns: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def from_env(cls, *, backend: str = "gloo", timeout_s: float = 600) -> "DistContext":
-        """Join the processes that torchrun started; alone, if it did not."""
+    def from_env(cls, timeout_s: float = 600) -> "DistContext":
+        """Join the processes that torchrun started; alone, if it did not.
+
+        NCCL carries CUDA tensors and gloo the others. A collective that takes longer than `timeout_s` is an error.
+        """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        if not dist.is_initialized():
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0")), dist.get_world_size())
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout)
+        return cls(rank, int(os.environ.get("LOCAL_RANK", "0")), world_size, PrefixStore("notes", store))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that evaluates, logs and saves."""
+        return self.rank == 0
 
     def share(self, num_prompts: int) -> range:
         """Which of a step's prompts are this process's: consecutive ones, as many for each."""
         each = num_prompts // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
+    # --- collectives: every process calls them, in the same order --------------------------------------------------------
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum over processes."""
-        return self._reduce(x, dist.ReduceOp.SUM)
+        return self._reduce(x, dist.ReduceOp.SUM, "sum")
 
     def max(self, x: Tensor) -> Tensor:
         """The largest over processes, element by element."""
-        return self._reduce(x, dist.ReduceOp.MAX)
+        return self._reduce(x, dist.ReduceOp.MAX, "max")
+
+    def combine(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics of all shares: means, and sums of what is counted (tokens/..., .../failures)."""
+        if self.world_size == 1:
+            return metrics
+        totals = self.sum(torch.tensor(list(metrics.values()), dtype=torch.float64)).tolist()
+        counted = {name for name in metrics if name.startswith("tokens/") or name.endswith("/failures")}
+        pairs = zip(metrics, totals, strict=True)
+        return {name: total if name in counted else total / self.world_size for name, total in pairs}
 
     def gather(self, x: Tensor) -> Tensor:
         """Equal shares of all processes in order of rank: `[P/W, ...]` -> `[P, ...]`."""
         if self.world_size == 1:
             return x
         shares = [torch.empty_like(x) for _ in range(self.world_size)]
-        dist.all_gather(shares, x.contiguous())
+        with self.during("gather"):
+            dist.all_gather(shares, x.contiguous())
         return torch.cat(shares)
+
+    def broadcast(self, x: T) -> T:
+        """What the main process has, a plain object or one of tensors on the host; others pass anything."""
+        if self.world_size == 1:
+            return x
+        box = [x]
+        with self.during("broadcast"):
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Let the main process do something, for however long it takes; all get its result, or raise what it raised.
+
+        Not a collective: nothing times out while the main process evaluates or writes.
+        """
+        if self.world_size == 1:
+            return function()
+        key = f"main/{next(self.turns)}"
+        outcome: tuple[Any, Exception | None]
+        if self.is_main:
+            try:
+                outcome = function(), None
+            except Exception as error:
+                outcome = None, error
+            self.store.set(key, pickle.dumps(outcome))
+        else:
+            while not self.store.check([key]):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            outcome = pickle.loads(self.store.get(key))
+        result, raised = outcome
+        if raised is not None:
+            raise raised
+        return cast(T, result)
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Errors in here say which process they are in, and what it was doing."""
+        try:
+            yield
+        except Exception as error:
+            if self.world_size > 1:
+                error.add_note(f"rank {self.rank} of {self.world_size}, during {what}")
+            raise
+
+    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType, name: str) -> Tensor:
+        if self.world_size == 1:
+            return x
+        x = x.clone()
+        with self.during(name):
+            dist.all_reduce(x, operation)
+        return x
+
+    # --- the model ---------------------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as DDP, which averages gradients over processes in the backward pass."""
@@ -66,10 +153,3 @@ class DistContext:
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.world_size == 1:
-            return x
-        x = x.clone()
-        dist.all_reduce(x, operation)
-        return x

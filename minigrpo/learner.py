@@ -4,7 +4,7 @@ It samples nothing, and writes and prints nothing; trainer.py does. What decides
 """
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,23 +20,38 @@ from .optim import learning_rate_at, make_optimizer
 from .types import RolloutBatch
 
 State = dict[str, Any]
+BAD_STEPS_TO_HALVE = 3  # in a row: then half the learning rate, and float32
+BAD_STEPS_TO_STOP = 6
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row whose loss or gradient was not finite."""
 
 
 class Learner:
     """A model, its optimizer, and the one way in which batches change them."""
 
     def __init__(
-        self, config: Config, model: GPT, dist: DistContext | None = None, warn: Callable[[str], object] = lambda text: None
+        self,
+        config: Config,
+        model: GPT,
+        dist: DistContext | None = None,
+        warn: Callable[[str], object] = lambda text: None,
+        dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
     ) -> None:
-        self.config, self.model, self.dist, self.warn = config, model, dist or DistContext(), warn
+        """`warn` says what went wrong; `dump` keeps a batch that could not be learnt from."""
+        self.config, self.model, self.dist, self.warn, self.dump = config, model, dist or DistContext(), warn, dump
         self.device = model.device
         self.wrapped = self.dist.wrap(model)
-        self.autocast = partial(accel.autocast, config, self.device)
         self.scaler = accel.grad_scaler(config, self.device)
         self.optimizer = make_optimizer(
             model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
         )
-        self.skipped = 0  # optimizer steps left out because of a NaN or an infinity
+        self.guard = {"skipped": 0, "in_a_row": 0, "halvings": 0}  # optimizer steps left out because of a NaN or an infinity
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """--use-amp, until the guard has fallen back to float32."""
+        return nullcontext() if self.guard["halvings"] else accel.autocast(self.config, self.device)
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last step, of all shares."""
@@ -48,25 +63,44 @@ class Learner:
         parts = batch.split(config.micro_batch_size or len(batch))
         layouts = [LAYOUTS[config.layout](part.completions).to(self.device) for part in parts]
         old = [self._old_logp(layout) if config.num_iterations > 1 else None for layout in layouts]
-        learning_rate = learning_rate_at(
-            step, peak=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=config.max_steps
-        )
+        peak = config.learning_rate * 0.5 ** self.guard["halvings"]
+        learning_rate = learning_rate_at(step, peak=peak, warmup_steps=config.warmup_steps, max_steps=config.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         for _ in range(config.num_iterations):
-            metrics = self.accumulate(parts, layouts, old, counts)
+            with self.dist.during(f"the update of step {step + 1}"):
+                metrics = self.accumulate(parts, layouts, old, counts)
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
-            if torch.isfinite(norm) or self.scaler.is_enabled():
+            # both are the same in all processes, and so is the verdict
+            good = bool(torch.isfinite(norm) & torch.isfinite(metrics["loss"]))
+            if good or self.scaler.is_enabled():  # which looks for itself: an overflow is how it finds its scale
                 self.scaler.step(self.optimizer)
-            else:  # one NaN has spread to every gradient: a step would spread it to every weight
-                self.skipped += 1
-                self.warn(f"step {step + 1}: gradient norm is {norm.item()}; the weights stay as they are")
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
+            if good:
+                self.guard["in_a_row"] = 0
+            elif not self.scaler.is_enabled():
+                self._leave_out(batch, step, f"loss {float(metrics['loss']):g}, gradient norm {float(norm):g}")
+                break
         tokens = self.dist.sum(torch.tensor(float(sum(len(layout.stream.ids) for layout in layouts)), device=self.device))
         metrics |= {"grad_norm": norm, "tokens/run": tokens}
         return {name: float(x) for name, x in metrics.items()} | {"learning_rate": learning_rate}
+
+    def _leave_out(self, batch: RolloutBatch, step: int, why: str) -> None:
+        """Change no weight and no moment, keep the batch, and after several in a row try less, or give up."""
+        self.guard["skipped"] += 1
+        self.guard["in_a_row"] += 1
+        kept = self.dump(batch, step)
+        self.warn(f"step {step + 1}: {why}; the weights stay as they are" + (f"; the batch is in {kept}" if kept else ""))
+        if self.guard["in_a_row"] >= BAD_STEPS_TO_STOP:
+            raise Diverged(
+                f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; the weights are those before "
+                "them. A smaller --learning-rate, or no --use-amp, may help"
+            )
+        if self.guard["in_a_row"] == BAD_STEPS_TO_HALVE:
+            self.guard["halvings"] += 1
+            self.warn(f"{BAD_STEPS_TO_HALVE} such steps in a row: from here on half the learning rate, and float32")
 
     def live_prompts(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; one at least, so that the optimizer steps all the same."""
@@ -136,13 +170,14 @@ class Learner:
 
     def state_dict(self) -> State:
         """Everything that cannot be derived: plain types and tensors."""
-        state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "guard": dict(self.guard)}
         return state | ({"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {})
 
     def load_state_dict(self, state: State) -> None:
         """Raises RuntimeError, ValueError or KeyError for the state of another model."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.update(state.get("guard", {}))
         for group in self.optimizer.param_groups:
             group["fused"] = self.config.fused_optimizer  # a speed flag of now, not of the checkpoint
         if self.scaler.is_enabled() and "scaler" in state:

@@ -77,6 +77,11 @@ class RunLog:
         self.samples = JSONLines(folder / "samples.jsonl", up_to_step=last)
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
 
+    @property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """Evaluations that were there when the log was opened."""
+        return self.evaluations.kept
+
     def step(self, step: int, values: Scalars) -> None:
         self.metrics.write({"step": step, **values})
         for name, value in values.items():
@@ -99,10 +104,30 @@ class RunLog:
             file.close()
 
 
-class Screen:
-    """What a person sees: messages, and progress as a live bar on a terminal, as a line now and then elsewhere."""
+class NoLog:
+    """The log of the processes that are not the main one."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    evaluated: list[dict[str, Any]] = []  # noqa: RUF012 - nothing is ever added
+
+    def step(self, step: int, values: Scalars) -> None: ...
+
+    def evaluation(self, step: int, values: Scalars) -> None: ...
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def sample_text(self, step: int, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Screen:
+    """What a person sees: messages, and progress as a live bar on a terminal, as a line now and then elsewhere.
+
+    Of several processes only the main one speaks; but all may warn, and say which they are.
+    """
+
+    def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
+        self.rank, quiet = rank, quiet or rank > 0
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None), TaskProgressColumn())
@@ -115,7 +140,8 @@ class Screen:
         self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        self.errors.print(f"warning: {text}", style="yellow", markup=False)
+        where = f" (rank {self.rank})" if self.rank else ""
+        self.errors.print(f"warning{where}: {text}", style="yellow", markup=False)
 
     def start(self, total: int, done: int) -> None:
         self.first, self.began = done, time.perf_counter()

@@ -1,5 +1,6 @@
 """A run's folder: made or reopened, with the resolved config and the versions that it ran with."""
 
+import fcntl
 import json
 import platform
 import subprocess
@@ -9,17 +10,19 @@ from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from .config import Config, ConfigError, flag
+from .distributed import DistContext
+from .types import RolloutBatch
 
 # what may differ between a run and its continuation: stopping, evaluation, logging and speed; everything else changes results
 MAY_DIFFER = """max_steps stop_after eval_every eval_size eval_size_during save_every keep_last out_dir resume device
     use_amp amp_dtype use_tf32 compile_model gradient_checkpointing layout kv_cache draft_answers draft_window fused_optimizer
     parallel_rewards num_reward_workers overlap_rewards skip_dead_groups chunked_logprobs offload_reference micro_batch_size
-    rollout_batch_size"""
+    rollout_batch_size pg_timeout"""
 
 
 def open_folder(config: Config) -> Path:
@@ -42,6 +45,24 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
+def check_ranks(config: Config, dist: DistContext) -> None:
+    """Raise ConfigError unless prompts and micro-batches divide among the processes."""
+    ranks, prompts = dist.world_size, config.prompts_per_step
+    if prompts % ranks:
+        near = sorted({max(ranks, prompts // ranks * ranks), (prompts // ranks + 1) * ranks})
+        raise ConfigError(
+            f"--prompts-per-step {prompts} does not divide among {ranks} processes; {' or '.join(map(str, near))} would"
+        )
+    for name in ("micro_batch_size", "rollout_batch_size"):
+        size, share = getattr(config, name), prompts // ranks
+        if size and share % size:
+            divisors = [n for n in range(1, share + 1) if share % n == 0]
+            raise ConfigError(
+                f"{flag(name)} must divide the {share} prompts of each process: one of {', '.join(map(str, divisors))} "
+                f"(0: all), got {size}"
+            )
+
+
 def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
     """Raise ConfigError if a checkpoint was made with a config that would give other results."""
     now = config.to_dict()
@@ -51,7 +72,7 @@ def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> No
         raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")
 
 
-def versions() -> dict[str, str]:
+def versions(num_processes: int) -> dict[str, str]:
     """What the results depend on besides the config."""
     try:
         package = version("minigrpo")
@@ -68,14 +89,44 @@ def versions() -> dict[str, str]:
         "minigrpo": package,
         "git_commit": commit,
         "threads": str(torch.get_num_threads()),
+        "processes": str(num_processes),
     }
 
 
-def write_config(folder: Path, config: Config) -> None:
+def lock(folder: Path) -> IO[str]:
+    """Keep other processes out of a run's folder for as long as the file that is returned is open.
+
+    Raises ConfigError if another run is in there. The lock goes with the process, however it ends.
+    """
+    file = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"--out-dir {folder}: another run is writing to it; wait for its end or take another folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def dump_batch(folder: Path, batch: RolloutBatch, step: int, rank: int) -> Path:
+    """Write a batch that could not be learnt from, as plain types and tensors (`torch.load(..., weights_only=True)`)."""
+    path = folder / "bad_batches" / f"step_{step + 1:06d}_rank_{rank}.pt"
+    path.parent.mkdir(exist_ok=True)
+    record = {"prompts": [example.prompt for example in batch.examples], "texts": [list(group) for group in batch.texts]}
+    rewards = None if batch.rewards is None else torch.from_numpy(batch.rewards.total)
+    tensors = {**vars(batch.completions), "rewards": rewards, "advantages": batch.advantages, "ref_logp": batch.ref_logp}
+    torch.save({**record, **tensors}, path)
+    return path
+
+
+def write_config(folder: Path, config: Config, num_processes: int = 1) -> None:
     """`config.toml`: loads again with --config, into another folder. What is None is not written, TOML has no null."""
     values = {name: value for name, value in config.to_dict().items() if name not in ("out_dir", "resume")}
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
-    lines += ["", "[versions]"] + [f"{name} = {json.dumps(value)}" for name, value in versions().items()]
+    lines += ["", "[versions]"] + [f"{name} = {json.dumps(value)}" for name, value in versions(num_processes).items()]
     text = "\n".join(lines) + "\n"
     tomllib.loads(text)
     (folder / "config.toml").write_text(text)

@@ -6,13 +6,10 @@ It leaves out whatever another module can own: where batches come from (rollout.
 tokens the model runs (layout.py), how anything is made fast (accel.py), what a run leaves behind (metrics.py).
 """
 
-import signal
-import threading
 import time
 from importlib.resources import files
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import tiktoken
 
@@ -24,12 +21,13 @@ from .encoding import encode_prompts
 from .evaluate import evaluate
 from .layout import LAYOUTS
 from .learner import Learner
-from .metrics import PhaseTimer, RunLog, Screen, peak_memory_mib
+from .metrics import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
 from .model import GPT, GPTShape
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
 from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
-from .run_folder import check_same_run, open_folder, write_config, write_summary
+from .run_folder import check_ranks, check_same_run, dump_batch, lock, open_folder, write_config, write_summary
+from .stopping import StopRequest
 from .tasks import load_rewards, load_task
 from .tokenizer import load_tokenizer
 from .types import RolloutBatch
@@ -66,9 +64,10 @@ class Trainer:
     def __init__(self, config: Config, *, dist: DistContext | None = None, quiet: bool = False) -> None:
         """Raises ValueError (ConfigError, CheckpointError) in one line that names the flag or the file."""
         self.config = config
-        self.screen = Screen(quiet=quiet)
-        self.device = accel.pick_device(config.device)
         self.dist = dist or DistContext()
+        self.screen = Screen(quiet=quiet, rank=self.dist.rank)
+        self.device = accel.pick_device(config.device, self.dist.local_rank)
+        check_ranks(config, self.dist)
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
         self.scorer = RewardScorer(
@@ -82,15 +81,20 @@ class Trainer:
         self.model = build_model(config, self.tokenizer).to(self.device)
         probe = [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
         encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
-        self.learner = Learner(config, self.model, self.dist, self.screen.warn)
+        self.learner = Learner(config, self.model, self.dist, self.screen.warn, self._dump)
         self.reference = self._make_reference()
-        self.folder = open_folder(config)
+        self.lock: IO[str] | None = None
+        self.folder = self.dist.on_main(self._open_folder)
         self.step = 0  # optimizer steps are counted from 0; this many are done
         self.saved_step = -1  # the step of the newest checkpoint
         self.stop_reason = ""
         self.first: dict[str, float] | None = None  # evaluations
         self.last: dict[str, float] | None = None
-        self._resume(find_checkpoint(self.folder / "checkpoints", config.resume, self.screen.warn))
+        try:
+            self._resume()
+        except ValueError:
+            self._unlock()
+            raise
         accel.use_tf32(config)
         accel.checkpoint_blocks(config, self.model)
         accel.chunk_logprobs(config, self.model)
@@ -98,11 +102,15 @@ class Trainer:
         self.timer = PhaseTimer(self.device)
         self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast)
         self.source = self._make_source()
-        if config.top_k or config.top_p < 1:
-            self.screen.warn(
-                "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
-                "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
-            )
+
+    def _open_folder(self) -> Path:
+        folder = open_folder(self.config)
+        self.lock = lock(folder)
+        return folder
+
+    def _unlock(self) -> None:
+        if self.lock:
+            self.lock.close()
 
     def _make_reference(self) -> Reference:
         """The model as it is now, before a checkpoint is loaded into it."""
@@ -128,36 +136,41 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; the summary, as `summary.json` holds it."""
         config, began = self.config, time.perf_counter()
-        write_config(self.folder, config)
-        self.log = RunLog(self.folder, start_step=self.step)
-        handlers = self._handle_signals()
+        self.log = RunLog(self.folder, start_step=self.step) if self.dist.is_main else NoLog()
+        self._introduce()
         try:
-            before = self.log.evaluations.kept or [{"step": self.step, **self.evaluate(config.eval_size)}]
-            self.first, self.last = before[0], before[-1]
-            end = min(config.stop_after or config.max_steps, config.max_steps)
-            self.screen.start(config.max_steps, self.step)
-            while self.step < end and not self.stop_reason:
-                self.one_step()
-                if config.eval_every and self.step % config.eval_every == 0 and self.step < config.max_steps:
-                    self.last = {"step": self.step, **self.evaluate(config.eval_size_during)}
-                if self.step % config.save_every == 0 and self.step < config.max_steps:
-                    self.save()
-            if self.step < config.max_steps and not self.stop_reason:
-                self.ask_to_stop("stop_after")
-            path = self.save()
-            self.model.save_pretrained(self.folder / "model.safetensors")
-            if not self.stop_reason and self.last["step"] < self.step:
-                self.last = {"step": self.step, **self.evaluate(config.eval_size)}
+            with StopRequest(self.screen.warn) as request:
+                self._train(request)
+            self.save()
+            self.dist.on_main(lambda: self.model.save_pretrained(self.folder / "model.safetensors"))
+            if not self.stop_reason:
+                self._evaluate(config.eval_size)
         except BaseException as error:
             self._summarise("failed", repr(error), time.perf_counter() - began)
             raise
         finally:
             self.screen.stop()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             self.log.close()
             self.scorer.close()
-        return self._finish(path, time.perf_counter() - began)
+        return self._finish(time.perf_counter() - began)
+
+    def _train(self, request: StopRequest) -> None:
+        config = self.config
+        evaluated = self.dist.on_main(lambda: self.log.evaluated)
+        self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
+        self._evaluate(config.eval_size if not evaluated else 0)
+        end = min(config.stop_after or config.max_steps, config.max_steps)
+        self.screen.start(config.max_steps, self.step)
+        while self.step < end and not self.stop_reason:
+            self.one_step()
+            self.stop_reason = request.agreed(self.dist)
+            if self.step < config.max_steps:
+                if config.eval_every and self.step % config.eval_every == 0:
+                    self._evaluate(config.eval_size_during)
+                if self.step % config.save_every == 0:
+                    self.save(must=False)
+        if self.step < config.max_steps and not self.stop_reason:
+            self.stop_reason = "stop_after"
 
     def one_step(self) -> None:
         """Draw a batch, learn from it, log it."""
@@ -166,7 +179,7 @@ class Trainer:
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
         self.step += 1
-        values = {**describe(batch, self.tokenizer.eot_token), **learnt}
+        values = {**self.dist.combine(describe(batch, self.tokenizer.eot_token)), **learnt}
         values |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         values |= {"step_time": time.perf_counter() - start, "memory/peak_mib": peak_memory_mib(self.device)}
         self.log.step(self.step, values)
@@ -176,6 +189,24 @@ class Trainer:
         self.screen.update(self.step, self.config.max_steps, f"{now}  {seen}{values['step_time']:.2f} s/step")
 
     # --- what it says -----------------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        """One line with what a step is, and what should be known before it begins."""
+        config, ranks = self.config, self.dist.world_size
+        self.dist.on_main(lambda: write_config(self.folder, config, ranks))
+        share = config.prompts_per_step // ranks
+        micro = -(-share // (config.micro_batch_size or share))
+        completions = "true answers" if config.supervised else f"{config.group_size} completions"
+        self.screen.say(
+            f"{config.loss}: {config.prompts_per_step} prompts x {completions} a step, on {ranks} x {self.device.type}: "
+            f"{share} prompts each in {micro} micro-batch{'es' if micro > 1 else ''}; "
+            f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.1f} M parameters"
+        )
+        if config.top_k or config.top_p < 1:
+            self.screen.warn(
+                "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
+                "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
+            )
 
     def _log_samples(self, batch: RolloutBatch) -> None:
         if batch.rewards is None or self.step % STEPS_BETWEEN_SAMPLES:
@@ -188,23 +219,33 @@ class Trainer:
         shown = [f"prompt      {example.prompt}", f"truth       {example.answer}", *(f"completion  {t}" for t in texts)]
         self.log.sample_text(self.step, "\n".join(f"    {line}" for line in shown))
 
-    def evaluate(self, size: int) -> dict[str, float]:
-        """Evaluate on the first `size` held-out examples, log it, say it."""
-        values = evaluate(self.sampler, self.task, self.scorer, size=size, seed=self.config.seed)
+    def _evaluate(self, size: int) -> None:
+        """Evaluate on the first `size` held-out examples, log it, say it; unless this step has been evaluated."""
+        if not size or (self.last and self.last["step"] == self.step):
+            return
+        options = {"size": size, "seed": self.config.seed}
+        values = self.dist.on_main(lambda: evaluate(self.sampler, self.task, self.scorer, **options))
+        self.last = {"step": self.step, **values}
+        self.first = self.first or self.last
         self.log.evaluation(self.step, values)
         shown = "  ".join(f"{name} {values[name]:.1%}" for name in ("exact", "exact_sampled") if name in values)
         self.screen.say(
             f"evaluation at step {self.step} on {values['n']:.0f} held-out examples: {shown}  reward {values['reward']:.3f}"
         )
-        return values
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
         summary = {"status": status, "exit_reason": reason, "step": self.step, "wall_seconds": seconds}
-        summary |= {"first_evaluation": self.first, "last_evaluation": self.last, "skipped_steps": self.learner.skipped}
-        write_summary(self.folder, summary)
+        summary |= {
+            "first_evaluation": self.first,
+            "last_evaluation": self.last,
+            "skipped_steps": self.learner.guard["skipped"],
+        }
+        if self.dist.is_main:
+            write_summary(self.folder, summary)
+        self._unlock()
         return summary
 
-    def _finish(self, checkpoint: Path, seconds: float) -> dict[str, Any]:
+    def _finish(self, seconds: float) -> dict[str, Any]:
         status, reason = ("stopped", self.stop_reason) if self.stop_reason else ("finished", "max_steps")
         if self.first and self.last and not self.stop_reason:
             names = [name for name in self.first if name in self.last and name not in ("step", "n") and "count/" not in name]
@@ -212,50 +253,54 @@ class Trainer:
             title = f"before -> after {self.step} steps, {self.last['n']:.0f} held-out examples, {seconds:.0f} s"
             rows = [[name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"] for name, first, last in ends]
             self.screen.table(title, ["", "before", "after", "change"], rows)
-        self.screen.say(f"{status} ({reason}) at step {self.step}; saved {checkpoint}")
+        self.screen.say(f"{status} ({reason}) at step {self.step}; saved {path_of(self.folder / 'checkpoints', self.step)}")
         if self.stop_reason:
             self.screen.say(f"go on with: --out-dir {self.folder} --resume auto")
         self.screen.say(f"run: {self.folder}")
         return self._summarise(status, reason, seconds)
 
-    # --- stopping and resuming --------------------------------------------------------------------------------------------
+    # --- saving and resuming ----------------------------------------------------------------------------------------------
 
-    def ask_to_stop(self, reason: str) -> None:
-        """Finish the step that is under way, save, and return from `fit`."""
-        self.stop_reason = reason
+    def save(self, *, must: bool = True) -> None:
+        """Write a checkpoint of everything that cannot be derived.
 
-    def _handle_signals(self) -> dict[signal.Signals, Any]:
-        """Catch SIGINT and SIGTERM; the handlers that were there. Only a main thread may do so."""
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {number: signal.signal(number, self._ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        Unless it `must` succeed, a full disk is said loudly and training goes on; the checkpoints before it stay.
+        """
+        try:
+            self.dist.on_main(self._save_checkpoint)
+        except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
+            if must:
+                raise
+            self.screen.warn(f"step {self.step}: NOT SAVED ({str(error).splitlines()[0][:200]}); going on")
 
-    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_reason:  # asked twice: at once; checkpoints are whole or not there
-            raise KeyboardInterrupt
-        self.ask_to_stop(signal.Signals(number).name)
-        self.screen.warn(f"{self.stop_reason}: finishing step {self.step + 1}, then saving; once more stops at once")
+    def _save_checkpoint(self) -> None:
+        if self.saved_step != self.step:
+            state = {**self.learner.state_dict(), "step": self.step, "config": self.config.to_dict()}
+            save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last)
+            self.saved_step = self.step
 
-    def save(self) -> Path:
-        """Write a checkpoint of everything that cannot be derived."""
-        folder = self.folder / "checkpoints"
-        if self.saved_step == self.step:
-            return path_of(folder, self.step)
-        state = {**self.learner.state_dict(), "step": self.step, "config": self.config.to_dict()}
-        path = save_checkpoint(folder, self.step, state, keep_last=self.config.keep_last)
-        self.saved_step = self.step
-        return path
+    def _resume(self) -> None:
+        """Load what --resume names, if anything: the main process reads, the others are told."""
+        found: State = {}
 
-    def _resume(self, state: State | None) -> None:
-        if state is None:
+        def find() -> bool:
+            found.update(find_checkpoint(self.folder / "checkpoints", self.config.resume, self.screen.warn) or {})
+            if found:
+                check_same_run(self.config, found["config"], self.folder)
+                discard_after(self.folder / "checkpoints", found["step"])
+            return bool(found)
+
+        if not self.dist.on_main(find):
             if self.config.resume:
                 self.screen.say(f"--resume auto: no checkpoint in {self.folder}, starting afresh")
             return
-        check_same_run(self.config, state["config"], self.folder)
+        state = self.dist.broadcast(found)
         try:
             self.learner.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{self.folder}: does not fit this model: {error}") from None
         self.step = self.saved_step = state["step"]
-        discard_after(self.folder / "checkpoints", self.step)
         self.screen.say(f"resumed from step {self.step} of {self.folder}")
+
+    def _dump(self, batch: RolloutBatch, step: int) -> Path:
+        return dump_batch(self.folder, batch, step, self.dist.rank)

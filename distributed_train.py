@@ -1,0 +1,7 @@
+"""Train in several processes: `torchrun --nproc_per_node=2 distributed_train.py --help`. The same flags as train.py."""
+
+from minigrpo.distributed import DistContext
+from train import main
+
+if __name__ == "__main__":
+    main(lambda config: DistContext.from_env(config.pg_timeout))
