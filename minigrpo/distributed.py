@@ -144,7 +144,7 @@ class DistContext:
         """The model as DDP, which averages gradients over processes in the backward pass."""
         if self.world_size == 1:
             return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[object]:
         """Backward passes in here add to the gradient and send nothing."""

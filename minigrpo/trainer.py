@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import tiktoken
+import torch
 
 from . import accel
 from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, path_of, save_checkpoint
@@ -175,7 +176,8 @@ class Trainer:
     def one_step(self) -> None:
         """Draw a batch, learn from it, log it."""
         start = time.perf_counter()
-        batch = self.source.batch(self.step)
+        with self.dist.during(f"step {self.step + 1}"):
+            batch = self.source.batch(self.step)
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
         self.step += 1
@@ -276,6 +278,7 @@ class Trainer:
     def _save_checkpoint(self) -> None:
         if self.saved_step != self.step:
             state = {**self.learner.state_dict(), "step": self.step, "config": self.config.to_dict()}
+            state["made_by"] = {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
             save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last)
             self.saved_step = self.step
 
@@ -300,6 +303,13 @@ class Trainer:
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{self.folder}: does not fit this model: {error}") from None
         self.step = self.saved_step = state["step"]
+        now = {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
+        for name, number in state.get("made_by", now).items():
+            if number != now[name]:
+                self.screen.warn(
+                    f"the checkpoint was written by {number} {name}, this run has {now[name]}: it goes on with the same "
+                    "batches, but not bit for bit as it would have"
+                )
         self.screen.say(f"resumed from step {self.step} of {self.folder}")
 
     def _dump(self, batch: RolloutBatch, step: int) -> Path:
