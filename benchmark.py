@@ -2,14 +2,26 @@
 
 import json
 import sys
+from pathlib import Path
+from typing import Any, Protocol
 
 import tyro
 from rich.console import Console
 
 from minigrpo.config import ConfigError, exit_with
 from minigrpo.tools.bench_rewards import Rewards
+from minigrpo.tools.bench_scaling import Scaling
 
-BENCHMARKS = {"rewards": Rewards}
+
+class Benchmark(Protocol):
+    @property
+    def json(self) -> Path | None:
+        """Where the figures go, besides the terminal."""
+
+    def run(self, console: Console) -> dict[str, Any]: ...
+
+
+BENCHMARKS: dict[str, type[Benchmark]] = {"rewards": Rewards, "scaling": Scaling}
 
 
 def main(argv: list[str]) -> None:

@@ -45,6 +45,8 @@ class DistContext:
             return cls()
         timeout = timedelta(seconds=timeout_s)
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
+        # after a restart the store may be the same, with what the processes before this one left in it
+        store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout)
         return cls(rank, int(os.environ.get("LOCAL_RANK", "0")), world_size, PrefixStore("notes", store))

@@ -55,7 +55,7 @@ class Learner:
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last step, of all shares."""
-        config = self.config
+        config, given = self.config, batch
         batch = batch.counted()
         counts = Counts.of(batch.completions.completion_mask)  # of the whole batch, whatever is left out below
         counts = Counts(*self.dist.sum(torch.tensor([counts.completions, counts.tokens], device=self.device)))
@@ -81,7 +81,7 @@ class Learner:
             if good:
                 self.guard["in_a_row"] = 0
             elif not self.scaler.is_enabled():
-                self._leave_out(batch, step, f"loss {float(metrics['loss']):g}, gradient norm {float(norm):g}")
+                self._leave_out(given, step, f"loss {float(metrics['loss']):g}, gradient norm {float(norm):g}")
                 break
         tokens = self.dist.sum(torch.tensor(float(sum(len(layout.stream.ids) for layout in layouts)), device=self.device))
         metrics |= {"grad_norm": norm, "tokens/run": tokens}

@@ -5,7 +5,6 @@ that a step never waits for self-play. Scores are computed in the reward pool wh
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +20,7 @@ from .encoding import decode, encode_answers, encode_prompts
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .metrics import PhaseTimer
 from .model import GPT
+from .pool import Job, WorkerPool
 from .randomness import uniforms
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
@@ -42,14 +42,15 @@ class Ahead:
     def __init__(self, task: Task, config: Config, dist: DistContext, first_step: int) -> None:
         self.task, self.per_step, self.last_step = task, config.prompts_per_step, config.max_steps
         self.share = dist.share(self.per_step)
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="examples")
-        self.futures: dict[int, Future[list[Example]]] = {}
+        self.pool = WorkerPool(1, "examples")
+        self.jobs: dict[int, Job] = {}
         self._submit(first_step)
 
     def take(self, step: int) -> list[Example]:
         """The step's examples that are this process's."""
         self._submit(step)
-        return self.futures.pop(step).result()
+        examples: list[Example] = self.jobs.pop(step).future.result()
+        return examples
 
     def instead(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """Other examples for some places of the share, that no step draws at first."""
@@ -58,8 +59,8 @@ class Ahead:
 
     def _submit(self, step: int) -> None:
         for ahead in range(step, min(step + STEPS_AHEAD, self.last_step)):
-            if ahead not in self.futures:
-                self.futures[ahead] = self.pool.submit(self._make, ahead)
+            if ahead not in self.jobs:
+                self.jobs[ahead] = self.pool.submit(self._make, ahead)
 
     def _make(self, step: int) -> list[Example]:
         return [self.task.train(step * self.per_step + i) for i in self.share]

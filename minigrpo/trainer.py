@@ -301,7 +301,7 @@ class Trainer:
         try:
             self.learner.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{self.folder}: does not fit this model: {error}") from None
+            raise CheckpointError(f"{self.folder}: does not fit this model: {' '.join(str(error).split())}") from None
         self.step = self.saved_step = state["step"]
         now = {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
         for name, number in state.get("made_by", now).items():

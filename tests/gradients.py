@@ -43,7 +43,9 @@ def make_trainer(folder: Path, dist: DistContext | None = None, **changes: Any) 
     """A tiny trainer in float64 whose reference is not its policy, or the KL and its gradient would be 0."""
     torch.set_default_dtype(torch.float64)
     try:
-        config = Config(**{**TINY, "group_size": 4, "max_new_tokens": 12, **changes, "out_dir": str(folder)})
+        config = Config(
+            **{**TINY, "prompts_per_step": 6, "group_size": 4, "max_new_tokens": 12, **changes, "out_dir": str(folder)}
+        )
         trainer = Trainer(config, dist=dist, quiet=True)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -80,7 +82,15 @@ def main(out: Path) -> None:
         assert batch.rewards is not None
         batches.append((batch.texts, batch.rewards.total.tolist()))
         trainer.learner.learn(batch, step)
-    torch.save({**result, "batches": batches, "weights": trainer.model.state_dict()}, out / f"{dist.rank}.pt")
+    result |= {"batches": batches, "weights": trainer.model.state_dict()}
+
+    trainer = make_trainer(own / "poisoned", dist)
+    before = trainer.model.wte.weight.clone()
+    if dist.rank == 1:  # an infinity in one process only
+        trainer.model.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
+    trainer.learner.learn(trainer.source.batch(0), 0)
+    result["poisoned"] = (trainer.learner.guard["skipped"], torch.equal(trainer.model.wte.weight, before))
+    torch.save(result, out / f"{dist.rank}.pt")
     dist.close()
 
 

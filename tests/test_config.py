@@ -3,7 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from minigrpo.config import Config, ConfigError
+from minigrpo import Trainer
+from minigrpo.config import Config, ConfigError, read_toml
+
+from .gradients import TINY
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,3 +93,31 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_shipped_configs_load(path: Path) -> None:
     Config.from_toml(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
+    """A dry run: the preset on the tiny model on this device, float16 and compilation left out where there is no GPU."""
+    values = {**read_toml(path), **TINY, "out_dir": str(tmp_path / "run")}
+    values |= {
+        "prompts_per_step": 8,
+        "max_steps": 1,
+        "stop_after": 0,
+        "eval_every": 0,
+        "device": "cpu",
+        "compile_model": False,
+    }
+    if values.get("amp_dtype") == "float16":
+        with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
+            Trainer(Config(**values), quiet=True)
+        values["amp_dtype"] = "bfloat16"
+    Trainer(Config(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True).fit()
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_several_files_are_laid_over_each_other(tmp_path: Path) -> None:
+    job, card = tmp_path / "job.toml", tmp_path / "card.toml"
+    job.write_text("max_steps = 7\nmicro_batch_size = 4\n")
+    card.write_text("micro_batch_size = 2\n")
+    config = Config.from_cli(["--config", str(job), "--config", str(card)])
+    assert (config.max_steps, config.micro_batch_size) == (7, 2)

@@ -113,7 +113,9 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch_of = OnPolicy.batch
-    half_dead_advantages = torch.tensor([[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0]])
+    half_dead_advantages = torch.tensor(
+        [[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]]
+    )
 
     def half_dead(self: OnPolicy, step: int) -> RolloutBatch:
         return replace(batch_of(self, step), advantages=half_dead_advantages)
@@ -122,47 +124,54 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     kept = first_gradient(tmp_path / "kept", loss=loss, skip_dead_groups=False)
     assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
     trainer = make_trainer(tmp_path / "live", loss=loss)
-    assert trainer.learner.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3] if loss == "bnpo" else [0, 2])
+    assert trainer.learner.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3, 4, 5] if loss == "bnpo" else [0, 2, 5])
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes over gloo say: see tests/gradients.py."""
-    out = tmp_path_factory.mktemp("ranks")
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two or three processes over gloo say: see tests/gradients.py."""
+    out, count = tmp_path_factory.mktemp("ranks"), request.param
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "tests.gradients", str(out)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
+    options: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options) for rank in range(count)]
     errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    return [torch.load(out / f"{rank}.pt") for rank in (0, 1)]
+    assert [process.returncode for process in processes] == [0] * count, errors
+    return [torch.load(out / f"{rank}.pt") for rank in range(count)]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_two_processes_have_the_gradient_of_one(
+def test_several_processes_have_the_gradient_of_one(
     loss: str, ranks: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
 ) -> None:
     for found in ranks:
         assert_same(found[loss], whole[loss])
 
 
-def test_two_processes_sample_what_one_does_and_keep_equal_weights(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_several_processes_sample_what_one_does_and_keep_equal_weights(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run")
     for step in range(2):
         batch = trainer.source.batch(step)
-        shares = [found["batches"][step] for found in ranks]
-        assert [*shares[0][0], *shares[1][0]] == batch.texts
-        assert batch.rewards is not None
-        assert [*shares[0][1], *shares[1][1]] == batch.rewards.total.tolist()
+        texts, rewards = ([x for found in ranks for x in found["batches"][step][i]] for i in (0, 1))
+        assert texts == batch.texts
+        assert batch.rewards is not None and rewards == batch.rewards.total.tolist()
         trainer.learner.learn(batch, step)
     for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name])
+        assert all(torch.equal(ranks[0]["weights"][name], found["weights"][name]) for found in ranks)
         torch.testing.assert_close(ranks[0]["weights"][name], weight, rtol=1e-8, atol=1e-10)
+
+
+def test_an_infinity_in_one_process_is_a_bad_step_in_all(ranks: list[dict[str, Any]]) -> None:
+    assert [found["poisoned"] for found in ranks] == [(1, True)] * len(ranks)
 
 
 def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:

@@ -74,18 +74,18 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(tmp_pat
 
     monkeypatch.setattr(trainer.scorer, "submit", doctored)
     batch = trainer.source.batch(0)
-    assert asked == [4, 2, 1]  # the second try replaces what is dead still, and there is no third
-    assert [batch.examples[i] for i in (0, 2)] == [plain.examples[i] for i in (0, 2)]
-    assert len({example.index for example in [*batch.examples, *plain.examples]}) == 6
-    for p in (0, 2):
+    assert asked == [6, 2, 1]  # the second try replaces what is dead still, and there is no third
+    assert [batch.examples[i] for i in (0, 2, 4, 5)] == [plain.examples[i] for i in (0, 2, 4, 5)]
+    assert len({example.index for example in [*batch.examples, *plain.examples]}) == 8
+    for p in (0, 2, 4, 5):
         assert batch.texts[p] == plain.texts[p]
     assert batch.rewards is not None and plain.rewards is not None and batch.advantages is not None
-    assert (batch.rewards.total[[0, 2]] == plain.rewards.total[[0, 2]]).all()
+    assert (batch.rewards.total[[0, 2, 4, 5]] == plain.rewards.total[[0, 2, 4, 5]]).all()
     assert batch.advantages[1].any()
     assert not batch.advantages[3].any()
     eos = trainer.tokenizer.eot_token
-    assert describe(batch, eos)["frac_reward_zero_std"] == 0.25
-    assert describe(batch, eos)["frac_reward_zero_std/drawn"] == 0.5
+    assert describe(batch, eos)["frac_reward_zero_std"] == pytest.approx(1 / 6)
+    assert describe(batch, eos)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     for group, mask, texts in zip(
         batch.completions.completion_ids, batch.completions.completion_mask, batch.texts, strict=True
     ):

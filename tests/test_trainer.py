@@ -2,9 +2,11 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from minigrpo import GPT, Config, Trainer
+from minigrpo.checkpoint import load_checkpoint
 from minigrpo.config import ConfigError
 from minigrpo.learner import Learner
 from minigrpo.model import GPTShape
@@ -242,3 +245,31 @@ def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_0(tmp_path: Path) -
     assert summary["exit_reason"] == "SIGINT"
     assert f"step_{summary['step']:06d}" in out
     assert (run / "checkpoints" / f"step_{summary['step']:06d}" / "manifest.json").exists()
+
+
+def test_asked_twice_it_stops_at_once_and_what_was_saved_is_whole(tmp_path: Path) -> None:
+    """In a step that never ends: the second Ctrl-C does not wait for it."""
+    marker, folder = tmp_path / "marker", tmp_path / "run"
+    flags = {**TINY, "reward_weights": "", "task": ROOT / "tests" / "faulty_task.py", "max_steps": 100, "save_every": 3}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**flags, "out_dir": folder}.items()]
+    env = {**os.environ, "RANK": "1", "FAULT": "hang", "FAULT_MARKER": str(marker)}
+    options: dict[str, Any] = {"cwd": ROOT, "env": env, "stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen([sys.executable, "train.py", *words], **options)
+    manifest = folder / "checkpoints" / "step_000012" / "manifest.json"
+    end = time.monotonic() + 60
+    while not (manifest.exists() and marker.exists()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.3)
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=20)[1]
+    assert "SIGINT: finishing this step, then saving; once more stops at once" in stderr
+    assert process.returncode != 0
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert load_checkpoint(manifest.parent)["step"] == 12
+
+
+def test_evaluating_changes_nothing_but_what_is_known(tmp_path: Path) -> None:
+    often, never = train(tmp_path / "often", eval_every=1), train(tmp_path / "never", eval_every=0)
+    assert fingerprint(often) == fingerprint(never)

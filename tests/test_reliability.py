@@ -1,0 +1,175 @@
+"""Bad days of one process: kills, full disks, two runs in one folder, numbers that are not finite."""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from minigrpo import Config, Trainer
+from minigrpo.config import ConfigError
+from minigrpo.learner import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged
+
+from .gradients import TINY
+from .killing import OPTIONS, SUMS, fingerprint
+
+ROOT = Path(__file__).parent.parent
+CHEAP = {**TINY, "data": SUMS, "eval_every": 0}
+
+
+def make(folder: Path, **changes: Any) -> Trainer:
+    return Trainer(Config(**{**CHEAP, **changes, "out_dir": str(folder)}), quiet=True)
+
+
+def test_killed_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Nine kinds of places; a hundred kills with --hypothesis-profile=thorough."""
+    kills = 14 if settings().max_examples <= 100 else 100
+    command = [sys.executable, "-m", "tests.killing", str(tmp_path), "--kills", str(kills)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["kills"] == kills and not result["differ"]
+    assert OPTIONS["num_iterations"] == 2 and OPTIONS["micro_batch_size"] == 2  # so that there is an inside
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 12 KB: a checkpoint of the tiny model does not fit, everything else does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_is_said_loudly_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = make(tmp_path / "run", save_every=1, keep_last=2)
+    one_step, unlimited = trainer.one_step, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+
+    def step() -> None:
+        one_step()
+        limit_files(12_000 if 3 <= trainer.step <= 4 else unlimited)  # full for a while
+
+    trainer.one_step = step  # type: ignore[method-assign]
+    trainer.fit()
+    assert trainer.step == 6
+    said = capfd.readouterr().err
+    assert said.count("NOT SAVED") == 2 and "step 3: NOT SAVED" in said
+    folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert folders[-2:] == ["step_000005", "step_000006"]
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    undisturbed = make(tmp_path / "calm", save_every=1)
+    undisturbed.fit()
+    assert fingerprint(trainer) == fingerprint(undisturbed)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_disk_that_is_full_at_the_end_fails_the_run_and_keeps_what_was_saved(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", save_every=2)
+    one_step = trainer.one_step
+
+    def step() -> None:
+        one_step()
+        if trainer.step == 5:
+            limit_files(12_000)
+
+    trainer.one_step = step  # type: ignore[method-assign]
+    with pytest.raises((OSError, RuntimeError)):
+        trainer.fit()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    again = make(tmp_path / "run", resume="auto", save_every=2)
+    assert again.step == 4
+
+
+def test_two_runs_in_one_folder_are_refused_and_the_lock_goes_with_the_first(tmp_path: Path) -> None:
+    first = make(tmp_path / "run")
+    with pytest.raises(ConfigError, match="--out-dir .*run: another run is writing to it"):
+        make(tmp_path / "run", resume="auto")
+    first.fit()
+    make(tmp_path / "run", resume="auto").fit()
+
+
+def poison(trainer: Trainer, steps: set[int]) -> None:
+    """Make the gradient of some steps infinite."""
+    trainer.model.ln_f.weight.register_hook(lambda grad: grad * (torch.inf if trainer.step in steps else 1.0))
+
+
+def test_a_bad_step_changes_no_weight_and_no_moment_and_keeps_its_batch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make(tmp_path / "run")
+    poison(trainer, {2})
+    seen = []
+    one_step = trainer.one_step
+
+    def step() -> None:
+        one_step()
+        seen.append(fingerprint(trainer))
+
+    trainer.one_step = step  # type: ignore[method-assign]
+    summary = trainer.fit()
+    assert summary["skipped_steps"] == 1 and trainer.step == 6
+    assert seen[2] == seen[1] and len(set(seen)) == 5
+    assert "step 3: loss" in (said := capfd.readouterr().err) and "the weights stay as they are; the batch is in" in said
+    dumped = torch.load(tmp_path / "run" / "bad_batches" / "step_000003_rank_0.pt", weights_only=True)
+    assert len(dumped["prompts"]) == 4 and dumped["rewards"].shape == (4, 3)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_three_bad_steps_in_a_row_halve_the_learning_rate_for_good_and_end_autocast(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", use_amp=True, max_steps=8, warmup_steps=0, save_every=1)
+    poison(trainer, {0, 2, 3, 4})
+    trainer.fit()
+    rates = [json.loads(line)["learning_rate"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    calm = make(tmp_path / "calm", max_steps=8, warmup_steps=0)
+    calm.fit()
+    expected = [json.loads(line)["learning_rate"] for line in (tmp_path / "calm" / "metrics.jsonl").read_text().splitlines()]
+    assert BAD_STEPS_TO_HALVE == 3
+    assert rates == pytest.approx([*expected[:5], *(rate / 2 for rate in expected[5:])])
+    with trainer.learner.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    resumed = make(tmp_path / "run", use_amp=True, max_steps=9, warmup_steps=0, resume="auto")
+    assert resumed.learner.guard == {"skipped": 4, "in_a_row": 0, "halvings": 1}
+
+
+def test_six_bad_steps_in_a_row_stop_the_run_with_a_clear_error(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", max_steps=20)
+    poison(trainer, set(range(2, 20)))
+    with pytest.raises(Diverged, match="6 steps in a row had a loss or gradient that is not finite"):
+        trainer.fit()
+    assert BAD_STEPS_TO_STOP == 6 and trainer.step == 7
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and "6 steps in a row" in summary["exit_reason"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_do_not_fit(tmp_path: Path) -> None:
+    make(tmp_path / "run", stop_after=2).fit()
+    path = next((tmp_path / "run" / "checkpoints").glob("*/state.pt"))
+    state = torch.load(path, weights_only=True)
+    state["model"]["wte.weight"] = state["model"]["wte.weight"][:100]
+    from minigrpo.checkpoint import save_checkpoint
+
+    save_checkpoint(tmp_path / "run" / "checkpoints", 3, {**state, "step": 3}, keep_last=1)
+    with pytest.raises(ValueError, match="does not fit this model: .*wte.weight") as error:
+        make(tmp_path / "run", resume="auto")
+    assert "\n" not in str(error.value)
+
+
+def test_another_number_of_threads_is_said_on_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "run", stop_after=2).fit()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        make(tmp_path / "run", resume="auto")
+    finally:
+        torch.set_num_threads(threads)
+    assert f"was written by {threads} threads, this run has {threads + 1}" in capfd.readouterr().err

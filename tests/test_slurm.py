@@ -1,0 +1,137 @@
+"""slurm/grpo.sbatch, with stand-ins for SLURM's commands on PATH: allocation, signals, requeue, staging."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .test_distributed import OPTIONS, wait_for, weights
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "slurm" / "grpo.sbatch"
+STANDINS = {
+    # drops its own options and becomes what it starts; srun passes signals on, and this one is the process itself
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "scontrol": 'case $1 in requeue) echo "$2" >> "$SLURM_TEST/requeued" ;; show) echo 127.0.0.1 ;; esac',
+    "nvidia-smi": 'for ((i = 0; i < ${FAKE_GPUS:-0}; i++)); do echo "GPU $i"; done',
+    "sbatch": 'export SLURM_JOB_ID=4711 SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NAME=grpo; exec bash "$@"',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment in which there is a SLURM."""
+    for name, body in STANDINS.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    (tmp_path / "local").mkdir()
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_TEST": str(tmp_path),
+        "GRPO_OUT": str(tmp_path / "out"),
+        "GRPO_LOCAL": str(tmp_path / "local"),
+        "GRPO_PYTHON": sys.executable,
+        "GRPO_CHECKPOINT_MB": "1",
+        "GRPO_COPY_SECONDS": "0.2",
+        "GRPO_PROCESSES": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
+    words = ["sbatch", str(SCRIPT)]
+    for name, value in {**OPTIONS, **changes}.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
+
+
+def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(slurm: dict[str, str], tmp_path: Path) -> None:
+    job = submit(slurm, max_steps=7)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, output
+    out = tmp_path / "out"
+    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
+    assert weights(out)[0] == 7
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000006", "step_000007"]
+    report = (out / "slurm" / "4711.0" / "job_summary.txt").read_text()
+    assert "exit code   0" in report and "status      finished (max_steps)" in report and "step        7" in report
+    assert "finished (max_steps) at step 7" in (out / "slurm" / "4711.0" / "train.log").read_text()
+    assert not list((tmp_path / "local").iterdir())
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
+    name: str, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = submit(slurm, max_steps=100_000)
+    wait_for(out, "checkpoints/step_*/manifest.json")  # copied while the job runs
+    os.kill(job.pid, getattr(signal, f"SIG{name}"))
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, output
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["exit_reason"]) == ("stopped", f"SIG{name}")
+    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert weights(out)[0] == summary["step"]
+    assert not list((tmp_path / "local").iterdir())
+    if name == "USR1":
+        job = submit({**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=100_000, stop_after=summary["step"] + 2)
+        output = job.communicate(timeout=120)[0]
+        assert job.returncode == 0, output
+        assert f"resumed from step {summary['step']}" in output
+        assert weights(out)[0] == summary["step"] + 2
+        assert (out / "slurm" / "4711.1" / "job_summary.txt").exists()
+
+
+def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_path: Path) -> None:
+    job = submit({**slurm, "FAULT": "raise", "FAULT_MARKER": str(tmp_path / "marker")})
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 1, output
+    report = (tmp_path / "out" / "slurm" / "4711.0" / "job_summary.txt").read_text()
+    assert "exit code   1" in report
+    assert "out of luck" in (tmp_path / "out" / "slurm" / "4711.0" / "train.log").read_text()
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "2", "FAKE_GPUS": "1"}, "SLURM gave 2 GPUs, 1 are visible"),
+        ({"GRPO_CHECKPOINT_MB": "999999999"}, "three checkpoints need 2999999997: free some"),
+        ({"GRPO_LOCAL": "/nowhere"}, "GRPO_LOCAL=/nowhere is not a folder"),
+        ({"GRPO_OUT": "/dev/null/run"}, "GRPO_OUT=/dev/null/run cannot be made"),
+        ({"GRPO_PYTHON": "/bin/false"}, "/bin/false cannot import minigrpo"),
+    ],
+)
+def test_what_is_missing_is_said_before_any_work(slurm: dict[str, str], env: dict[str, str], words: str) -> None:
+    job = submit({**slurm, **env})
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2
+    assert output.startswith("error: ") and words in output and output.count("\n") == 1
+
+
+def test_without_an_allocation_it_says_how_to_start_it(slurm: dict[str, str]) -> None:
+    done = subprocess.run(["bash", SCRIPT], env=slurm, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: no SLURM allocation: start this with sbatch slurm/grpo.sbatch\n"
+
+
+def test_it_never_chooses_devices_itself() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in SCRIPT.read_text()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
