@@ -1,5 +1,8 @@
 """Tiny models and batches that the tests share. Hypothesis: quick by default, --hypothesis-profile=thorough on demand."""
 
+import subprocess
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -55,3 +58,10 @@ def make_completions(seed: int, prompts: int = 3, samples: int = 4, width: int =
 @pytest.fixture(params=[0, 1, 2])
 def completions(request: pytest.FixtureRequest) -> Completions:
     return make_completions(request.param)
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    """Processes that a test which failed has left behind: workers have sessions of their own."""
+    yield
+    subprocess.run(["pkill", "-KILL", "-f", "distributed_train.py .*faulty_task"], check=False)

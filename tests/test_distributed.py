@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from .gradients import TINY
 
+pytestmark = pytest.mark.usefixtures("no_orphans")
 ROOT = Path(__file__).parent.parent
 FAULTY = str(ROOT / "tests" / "faulty_task.py")
 OPTIONS: dict[str, Any] = {**TINY, "task": FAULTY, "reward_weights": "", "max_steps": 20, "eval_every": 0, "save_every": 3}
@@ -62,13 +62,6 @@ def wait_for(folder: Path, pattern: str, seconds: float = 60) -> None:
     while not list(folder.glob(pattern)):
         assert time.monotonic() < end, f"no {pattern} in {folder}"
         time.sleep(0.02)
-
-
-@pytest.fixture(autouse=True)
-def no_orphans() -> Iterator[None]:
-    """Processes that a test which failed has left behind: workers have sessions of their own."""
-    yield
-    subprocess.run(["pkill", "-KILL", "-f", "distributed_train.py .*faulty_task"], check=False)
 
 
 def weights(folder: Path) -> tuple[int, str]:
@@ -158,10 +151,13 @@ def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(t
     assert process.stdout is not None
     output = ""
     while "closing signal SIGTERM" not in output:  # then the launcher waits 30 s before it kills the one that hangs
-        output += process.stdout.readline()
+        line = process.stdout.readline()
+        assert line, output
+        output += line
     assert time.monotonic() - at < 20
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
+    process.stdout.close()  # which the one that hangs has open too
     assert re.search(r"rank 0 of 2, during (gather|sum|the update of step 13)", output), output
     assert "rank 0 of 2, during step 13" in output
 

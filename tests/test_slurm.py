@@ -13,14 +13,16 @@ import pytest
 
 from .test_distributed import OPTIONS, wait_for, weights
 
+pytestmark = pytest.mark.usefixtures("no_orphans")
 ROOT = Path(__file__).parent.parent
+JOB = str(os.getpid())  # the launcher's port is made of it
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
 STANDINS = {
     # drops its own options and becomes what it starts; srun passes signals on, and this one is the process itself
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": 'case $1 in requeue) echo "$2" >> "$SLURM_TEST/requeued" ;; show) echo 127.0.0.1 ;; esac',
     "nvidia-smi": 'for ((i = 0; i < ${FAKE_GPUS:-0}; i++)); do echo "GPU $i"; done',
-    "sbatch": 'export SLURM_JOB_ID=4711 SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NAME=grpo; exec bash "$@"',
+    "sbatch": 'export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NAME=grpo; exec bash "$@"',
 }
 
 
@@ -37,6 +39,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_TEST": str(tmp_path),
+        "SLURM_JOB_ID": JOB,
         "GRPO_OUT": str(tmp_path / "out"),
         "GRPO_LOCAL": str(tmp_path / "local"),
         "GRPO_PYTHON": sys.executable,
@@ -63,9 +66,9 @@ def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(s
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
     assert weights(out)[0] == 7
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000006", "step_000007"]
-    report = (out / "slurm" / "4711.0" / "job_summary.txt").read_text()
+    report = (out / "slurm" / f"{JOB}.0" / "job_summary.txt").read_text()
     assert "exit code   0" in report and "status      finished (max_steps)" in report and "step        7" in report
-    assert "finished (max_steps) at step 7" in (out / "slurm" / "4711.0" / "train.log").read_text()
+    assert "finished (max_steps) at step 7" in (out / "slurm" / f"{JOB}.0" / "train.log").read_text()
     assert not list((tmp_path / "local").iterdir())
     assert not (tmp_path / "requeued").exists()
 
@@ -82,7 +85,7 @@ def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     assert job.returncode == 0, output
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["exit_reason"]) == ("stopped", f"SIG{name}")
-    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
     assert weights(out)[0] == summary["step"]
     assert not list((tmp_path / "local").iterdir())
     if name == "USR1":
@@ -91,16 +94,16 @@ def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
         assert job.returncode == 0, output
         assert f"resumed from step {summary['step']}" in output
         assert weights(out)[0] == summary["step"] + 2
-        assert (out / "slurm" / "4711.1" / "job_summary.txt").exists()
+        assert (out / "slurm" / f"{JOB}.1" / "job_summary.txt").exists()
 
 
 def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_path: Path) -> None:
     job = submit({**slurm, "FAULT": "raise", "FAULT_MARKER": str(tmp_path / "marker")})
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 1, output
-    report = (tmp_path / "out" / "slurm" / "4711.0" / "job_summary.txt").read_text()
+    report = (tmp_path / "out" / "slurm" / f"{JOB}.0" / "job_summary.txt").read_text()
     assert "exit code   1" in report
-    assert "out of luck" in (tmp_path / "out" / "slurm" / "4711.0" / "train.log").read_text()
+    assert "out of luck" in (tmp_path / "out" / "slurm" / f"{JOB}.0" / "train.log").read_text()
     assert not (tmp_path / "requeued").exists()
 
 
@@ -122,6 +125,7 @@ def test_what_is_missing_is_said_before_any_work(slurm: dict[str, str], env: dic
 
 
 def test_without_an_allocation_it_says_how_to_start_it(slurm: dict[str, str]) -> None:
+    del slurm["SLURM_JOB_ID"]
     done = subprocess.run(["bash", SCRIPT], env=slurm, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: no SLURM allocation: start this with sbatch slurm/grpo.sbatch\n"
