@@ -150,8 +150,8 @@ class Config:
     """Compute logits in chunks and again in the backward pass: less memory for large vocabularies, more time."""
     offload_reference: bool = False
     """Keep the reference model of --kl-coef in host memory; its weights visit the GPU once a step."""
-    layout: Literal["repeated", "shared"] = "shared"
-    """shared: each prompt and each distinct completion runs once; repeated: the textbook way."""
+    layout: Literal["repeated", "shared", "tree"] = "shared"
+    """repeated: the textbook way; shared: each prompt and each distinct completion runs once; tree: each distinct prefix."""
     kv_cache: bool = True
     """Keep keys and values while sampling."""
     draft_answers: bool = True

@@ -29,6 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "micro-batches of 2": {"micro_batch_size": 2},
     "repeated": {"layout": "repeated"},
     "repeated, micro-batches of 2": {"layout": "repeated", "micro_batch_size": 2},
+    "tree": {"layout": "tree"},
+    "tree, micro-batches of 2": {"layout": "tree", "micro_batch_size": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "chunked log-probs": {"chunked_logprobs": True},
     "chunked, micro-batches of 1, repeated": {"chunked_logprobs": True, "micro_batch_size": 1, "layout": "repeated"},

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.layout import LAYOUTS, repeated, shared
+from minigrpo.layout import LAYOUTS, repeated, shared, tree
 from minigrpo.model import GPT, GPTShape
 from minigrpo.types import Completions
 
@@ -72,6 +72,53 @@ def test_shared_runs_each_prompt_and_each_distinct_completion_once(completions: 
     assert len(repeated(c).stream.ids) == every
 
 
+@pytest.fixture
+def always_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigrpo.layout.SCORES_PER_TOKEN", 10**9)
+
+
+@pytest.mark.usefixtures("always_a_tree")
+def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(model: GPT, completions: Completions) -> None:
+    c = completions
+    texts = {
+        (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist()) for p, g in np.ndindex(*c.completion_mask.shape[:2])
+    }
+    prefixes = {text[:n] for text in texts for n in range(2, len(text))}  # with a token, and one after it
+    layout = tree(c)
+    assert len(layout.stream.ids) == int(c.prompt_len.sum()) + len(prefixes)
+    assert len(layout.targets) == len({text[:n] for text in texts for n in range(2, len(text) + 1)})
+    assert len(layout.stream.ids) < len(shared(c).stream.ids)
+    logp, _ = model(layout.stream, layout)
+    torch.testing.assert_close(logp, naive_logp(model, c, 1.0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("always_a_tree")
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 2))
+def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
+    seed: int, prompts: int, samples: int, length: int, letters: int
+) -> None:
+    """Few letters, so that prefixes repeat in all ways: one completion the beginning of another, empty ones, equal ones."""
+    rng = np.random.default_rng(seed)
+    model = GPT(GPTShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
+    lengths = rng.integers(0, length + 1, (prompts, samples))
+    prompt_len = rng.integers(1, 4, prompts)
+    prompt_ids = rng.integers(0, 5, (prompts, 4))
+    ids = rng.integers(0, letters, (prompts, samples, length))
+    mask = np.arange(length) < lengths[..., None]
+    c = Completions(*map(torch.from_numpy, (prompt_ids, prompt_len, ids, mask)))
+    built, plain = tree(c), repeated(c)
+    torch.testing.assert_close(model(built.stream, built)[0], model(plain.stream, plain)[0], rtol=1e-9, atol=1e-11)
+
+
+def test_where_nothing_repeats_the_tree_is_shared() -> None:
+    rng = np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(0, EOS, (2, 8, 60)))
+    c = Completions(
+        torch.zeros(2, 30, dtype=torch.int64), torch.tensor([30, 30]), ids, torch.ones(2, 8, 60, dtype=torch.bool)
+    )
+    assert torch.equal(tree(c).stream.ids, shared(c).stream.ids)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 5), st.integers(1, 6), st.integers(2, 6))
 def test_any_shape_leads_back_to_its_own_tokens(seed: int, prompts: int, samples: int, width: int, length: int) -> None:
     c = make_completions(seed, prompts, max(samples, 3), width, length)
@@ -94,8 +141,9 @@ def test_completions_of_one_token_and_empty_ones_need_no_attention_of_their_own(
         assert (model(layout.stream, layout)[0] == 0).all()
 
 
-def test_fp32_shared_equals_repeated_on_this_device(device: str) -> None:
+def test_fp32_layouts_are_equal_on_this_device(device: str) -> None:
     c = make_completions(3)
     model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2)).to(device)
-    one, other = (build(c).to(device) for build in LAYOUTS.values())
-    torch.testing.assert_close(model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5)
+    one, *others = (build(c).to(device) for build in LAYOUTS.values())
+    for other in others:
+        torch.testing.assert_close(model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5)
