@@ -7,14 +7,15 @@ device, for rewards that wait, and because a function that hangs must not stop a
 
 import numbers
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import chess
-import Levenshtein
 import numpy as np
+from rapidfuzz.distance import Levenshtein  # what the package Levenshtein is made of
 
 from .pool import Job, WorkerPool
 from .types import Example, RewardTable, Task
@@ -25,6 +26,8 @@ FEN = re.compile(
     r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
 BOARD = (1 << 64) - 1
+# where a piece stands in eight 64-bit boards side by side: its kind's, and its colour's
+PIECES = {piece: 1 << 64 * ("pnbrqk".index(piece.lower())) | 1 << 64 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
 # a right, where its king and its rook must stand, and whose they are
 CASTLING = {
     "K": (chess.E1, chess.H1, chess.WHITE),
@@ -40,17 +43,26 @@ def _rank(text: str) -> int:
 
     -1 if it is none.
     """
-    boards, file, before = 0, 0, ""
+    boards, file, gap = 0, 0, False
     for piece in text:
-        if piece.isdigit():
-            if before.isdigit():
-                return -1  # 11 is written 2
-            file += int(piece)
+        if piece in PIECES:
+            boards |= PIECES[piece] << file
+            file, gap = file + 1, False
+        elif gap:
+            return -1  # 11 is written 2
         else:
-            boards |= (1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper())) << file
-            file += 1
-        before = piece
+            file, gap = file + int(piece), True
     return boards if file == 8 else -1
+
+
+class _Local(threading.local):
+    """A board of each thread, to be set up again and again: making one takes longer than all that is done to it here."""
+
+    def __init__(self) -> None:
+        self.board = chess.Board(None)
+
+
+_local = _Local()
 
 
 def is_valid_fen(text: object) -> bool:
@@ -68,7 +80,8 @@ def is_valid_fen(text: object) -> bool:
         if (found := _rank(rank)) < 0:
             return False
         boards = boards << 8 | found
-    board = chess.Board(None)
+    board = _local.board
+    board.castling_rights, board.ep_square = chess.BB_EMPTY, None
     board.pawns, board.knights, board.bishops = boards & BOARD, boards >> 64 & BOARD, boards >> 128 & BOARD
     board.rooks, board.queens, board.kings = boards >> 192 & BOARD, boards >> 256 & BOARD, boards >> 320 & BOARD
     board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = boards >> 384 & BOARD, boards >> 448
@@ -88,8 +101,7 @@ def is_valid_fen(text: object) -> bool:
 
 def similarity(a: str, b: str) -> float:
     """1 - levenshtein(a, b) / max(len(a), len(b)); two empty texts are equal."""
-    longest = max(len(a), len(b))
-    return 1.0 - Levenshtein.distance(a, b) / longest if longest else 1.0
+    return Levenshtein.normalized_similarity(a, b)
 
 
 # --- rewards of one's own -------------------------------------------------------------------------------------------------
@@ -244,17 +256,20 @@ class RewardScorer:
 
     def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
         """Begin to score; with workers this returns at once."""
-        places: dict[tuple[str, str], int] = {}
+        places: dict[str, dict[str, int]] = {}  # of each prompt: its texts
         asked: list[Example] = []
         distinct: list[str] = []
-        index = np.empty((len(texts), len(texts[0])), dtype=np.int64)
-        for p, (example, group) in enumerate(zip(examples, texts, strict=True)):
-            for g, text in enumerate(group):
-                index[p, g] = place = places.setdefault((example.prompt, text), len(distinct))
-                if place == len(distinct):
+        index: list[list[int]] = []
+        for example, group in zip(examples, texts, strict=True):
+            of_prompt, row = places.setdefault(example.prompt, {}), []
+            for text in group:
+                if (place := of_prompt.get(text)) is None:
+                    of_prompt[text] = place = len(distinct)
                     asked.append(example)
                     distinct.append(text)
-        pending = PendingRewards(self, index)
+                row.append(place)
+            index.append(row)
+        pending = PendingRewards(self, np.array(index))
         for judge in self.judges:
             for part in self._pieces(judge, len(distinct)):
                 some = (asked[part], distinct[part]) if judge.batched else (asked[part.start], distinct[part.start])

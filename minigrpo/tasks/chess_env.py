@@ -189,7 +189,7 @@ class Positions:
 
 
 MAX_SCORED_CHARS = 200
-ANSWER = re.compile(r"([^+]*)\+([01]\.[0-9]{1,3})\+([01])\+([01])")
+ENDING = re.compile(r"([01]\.[0-9]{1,3})\+([01])\+([01])")
 
 
 class ChessEnv:
@@ -224,20 +224,23 @@ class ChessEnv:
         return {name: [score[name] for score in scores] for name in self.parts}
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        true_fen, true_reward, *true_flags = example.answer.split("+")
-        found = ANSWER.fullmatch(text) if len(text) <= MAX_SCORED_CHARS else None
-        if found is None:  # no ending to read: what there is, is taken for the FEN
-            fen, right_reward, right_flags = text[:MAX_SCORED_CHARS].split("+", 1)[0], 0.0, 0.0
-        else:
-            fen, reward, *flags = found.groups()
-            right_reward = float(reward == true_reward)
-            right_flags = sum(map(str.__eq__, flags, true_flags)) / 2
+        true_fen, _, true_ending = example.answer.partition("+")
+        fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")  # no ending to read: what there is, is taken for the FEN
+        ending, truth = _ending(rest) if len(text) <= MAX_SCORED_CHARS else None, _ending(true_ending)
+        assert truth is not None
         exact = fen == true_fen  # and then it need not be parsed
         return {
-            "format": float(found is not None),
+            "format": float(ending is not None),
             "valid": float(exact or is_valid_fen(fen)),
             "similarity": 1.0 if exact else similarity(fen, true_fen),
             "exact_fen": float(exact),
-            "reward_value": right_reward,
-            "flags": right_flags,
+            "reward_value": float(ending is not None and ending[0] == truth[0]),
+            "flags": ((ending[1] == truth[1]) + (ending[2] == truth[2])) / 2 if ending else 0.0,
         }
+
+
+@lru_cache(maxsize=1 << 12)
+def _ending(text: str) -> tuple[str, ...] | None:
+    """Reward, terminated and truncated, or None if they are not what stands there."""
+    found = ENDING.fullmatch(text)
+    return found and found.groups()

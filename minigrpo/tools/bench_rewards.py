@@ -23,7 +23,7 @@ from rich.table import Table
 
 from ..config import Config
 from ..rewards import RewardFunction, RewardScorer, _rank
-from ..tasks.chess_env import ANSWER, ChessEnv
+from ..tasks.chess_env import ENDING, ChessEnv
 from ..trainer import Trainer
 from ..types import Example
 
@@ -95,9 +95,10 @@ def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) ->
 
 def naive(example: Example, text: str) -> dict[str, float]:
     """The parts as one would write them down first: python-chess parses and writes every FEN."""
-    truth, found = ANSWER.fullmatch(example.answer), ANSWER.fullmatch(text) if len(text) <= 200 else None
+    true_fen, true_ending = example.answer.split("+", 1)
+    fen, *rest = text[:200].split("+", 1)
+    truth, found = ENDING.fullmatch(true_ending), ENDING.fullmatch(rest[0]) if rest and len(text) <= 200 else None
     assert truth is not None
-    fen = found[1] if found else text[:200].split("+", 1)[0]
     valid = False
     if fen.isascii() and len(fen) <= 100:
         try:
@@ -106,14 +107,14 @@ def naive(example: Example, text: str) -> dict[str, float]:
             valid = board.is_valid() and short and board.fen(en_passant="fen") == fen
         except ValueError:
             pass
-    longest = max(len(fen), len(truth[1]))
+    longest = max(len(fen), len(true_fen))
     return {
         "format": float(found is not None),
         "valid": float(valid),
-        "similarity": 1 - Levenshtein.distance(fen, truth[1]) / longest if longest else 1.0,
-        "exact_fen": float(fen == truth[1]),
-        "reward_value": float(found is not None and found[2] == truth[2]),
-        "flags": sum(found[i] == truth[i] for i in (3, 4)) / 2 if found else 0.0,
+        "similarity": 1 - Levenshtein.distance(fen, true_fen) / longest if longest else 1.0,
+        "exact_fen": float(fen == true_fen),
+        "reward_value": float(found is not None and found[1] == truth[1]),
+        "flags": sum(found[i] == truth[i] for i in (2, 3)) / 2 if found else 0.0,
     }
 
 
