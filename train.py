@@ -22,8 +22,7 @@ def main(join: Callable[[Config], DistContext] = lambda config: DistContext()) -
         exit_with(error)
     except Diverged as error:
         sys.exit(f"error: {error}")
-    finally:
-        dist.close()
+    dist.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,5 @@ def close(example: Example, text: str) -> float:
 
 @reward(weight=0.1, batched=True)
 def brevity(examples: list[Example], texts: list[str]) -> list[float]:
-    """Batched: it sees each distinct completion of a step at once, and returns as many numbers."""
-    longest = max(map(len, texts))
-    return [1 - len(text) / (longest + 1) for text in texts]
+    """Batched, as a reward model would be: many texts in one call, as many numbers, each a function of its own text."""
+    return [1 / (1 + len(text)) for text in texts]

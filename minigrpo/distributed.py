@@ -112,7 +112,7 @@ class DistContext:
                 outcome = function(), None
             except Exception as error:
                 outcome = None, error
-            self.store.set(key, pickle.dumps(outcome))
+            self.store.set(key, _pickled(outcome))
         else:
             while not self.store.check([key]):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -155,3 +155,10 @@ class DistContext:
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _pickled(outcome: tuple[Any, Exception | None]) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:  # an exception of a class from a user's file, which the others could not load
+        return pickle.dumps((None, RuntimeError(repr(outcome[1]))))

@@ -57,8 +57,9 @@ class Learner:
         """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last step, of all shares."""
         config, given = self.config, batch
         batch = batch.counted()
-        counts = Counts.of(batch.completions.completion_mask)  # of the whole batch, whatever is left out below
-        counts = Counts(*self.dist.sum(torch.tensor([counts.completions, counts.tokens], device=self.device)))
+        mask = batch.completions.completion_mask  # of the whole batch, whatever is left out below
+        completions, tokens = self.dist.sum(torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device))
+        counts = Counts(completions, tokens.clamp(min=1))
         batch = batch.select(self.live_prompts(batch))
         parts = batch.split(config.micro_batch_size or len(batch))
         layouts = [LAYOUTS[config.layout](part.completions).to(self.device) for part in parts]
@@ -78,11 +79,12 @@ class Learner:
                 self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-            if good:
-                self.guard["in_a_row"] = 0
-            elif not self.scaler.is_enabled():
+            overflow = self.scaler.is_enabled() and torch.isfinite(metrics["loss"])
+            if not good and not overflow:
                 self._leave_out(given, step, f"loss {float(metrics['loss']):g}, gradient norm {float(norm):g}")
                 break
+        else:
+            self.guard["in_a_row"] = 0
         tokens = self.dist.sum(torch.tensor(float(sum(len(layout.stream.ids) for layout in layouts)), device=self.device))
         metrics |= {"grad_norm": norm, "tokens/run": tokens}
         return {name: float(x) for name, x in metrics.items()} | {"learning_rate": learning_rate}

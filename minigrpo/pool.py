@@ -42,33 +42,34 @@ class WorkerPool:
     def __init__(self, workers: int, name: str) -> None:
         self.workers, self.name = workers, name
         self.queue: SimpleQueue[Job | None] = SimpleQueue()
-        self.alive = self.num_abandoned = 0
+        self.lock = threading.Lock()
+        self.alive = 0  # threads that take jobs
+        self.num_abandoned = 0  # threads that are still in a job that was given up
 
     def submit(self, function: Callable[..., Any], *args: Any, needs_thread: bool = False) -> Job:
         """`needs_thread` jobs, which might hang, get a thread even in a pool of none."""
         job = Job(function, args)
-        if not self.workers and not needs_thread:
+        if not needs_thread and (not self.workers or not self._staffed()):
             job.run()
-            return job
-        while self.alive < max(1, self.workers) and self.num_abandoned < MAX_ABANDONED:
-            self._start_worker()
-        self.queue.put(job)
+        elif self._staffed():
+            self.queue.put(job)
+        else:
+            job.future.set_exception(TimeoutError(f"all threads hang, {self.num_abandoned} of them"))
         return job
 
     def wait(self, job: Job, timeout_s: float | None) -> Any:
         """The job's result, or what it raised; TimeoutError once it has run for `timeout_s`. To be called in order."""
         while not job.future.done():
-            if not self.alive and timeout_s is None:
-                job.run()  # what cannot hang need not wait for those that do
-                break
-            if not self.alive:
-                raise TimeoutError(f"all threads hang ({self.num_abandoned} of them)")
+            if job.abandoned or (timeout_s is not None and not self.alive):
+                raise TimeoutError("was given up" if job.abandoned else f"all threads hang, {self.num_abandoned} of them")
             left = timeout_s if timeout_s is None or job.started is None else job.started + timeout_s - time.monotonic()
             if left is not None and left <= 0:
                 self._abandon(job)
                 raise TimeoutError(f"took longer than {timeout_s:g} s")
+            if timeout_s is None and not self._staffed():
+                return job.function(*job.args)  # what cannot hang need not wait for those that do
             try:
-                job.future.exception(left)
+                job.future.exception(min(threading.TIMEOUT_MAX, 1.0 if left is None else left))
             except TimeoutError:
                 continue
         return job.future.result()
@@ -79,19 +80,25 @@ class WorkerPool:
             self.queue.put(None)
         self.alive = 0
 
-    def _start_worker(self) -> None:
-        self.alive += 1
-        threading.Thread(target=self._work, name=self.name, daemon=True).start()
+    def _staffed(self) -> bool:
+        """Start threads that are missing, as far as the bound allows; whether there are any."""
+        with self.lock:
+            while self.alive < max(1, self.workers) and self.num_abandoned < MAX_ABANDONED:
+                self.alive += 1
+                threading.Thread(target=self._work, name=self.name, daemon=True).start()
+            return self.alive > 0
 
     def _work(self) -> None:
         while (job := self.queue.get()) is not None:
             job.run()
-            if job.abandoned:
-                return
+            with self.lock:
+                if job.abandoned:  # it came back after all, and its place has been taken
+                    self.num_abandoned -= 1
+                    return
 
     def _abandon(self, job: Job) -> None:
-        job.abandoned = True
-        self.alive -= 1
-        self.num_abandoned += 1
-        if self.num_abandoned < MAX_ABANDONED:
-            self._start_worker()
+        with self.lock:
+            job.abandoned = True
+            self.alive -= 1
+            self.num_abandoned += 1
+        self._staffed()

@@ -26,6 +26,7 @@ FEN = re.compile(
     r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
 BOARD = (1 << 64) - 1
+LONGEST_BATCH = 300.0  # seconds; other processes wait for these scores, and give up after --pg-timeout
 # where a piece stands in eight 64-bit boards side by side: its kind's, and its colour's
 PIECES = {piece: 1 << 64 * ("pnbrqk".index(piece.lower())) | 1 << 64 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
 # a right, where its king and its rook must stand, and whose they are
@@ -116,7 +117,7 @@ class RewardFunction:
     weight: float = 1.0
     timeout_s: float | None = None  # a completion; None: the scorer's
     floor: float = 0.0  # what a completion gets if the function fails on it
-    batched: bool = False  # function(examples, texts) -> as many floats
+    batched: bool = False  # function(examples, texts) -> as many floats; which texts come together is not fixed
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -132,7 +133,9 @@ def reward(
             return 1 / (1 + len(text))
 
     `--rewards FILE.py` adds a file's decorated functions to the task's parts; `reward_weights` in TOML or --reward-weights
-    beat `weight`. A call that raises, takes longer than `timeout_s` or returns anything but a finite number is worth `floor`.
+    beat `weight`. A batched function gets lists, for a reward model, say; which texts come together depends on the number of
+    processes and on --rollout-batch-size, so the value of a text should depend on that text alone. A call that raises, takes
+    longer than `timeout_s` or returns anything but a finite number is worth `floor`.
     """
 
     def decorate(function: Callable[..., Any]) -> RewardFunction:
@@ -186,16 +189,25 @@ class PendingRewards:
     scorer: "RewardScorer"
     index: np.ndarray  # [P, G] into the distinct (prompt, text)
     tasks: list[tuple[_Judge, slice, Job]] = field(default_factory=list)
+    table: RewardTable | None = None  # once it is known
 
     def result(self) -> RewardTable:
         """The table; a completion that a judge failed on has that judge's floor, and is counted."""
+        if self.table is None:
+            self.table = self._wait()
+        return self.table
+
+    def _wait(self) -> RewardTable:
         size = int(self.index.max()) + 1
         columns = {name: np.zeros(size, dtype=np.float32) for judge in self.scorer.judges for name in judge.names}
         failed = {name: np.zeros(size, dtype=np.int64) for name in self.scorer.can_fail}
         for judge, part, job in self.tasks:
             count = part.stop - part.start
             try:
-                answer = self.scorer.pool.wait(job, None if judge.timeout_s is None else judge.timeout_s * count)
+                limit = judge.timeout_s
+                if limit is not None and judge.batched:
+                    limit = max(limit, min(limit * count, LONGEST_BATCH))
+                answer = self.scorer.pool.wait(job, limit)
                 table = _numbers(answer, judge, count)
             except Exception as error:
                 if judge.timeout_s is None:
@@ -289,9 +301,10 @@ class RewardScorer:
     def complain(self, judge: _Judge, error: Exception) -> None:
         """Say once of each judge what went wrong first; the counters say how often."""
         name = ", ".join(judge.names)
-        if name not in self.warned:
-            self.warned.add(name)
-            what = str(error) if isinstance(error, _Wrong | TimeoutError) else f"{type(error).__name__}: {str(error)[:200]}"
+        what = str(error) if isinstance(error, _Wrong | TimeoutError) else f"{type(error).__name__}: {str(error)[:200]}"
+        kind = f"{name}, {'hangs' if what.startswith('all threads') else 'fails'}"
+        if kind not in self.warned:
+            self.warned.add(kind)
             self.warn(f"reward {name}: {what}; such completions get {judge.floor}, rewards/<part>/failures counts them")
 
     def close(self) -> None:

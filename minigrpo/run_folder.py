@@ -114,7 +114,7 @@ def lock(folder: Path) -> IO[str]:
 def dump_batch(folder: Path, batch: RolloutBatch, step: int, rank: int) -> Path:
     """Write a batch that could not be learnt from, as plain types and tensors (`torch.load(..., weights_only=True)`)."""
     path = folder / "bad_batches" / f"step_{step + 1:06d}_rank_{rank}.pt"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     record = {"prompts": [example.prompt for example in batch.examples], "texts": [list(group) for group in batch.texts]}
     rewards = None if batch.rewards is None else torch.from_numpy(batch.rewards.total)
     tensors = {**vars(batch.completions), "rewards": rewards, "advantages": batch.advantages, "ref_logp": batch.ref_logp}

@@ -80,6 +80,7 @@ class Trainer:
             warn=self.screen.warn,
         )
         self.model = build_model(config, self.tokenizer).to(self.device)
+        accel.chunk_logprobs(config, self.model)  # before the reference is copied from it
         probe = [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
         encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
         self.learner = Learner(config, self.model, self.dist, self.screen.warn, self._dump)
@@ -98,7 +99,6 @@ class Trainer:
             raise
         accel.use_tf32(config)
         accel.checkpoint_blocks(config, self.model)
-        accel.chunk_logprobs(config, self.model)
         accel.compile_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
         self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast)
@@ -142,10 +142,10 @@ class Trainer:
         try:
             with StopRequest(self.screen.warn) as request:
                 self._train(request)
-            self.save()
-            self.dist.on_main(lambda: self.model.save_pretrained(self.folder / "model.safetensors"))
-            if not self.stop_reason:
-                self._evaluate(config.eval_size)
+                self.save()
+                self.dist.on_main(lambda: self.model.save_pretrained(self.folder / "model.safetensors"))
+                if not self.stop_reason:
+                    self._evaluate(config.eval_size)
         except BaseException as error:
             self._summarise("failed", repr(error), time.perf_counter() - began)
             raise
@@ -164,12 +164,12 @@ class Trainer:
         self.screen.start(config.max_steps, self.step)
         while self.step < end and not self.stop_reason:
             self.one_step()
-            self.stop_reason = request.agreed(self.dist)
             if self.step < config.max_steps:
                 if config.eval_every and self.step % config.eval_every == 0:
                     self._evaluate(config.eval_size_during)
                 if self.step % config.save_every == 0:
                     self.save(must=False)
+            self.stop_reason = request.agreed(self.dist)
         if self.step < config.max_steps and not self.stop_reason:
             self.stop_reason = "stop_after"
 
@@ -312,5 +312,8 @@ class Trainer:
                 )
         self.screen.say(f"resumed from step {self.step} of {self.folder}")
 
-    def _dump(self, batch: RolloutBatch, step: int) -> Path:
-        return dump_batch(self.folder, batch, step, self.dist.rank)
+    def _dump(self, batch: RolloutBatch, step: int) -> Path | None:
+        try:
+            return dump_batch(self.folder, batch, step, self.dist.rank)
+        except (OSError, RuntimeError):  # a full disk must not end what the guard has saved
+            return None

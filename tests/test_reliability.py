@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from minigrpo import Config, Trainer
+from minigrpo.checkpoint import save_checkpoint
 from minigrpo.config import ConfigError
 from minigrpo.learner import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged
 
@@ -151,13 +153,37 @@ def test_six_bad_steps_in_a_row_stop_the_run_with_a_clear_error(tmp_path: Path) 
     assert summary["status"] == "failed" and "6 steps in a row" in summary["exit_reason"]
 
 
+def test_under_float16_an_overflow_is_the_scalers_business_and_a_bad_loss_is_not(tmp_path: Path) -> None:
+    """With the scaler on the CPU, which is the one that CUDA has."""
+    trainer = make(tmp_path / "overflow")
+    trainer.learner.scaler = torch.amp.GradScaler("cpu", enabled=True)
+    poison(trainer, {0})
+    scale = trainer.learner.scaler.get_scale()
+    before = trainer.model.wte.weight.clone()
+    trainer.learner.learn(trainer.source.batch(0), 0)
+    assert torch.equal(trainer.model.wte.weight, before)
+    assert trainer.learner.guard["skipped"] == 0 and trainer.learner.scaler.get_scale() == scale / 2
+
+    trainer = make(tmp_path / "bad loss")
+    trainer.learner.scaler = torch.amp.GradScaler("cpu", enabled=True)
+    batch = trainer.source.batch(0)
+    assert batch.advantages is not None
+    trainer.learner.learn(replace(batch, advantages=batch.advantages * torch.nan), 0)
+    assert trainer.learner.guard["skipped"] == 1
+
+
+def test_a_bad_batch_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    poison(trainer, {2})
+    (tmp_path / "run" / "bad_batches").write_text("in the way")
+    assert trainer.fit()["skipped_steps"] == 1
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_do_not_fit(tmp_path: Path) -> None:
     make(tmp_path / "run", stop_after=2).fit()
     path = next((tmp_path / "run" / "checkpoints").glob("*/state.pt"))
     state = torch.load(path, weights_only=True)
     state["model"]["wte.weight"] = state["model"]["wte.weight"][:100]
-    from minigrpo.checkpoint import save_checkpoint
-
     save_checkpoint(tmp_path / "run" / "checkpoints", 3, {**state, "step": 3}, keep_last=1)
     with pytest.raises(ValueError, match="does not fit this model: .*wte.weight") as error:
         make(tmp_path / "run", resume="auto")

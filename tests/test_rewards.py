@@ -269,6 +269,36 @@ def test_however_many_hang_there_is_a_bound_on_threads_and_an_end(hold: threadin
     assert threading.active_count() - before <= MAX_ABANDONED + 2
 
 
+def test_threads_that_come_back_after_all_free_their_places() -> None:
+    """A reward that is often a little late must not use up the pool over a long run."""
+
+    @reward(timeout_s=0.005)
+    def late(example: Example, text: str) -> float:
+        time.sleep(0.02 if text == "bad" else 0)
+        return 1.0
+
+    scorer = RewardScorer(ENV, functions=[late], workers=2)
+    for _ in range(2 * MAX_ABANDONED):
+        table = scorer.score(EXAMPLES[:2], TEXTS)
+        assert table.parts["late"].tolist() == [[1, 0, 1], [0, 1, 1]]
+    time.sleep(0.1)
+    assert scorer.pool.num_abandoned == 0
+    scorer.close()
+
+
+def test_a_result_that_is_asked_for_twice_is_the_same_and_gives_up_once(hold: threading.Event) -> None:
+    @reward(timeout_s=0.02)
+    def slow(example: Example, text: str) -> float:
+        hold.wait()
+        return 1.0
+
+    scorer = RewardScorer(ENV, functions=[slow], workers=2)
+    pending = scorer.submit(EXAMPLES[:1], [["a"]])
+    first = pending.result()
+    assert pending.result() is first
+    assert scorer.pool.num_abandoned == 1
+
+
 def test_a_process_whose_reward_hangs_exits(tmp_path: Path) -> None:
     program = tmp_path / "hang.py"
     program.write_text("""

@@ -107,6 +107,26 @@ def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_pat
     assert not (tmp_path / "requeued").exists()
 
 
+def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """tar fails: on the way out the local run is the only whole one, on the way in the one in GRPO_OUT is."""
+    out, broken = tmp_path / "out", tmp_path / "bin" / "tar"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    job = submit(slurm, max_steps=4)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 1 and "could not be copied" in output
+    assert weights(next((tmp_path / "local").glob("*/run")))[0] == 4
+    (out / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
+    kept = out / "checkpoints" / "step_000002" / "state.pt"
+    kept.write_text("precious")
+    job = submit({**slurm, "GRPO_LOCAL": str(tmp_path)}, max_steps=4)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 1, output
+    assert kept.read_text() == "precious"
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

@@ -82,6 +82,20 @@ def test_a_bad_line_of_data_is_named(tmp_path: Path, content: str, words: str) -
         load_task("chess-env", seed=0, data=str(path))
 
 
+def test_text_with_unusual_line_ends_stays_in_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"prompt": f"{i}\u2028\x85", "answer": "a"}, ensure_ascii=False) for i in range(40)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    pairs = Pairs(path, seed=0)
+    assert len(pairs.train(0).prompt.strip("0123456789")) == 2
+
+
+def test_a_task_file_may_have_dataclasses_and_postponed_annotations(tmp_path: Path) -> None:
+    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Word:\n    text: str\n"
+    (tmp_path / "mine.py").write_text(head + Path(REVERSE).read_text())
+    assert load_task(str(tmp_path / "mine.py"), seed=0).train(0).prompt.endswith("=")
+
+
 def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -> None:
     broken, empty, two = tmp_path / "broken.py", tmp_path / "empty.py", tmp_path / "two.py"
     broken.write_text("import nothing_of_that_name")

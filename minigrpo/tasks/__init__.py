@@ -4,6 +4,7 @@ The protocol is `minigrpo.types.Task`. A file of one's own is imported as it is:
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -67,6 +68,7 @@ def _load(path: str, flag: str) -> ModuleType:
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ValueError(f"{flag} {path}: must be a Python file that is there")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:

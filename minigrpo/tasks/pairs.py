@@ -30,7 +30,7 @@ class Pairs:
         self.seed = seed
         self._split: dict[bool, list[Example]] = {False: [], True: []}
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # and not at U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--data {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
         for number, line in enumerate(lines, 1):

@@ -51,7 +51,11 @@ def table(runs: dict[Path, list[dict[str, Any]]]) -> Table:
             str(last["step"]),
             f"{last['n']:.0f}",
             *(f"{first['exact']:.1%}", f"{last['exact']:.1%}", f"{100 * (last['exact'] - first['exact']):+.1f}"),
-            *(f"{first['valid']:.1%}", f"{last['valid']:.1%}", f"{summary.get('wall_seconds', float('nan')):.0f}"),
+            *(
+                f"{first.get('valid', float('nan')):.1%}",
+                f"{last.get('valid', float('nan')):.1%}",
+                f"{summary.get('wall_seconds', float('nan')):.0f}",
+            ),
         )
     return out
 
