@@ -25,10 +25,10 @@ FEN = re.compile(
     r"([PNBRQKpnbrqk1-8]+(?:/[PNBRQKpnbrqk1-8]+){7}) ([wb]) (-|(?! )K?Q?k?q?) (-|[a-h][36])"
     r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
-BOARD = (1 << 64) - 1
 LONGEST_BATCH = 300.0  # seconds; other processes wait for these scores, and give up after --pg-timeout
-# where a piece stands in eight 64-bit boards side by side: its kind's, and its colour's
-PIECES = {piece: 1 << 64 * ("pnbrqk".index(piece.lower())) | 1 << 64 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
+# where a piece stands in eight bytes, one for each of pawns, knights, bishops, rooks, queens, kings, Black and White
+PIECES = {piece: 1 << 8 * "pnbrqk".index(piece.lower()) | 1 << 8 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
+GAPS = {digit: int(digit) for digit in "12345678"}
 # a right, where its king and its rook must stand, and whose they are
 CASTLING = {
     "K": (chess.E1, chess.H1, chess.WHITE),
@@ -39,21 +39,18 @@ CASTLING = {
 
 
 @lru_cache(maxsize=1 << 16)
-def _rank(text: str) -> int:
-    """One rank as eight 64-bit boards side by side: pawns, knights, bishops, rooks, queens, kings, Black's, White's.
-
-    -1 if it is none.
-    """
+def _rank(text: str) -> bytes:
+    """One rank as eight bytes, see PIECES, a bit a file; empty if it is none."""
     boards, file, gap = 0, 0, False
     for piece in text:
-        if piece in PIECES:
-            boards |= PIECES[piece] << file
+        if bits := PIECES.get(piece):
+            boards |= bits << file
             file, gap = file + 1, False
         elif gap:
-            return -1  # 11 is written 2
+            return b""  # 11 is written 2
         else:
-            file, gap = file + int(piece), True
-    return boards if file == 8 else -1
+            file, gap = file + GAPS[piece], True
+    return boards.to_bytes(8, "little") if file == 8 else b""
 
 
 class _Local(threading.local):
@@ -76,16 +73,16 @@ def is_valid_fen(text: object) -> bool:
     if not isinstance(text, str) or len(text) > MAX_FEN_LENGTH or (match := FEN.fullmatch(text)) is None:
         return False
     placement, side, castling, passant = match.groups()
-    boards = 0
-    for rank in placement.split("/"):  # the eighth rank first: each moves those before it up by one
-        if (found := _rank(rank)) < 0:
+    data = b""  # the eighth rank comes first
+    for rank in placement.split("/"):
+        if not (found := _rank(rank)):
             return False
-        boards = boards << 8 | found
-    board = _local.board
+        data += found
+    board, number = _local.board, int.from_bytes
     board.castling_rights, board.ep_square = chess.BB_EMPTY, None
-    board.pawns, board.knights, board.bishops = boards & BOARD, boards >> 64 & BOARD, boards >> 128 & BOARD
-    board.rooks, board.queens, board.kings = boards >> 192 & BOARD, boards >> 256 & BOARD, boards >> 320 & BOARD
-    board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = boards >> 384 & BOARD, boards >> 448
+    board.pawns, board.knights, board.bishops = number(data[0::8]), number(data[1::8]), number(data[2::8])
+    board.rooks, board.queens, board.kings = number(data[3::8]), number(data[4::8]), number(data[5::8])
+    board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = number(data[6::8]), number(data[7::8])
     board.occupied = board.occupied_co[chess.BLACK] | board.occupied_co[chess.WHITE]
     board.turn = side == "w"
     if castling != "-":
@@ -169,7 +166,8 @@ def _numbers(values: Any, judge: _Judge, size: int) -> np.ndarray:
             raise _Wrong(f"returned {_short(values)}, without {name}") from None
         if isinstance(column, str) or not hasattr(column, "__len__") or len(column) != size:
             raise _Wrong(f"returned {_short(column)}, not {size} numbers")
-        for value in column if set(map(type, column)) != {float} else ():
+        plain = isinstance(column, np.ndarray) and column.dtype.kind in "fiub"
+        for value in () if plain else column:
             if not isinstance(value, numbers.Real | np.bool_):
                 raise _Wrong(f"returned {_short(value)}, not a finite number")
         row[:] = column

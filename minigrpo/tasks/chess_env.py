@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 import chess
 import numpy as np
@@ -219,15 +220,15 @@ class ChessEnv:
     def held_out(self, number: int) -> Example:
         return self._held_out.example(number)
 
-    def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, list[float]]:
-        scores = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
-        return {name: [score[name] for score in scores] for name in self.parts}
+    def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, np.ndarray]:
+        in_order = itemgetter(*self.parts)
+        rows = [in_order(self.score(example, text)) for example, text in zip(examples, texts, strict=True)]
+        return dict(zip(self.parts, np.array(rows, dtype=np.float32).T, strict=True))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        true_fen, _, true_ending = example.answer.partition("+")
+        true_fen, truth = _truth(example.answer)
         fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")  # no ending to read: what there is, is taken for the FEN
-        ending, truth = _ending(rest) if len(text) <= MAX_SCORED_CHARS else None, _ending(true_ending)
-        assert truth is not None
+        ending = _ending(rest) if len(text) <= MAX_SCORED_CHARS else None
         exact = fen == true_fen  # and then it need not be parsed
         return {
             "format": float(ending is not None),
@@ -237,6 +238,13 @@ class ChessEnv:
             "reward_value": float(ending is not None and ending[0] == truth[0]),
             "flags": ((ending[1] == truth[1]) + (ending[2] == truth[2])) / 2 if ending else 0.0,
         }
+
+
+@lru_cache(maxsize=1 << 12)
+def _truth(answer: str) -> tuple[str, tuple[str, ...]]:
+    """The true FEN, and what follows it."""
+    fen, *ending = answer.split("+")
+    return fen, tuple(ending)
 
 
 @lru_cache(maxsize=1 << 12)
