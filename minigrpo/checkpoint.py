@@ -117,6 +117,6 @@ def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) ->
             return load_checkpoint(path)
         except CheckpointError as error:
             warn(f"{error}; trying the one before it")
-    if paths:
+    if any((path / "manifest.json").exists() for path in paths):
         raise CheckpointError(f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh")
-    return None
+    return None  # nothing there, or only a first save that was never finished: nothing was promised, so nothing is lost

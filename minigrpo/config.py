@@ -164,7 +164,7 @@ class Config:
     """Score completions in a pool of threads."""
     num_reward_workers: int = 2
     """Threads in that pool."""
-    overlap_rewards: bool = True
+    overlap_rewards: bool = False
     """Score in that pool while the next rollout batch decodes and the reference runs."""
     skip_dead_groups: bool = True
     """Leave groups out of the update whose gradient is exactly 0: all rewards equal, no KL."""

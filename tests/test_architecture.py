@@ -60,7 +60,7 @@ def test_only_some_modules_may_import_chess_distributed_or_print() -> None:
         if not name.startswith(("tasks.", "tools.")) and name != "rewards":
             assert "chess" not in others, name
         if name not in ("distributed", "accel"):
-            assert "torch.distributed" not in text, name
+            assert "torch.distributed" not in text.replace("torch.distributed.run", ""), name  # but the launcher
         if not name.startswith("tools.") and name != "metrics":
             assert not [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and n.id == "print"], name
 

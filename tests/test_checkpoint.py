@@ -72,6 +72,14 @@ def test_with_only_damaged_checkpoints_auto_is_an_error_and_with_none_a_fresh_st
         find_checkpoint(tmp_path, "auto", lambda text: None)
 
 
+def test_a_run_that_was_killed_in_its_very_first_save_starts_afresh(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (path_of(tmp_path, 1) / "manifest.json").unlink()  # which is written last
+    warnings: list[str] = []
+    assert find_checkpoint(tmp_path, "auto", warnings.append) is None
+    assert len(warnings) == 1 and "step_000001" in warnings[0]
+
+
 def test_a_step_that_is_not_there_is_an_error_that_lists_what_is(tmp_path: Path) -> None:
     save(tmp_path, 10, 20)
     with pytest.raises(CheckpointError, match=r"--resume 15: no such checkpoint .* there: 10, 20"):
