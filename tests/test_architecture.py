@@ -57,7 +57,7 @@ def test_losses_see_no_model_and_models_no_config() -> None:
 def test_only_some_modules_may_import_chess_distributed_or_print() -> None:
     for name, path in FILES.items():
         others, text = imports(name)[1], path.read_text()
-        if not name.startswith(("tasks.", "tools.")) and name != "rewards":
+        if not name.startswith(("tasks.", "tools.")) and name != "fen":
             assert "chess" not in others, name
         if name not in ("distributed", "accel"):
             assert "torch.distributed" not in text.replace("torch.distributed.run", ""), name  # but the launcher

@@ -22,7 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from ..config import Config
-from ..rewards import RewardFunction, RewardScorer, _rank
+from ..fen import _rank
+from ..rewards import RewardFunction, RewardScorer
 from ..tasks.chess_env import ENDING, ChessEnv
 from ..trainer import Trainer
 from ..types import Example
