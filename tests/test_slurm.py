@@ -19,7 +19,12 @@ JOB = str(os.getpid())  # the launcher's port is made of it
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
 STANDINS = {
     # drops its own options and becomes what it starts; srun passes signals on, and this one is the process itself
-    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "srun": """while [[ $1 == --* ]]; do shift; done
+        [[ ${SLURM_JOB_NUM_NODES:-1} == 2 ]] || exec "$@"
+        SLURM_NODEID=1 "$@" & other=$!
+        SLURM_NODEID=0 "$@" & first=$!
+        trap 'kill -TERM $first $other' TERM
+        wait $first; wait $first; code=$?; wait $other; exit $code""",
     "scontrol": 'case $1 in requeue) echo "$2" >> "$SLURM_TEST/requeued" ;; show) echo 127.0.0.1 ;; esac',
     "nvidia-smi": 'for ((i = 0; i < ${FAKE_GPUS:-0}; i++)); do echo "GPU $i"; done',
     "sbatch": 'export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NAME=grpo; exec bash "$@"',
@@ -78,6 +83,8 @@ def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     name: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
+    if name == "TERM":  # on two nodes of one process each
+        slurm |= {"SLURM_JOB_NUM_NODES": "2", "GRPO_PROCESSES": "1"}
     job = submit(slurm, max_steps=100_000)
     wait_for(out, "checkpoints/step_*/manifest.json")  # copied while the job runs
     os.kill(job.pid, getattr(signal, f"SIG{name}"))
@@ -88,6 +95,9 @@ def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
     assert weights(out)[0] == summary["step"]
     assert not list((tmp_path / "local").iterdir())
+    where = "2 node(s) x 1 process(es)" if name == "TERM" else "1 node(s) x 2 process(es)"
+    assert where in (out / "slurm" / f"{JOB}.0" / "job_summary.txt").read_text()
+    assert "on 2 x cpu" in output
     if name == "USR1":
         job = submit({**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=100_000, stop_after=summary["step"] + 2)
         output = job.communicate(timeout=120)[0]
