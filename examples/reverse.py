@@ -1,4 +1,4 @@
-"""A task of one's own in one file: write a word backwards.
+r"""A task of one's own in one file: write a word backwards.
 
     python train.py --task examples/reverse.py --init-from scratch --loss nll --group-size 1 --max-steps 600 \
         --stop-after 400 --learning-rate 2e-3 --prompts-per-step 32 --max-new-tokens 12 --out-dir runs/reverse-warm

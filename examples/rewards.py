@@ -1,6 +1,9 @@
-"""Reward functions of one's own, on top of the parts that the task has:
+r"""Reward functions of one's own, on top of the parts that the task has:
 
-    python train.py --data examples/sums.jsonl --rewards examples/rewards.py --reward-weights exact=1,close=0.5,brevity=0.1
+    python train.py --data examples/sums.jsonl --init-from runs/sums-warm --rewards examples/rewards.py \
+        --reward-weights exact=1,close=0.5,brevity=0.1 --max-new-tokens 8
+
+from a model that has been taught true answers (the README has that command, too).
 
 `example.prompt` and `example.answer` are what was asked and what is true, `text` is what the model wrote. A function that
 raises, takes too long or returns no finite number does not stop the run: the completion gets the floor, and is counted.

@@ -191,7 +191,8 @@ class Config:
         for least, names in AT_LEAST.items():
             for name in names.split():
                 if (value := getattr(self, name)) is not None and not least <= value < math.inf:
-                    raise ConfigError(f"{flag(name)} must be at least {least} and finite, got {value}")
+                    finite = "" if math.isfinite(value) else " and finite"
+                    raise ConfigError(f"{flag(name)} must be at least {least}{finite}, got {value}")
         for name in ABOVE_ZERO.split():
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{flag(name)} must be a number above 0, got {value}")
@@ -252,7 +253,11 @@ class Config:
         try:
             chosen, rest = files.parse_known_args(argv)
             values = {name: value for path in chosen.config for name, value in read_toml(path).items()}
-            return _parse_flags(cls(**values), rest)
+            try:
+                defaults = cls(**values)
+            except ConfigError as error:
+                raise ConfigError(f"--config {', '.join(chosen.config)}: {error}") from None
+            return _parse_flags(defaults, rest)
         except (ConfigError, argparse.ArgumentError) as error:
             exit_with(error)
 
@@ -333,4 +338,4 @@ def _first_paragraph(panel: str) -> str:
         if words and (not text or set(text) <= {"─"}):
             break
         words.append(text)
-    return " ".join(words) + " (--help lists what is allowed)"
+    return " ".join(words).removeprefix("Error parsing Config: ") + " (--help lists what is allowed)"

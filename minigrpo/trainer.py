@@ -34,6 +34,7 @@ from .tokenizer import load_tokenizer
 from .types import RolloutBatch
 
 STEPS_BETWEEN_SAMPLES = 10
+STEPS_WITHOUT_SIGNAL = 20  # before it is said
 SAMPLES_LOGGED = 2
 PROMPTS_CHECKED = 64  # for their length, before anything is written
 
@@ -90,6 +91,7 @@ class Trainer:
         self.step = 0  # optimizer steps are counted from 0; this many are done
         self.saved_step = -1  # the step of the newest checkpoint
         self.stop_reason = ""
+        self.dead_steps = 0  # in a row, without a group whose rewards differ
         self.first: dict[str, float] | None = None  # evaluations
         self.last: dict[str, float] | None = None
         try:
@@ -185,6 +187,7 @@ class Trainer:
         values |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         values |= {"step_time": time.perf_counter() - start, "memory/peak_mib": peak_memory_mib(self.device)}
         self.log.step(self.step, values)
+        self._look_for_a_signal(values)
         self._log_samples(batch)
         seen = f"exact {self.last['exact']:.1%}  " if self.last else ""
         now = f"reward {values['reward']:.3f}" if "reward" in values else f"loss {values['loss']:.4f}"
@@ -208,6 +211,15 @@ class Trainer:
             self.screen.warn(
                 "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
                 "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
+            )
+
+    def _look_for_a_signal(self, values: dict[str, float]) -> None:
+        """Say so, once, if there has been nothing to learn from for a while."""
+        self.dead_steps = self.dead_steps + 1 if values.get("frac_reward_zero_std") == 1 else 0
+        if self.dead_steps == STEPS_WITHOUT_SIGNAL and self.dist.is_main:
+            self.screen.warn(
+                f"for {STEPS_WITHOUT_SIGNAL} steps all completions of each prompt had equal rewards: nothing is learnt. A "
+                "model that never gets a part right needs a warm start on true answers first (--loss nll)"
             )
 
     def _log_samples(self, batch: RolloutBatch) -> None:

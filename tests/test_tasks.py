@@ -104,12 +104,18 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
         "    parts = {}\n    def __init__(self, seed): raise RuntimeError('no luck')\n    train = held_out = score = None\n"
     )
     two.write_text(f"class A:\n{body}")
+    none, leaves = tmp_path / "nothing.py", tmp_path / "leaves.py"
+    body = "    parts = {}\n    score = None\n    def __init__(self, seed): pass\n    def train(self, n): pass\n"
+    none.write_text(f"class A:\n{body}    held_out = train\n")
+    leaves.write_text("raise SystemExit(0)")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"task": "chess"}, "--task must be chess-env or a Python file"),
         ({"task": str(tmp_path / "none.py")}, "--task .*none.py: must be a Python file that is there"),
         ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
         ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
-        ({"task": str(two)}, "--task .*two.py: A.seed. raised RuntimeError: no luck"),
+        ({"task": str(two)}, "--task .*two.py: A: RuntimeError: no luck"),
+        ({"task": str(none)}, "--task .*nothing.py: A: TypeError: train.0. must return a minigrpo.types.Example, got None"),
+        ({"rewards": str(leaves)}, "--rewards .*leaves.py: SystemExit: 0"),
         ({"data": str(tmp_path / "none.jsonl")}, "--data .*none.jsonl: cannot be read"),
         ({"data": "games.txt"}, "--data must be a .jsonl file"),
         ({"data": SUMS, "task": REVERSE}, "--data goes with the default --task"),
@@ -127,3 +133,8 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
 def test_the_decorated_functions_of_a_file() -> None:
     assert [(f.name, f.weight, f.batched) for f in load_rewards(REWARDS)] == [("close", 0.5, False), ("brevity", 0.1, True)]
     assert load_rewards("") == []
+
+
+def test_that_nothing_is_learnt_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", data=SUMS, reward_weights="exact=1", max_steps=24, max_new_tokens=4)
+    assert capfd.readouterr().err.count("for 20 steps all completions of each prompt had equal rewards") == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..rewards import RewardFunction
-from ..types import Task
+from ..types import Example, Task
 from .chess_env import ChessEnv
 from .pairs import Pairs
 
@@ -43,8 +43,11 @@ def load_task(name: str, *, seed: int, history: int = 0, data: str = "") -> Task
         )
     try:
         task: Task = found[0](seed)
-    except Exception as error:
-        raise ValueError(f"--task {name}: {found[0].__name__}(seed) raised {type(error).__name__}: {error}") from error
+        for ask in (task.train, task.held_out):
+            if not isinstance(example := ask(0), Example):
+                raise TypeError(f"{ask.__name__}(0) must return a minigrpo.types.Example, got {example!r:.60}")
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"--task {name}: {found[0].__name__}: {type(error).__name__}: {error}") from error
     return task
 
 
@@ -71,6 +74,6 @@ def _load(path: str, flag: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{flag} {path}: {type(error).__name__}: {error}") from error
     return module
