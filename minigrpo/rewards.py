@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rapidfuzz import process
 from rapidfuzz.distance import Levenshtein  # what the package Levenshtein is made of
 
 from .fen import is_valid_fen as is_valid_fen
@@ -23,6 +24,12 @@ LONGEST_BATCH = 300.0  # seconds; other processes wait for these scores, and giv
 def similarity(a: str, b: str) -> float:
     """1 - levenshtein(a, b) / max(len(a), len(b)); two empty texts are equal."""
     return Levenshtein.normalized_similarity(a, b)
+
+
+def similarities(a: Sequence[str], b: Sequence[str]) -> np.ndarray:
+    """`similarity` of each pair, `[n]` float64, in one call."""
+    scores: np.ndarray = process.cpdist(a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64)
+    return scores
 
 
 # --- rewards of one's own -------------------------------------------------------------------------------------------------
@@ -174,7 +181,7 @@ class RewardScorer:
         self.weights = dict(weights or allowed)
         if unknown := set(self.weights) - set(allowed):
             raise ValueError(f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
-        batch = getattr(task, "score_batch", None)
+        batch = _batch_of(task)
         self.judges = [_Judge(list(task.parts), batch or task.score, batch is not None, None if batch else timeout_s)]
         for function in functions:
             names, limit = [function.name], function.timeout_s or timeout_s
@@ -230,6 +237,16 @@ class RewardScorer:
 
     def close(self) -> None:
         self.pool.close()
+
+
+def _batch_of(task: Task) -> Callable[..., Any] | None:
+    """The task's `score_batch`, unless it is inherited and `score`, which it would have to follow, is not."""
+
+    def depth(name: str) -> int:
+        kinds = type(task).__mro__
+        return next((i for i, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+
+    return getattr(task, "score_batch", None) if depth("score_batch") <= depth("score") else None
 
 
 def _named(function: RewardFunction) -> Callable[..., dict[str, Any]]:

@@ -4,7 +4,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+import minigrpo.trainer
 from minigrpo import Config, Trainer
-from minigrpo.checkpoint import save_checkpoint
+from minigrpo.checkpoint import State, save_checkpoint
 from minigrpo.config import ConfigError
 from minigrpo.learner import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged
 
@@ -40,28 +40,31 @@ def test_killed_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> 
     assert OPTIONS["num_iterations"] == 2 and OPTIONS["micro_batch_size"] == 2  # so that there is an inside
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow beyond 12 KB: a checkpoint of the tiny model does not fit, everything else does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """While a checkpoint of one of these steps is saved no file may grow beyond 12 KB, which is less than it needs.
+
+    Only meanwhile: the limit is the process's, and what pytest writes to is a file, too.
+    """
+
+    def save(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if step in steps:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
+        try:
+            return save_checkpoint(folder, step, state, keep_last=keep_last)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(minigrpo.trainer, "save_checkpoint", save)
 
 
-def limit_files(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-@pytest.mark.usefixtures("small_files")
-def test_a_full_disk_is_said_loudly_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_said_loudly_and_training_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = make(tmp_path / "calm", save_every=1)
+    undisturbed.fit()
+    fill_the_disk(monkeypatch, {3, 4})
     trainer = make(tmp_path / "run", save_every=1, keep_last=2)
-    one_step, unlimited = trainer.one_step, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-
-    def step() -> None:
-        one_step()
-        limit_files(12_000 if 3 <= trainer.step <= 4 else unlimited)  # full for a while
-
-    trainer.one_step = step  # type: ignore[method-assign]
     trainer.fit()
     assert trainer.step == 6
     said = capfd.readouterr().err
@@ -69,24 +72,15 @@ def test_a_full_disk_is_said_loudly_and_training_goes_on(tmp_path: Path, capfd: 
     folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert folders[-2:] == ["step_000005", "step_000006"]
     assert not list((tmp_path / "run").rglob("*.tmp"))
-    undisturbed = make(tmp_path / "calm", save_every=1)
-    undisturbed.fit()
     assert fingerprint(trainer) == fingerprint(undisturbed)
 
 
-@pytest.mark.usefixtures("small_files")
-def test_a_disk_that_is_full_at_the_end_fails_the_run_and_keeps_what_was_saved(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "run", save_every=2)
-    one_step = trainer.one_step
-
-    def step() -> None:
-        one_step()
-        if trainer.step == 5:
-            limit_files(12_000)
-
-    trainer.one_step = step  # type: ignore[method-assign]
+def test_a_disk_that_is_full_at_the_end_fails_the_run_and_keeps_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_the_disk(monkeypatch, {6})
     with pytest.raises((OSError, RuntimeError)):
-        trainer.fit()
+        make(tmp_path / "run", save_every=2).fit()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     again = make(tmp_path / "run", resume="auto", save_every=2)
     assert again.step == 4

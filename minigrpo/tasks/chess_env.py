@@ -14,13 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 
 import chess
 import numpy as np
 
 from ..randomness import stream
-from ..rewards import is_valid_fen, similarity
+from ..rewards import is_valid_fen, similarities
 from ..types import Example
 
 PLIES_PER_GAME = 16  # examples that one game yields
@@ -221,23 +220,32 @@ class ChessEnv:
         return self._held_out.example(number)
 
     def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, np.ndarray]:
-        in_order = itemgetter(*self.parts)
-        rows = [in_order(self.score(example, text)) for example, text in zip(examples, texts, strict=True)]
-        return dict(zip(self.parts, np.array(rows, dtype=np.float32).T, strict=True))
+        rows, fens, true_fens = [], [], []
+        for example, text in zip(examples, texts, strict=True):
+            true_fen, truth = _truth(example.answer)
+            fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")  # no ending to read: what there is, is taken for the FEN
+            ending = _ending(rest) if len(text) <= MAX_SCORED_CHARS else None
+            exact = fen == true_fen  # and then it need not be parsed
+            valid = exact or is_valid_fen(fen)
+            if ending:
+                flags = ((ending[1] == truth[1]) + (ending[2] == truth[2])) / 2
+                rows.append((exact, valid, True, ending[0] == truth[0], flags))
+            else:
+                rows.append((exact, valid, False, False, 0.0))
+            fens.append(fen)
+            true_fens.append(true_fen)
+        exact_fen, valid, well_formed, reward_value, flags = np.array(rows, dtype=np.float32).T
+        return {
+            "exact_fen": exact_fen,
+            "similarity": similarities(fens, true_fens),
+            "valid": valid,
+            "format": well_formed,
+            "reward_value": reward_value,
+            "flags": flags,
+        }
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        true_fen, truth = _truth(example.answer)
-        fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")  # no ending to read: what there is, is taken for the FEN
-        ending = _ending(rest) if len(text) <= MAX_SCORED_CHARS else None
-        exact = fen == true_fen  # and then it need not be parsed
-        return {
-            "format": float(ending is not None),
-            "valid": float(exact or is_valid_fen(fen)),
-            "similarity": 1.0 if exact else similarity(fen, true_fen),
-            "exact_fen": float(exact),
-            "reward_value": float(ending is not None and ending[0] == truth[0]),
-            "flags": ((ending[1] == truth[1]) + (ending[2] == truth[2])) / 2 if ending else 0.0,
-        }
+        return {name: float(values[0]) for name, values in self.score_batch([example], [text]).items()}
 
 
 @lru_cache(maxsize=1 << 12)
