@@ -198,65 +198,79 @@ def shared(completions: Completions) -> Layout:
 SCORES_PER_TOKEN = 400  # attention scores that cost what a token costs elsewhere in the model: measured at width 128
 
 
+@dataclass(frozen=True)
+class _Prefixes:
+    """The distinct prefixes of each group's rows, as trees: a node is the last token of one, and its parent all before it."""
+
+    path: np.ndarray  # [R, S] the nodes that a row goes through; what is beyond its length means nothing
+    token: np.ndarray  # [nodes], ordered by prompt
+    prompt: np.ndarray  # [nodes]
+    depth: np.ndarray  # [nodes] its column
+    parent: np.ndarray  # [nodes], -1 for a first token
+    runs: np.ndarray  # [nodes] whether somebody goes on from it; the others predict nothing
+
+    @classmethod
+    def of_rows(cls, rows: _Rows) -> "_Prefixes":
+        """Neighbours in lexicographic order share their longest common prefix; what is beyond it are nodes of their own."""
+        columns = np.arange(rows.tokens.shape[1])
+        tokens = np.where(columns < rows.lengths[:, None], rows.tokens, -1)
+        order = np.lexsort((*tokens.T[::-1], rows.prompt))
+        tokens, lengths, prompt = tokens[order], rows.lengths[order], rows.prompt[order]
+        same = (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
+        common = np.concatenate([[0], same.cumprod(1).sum(1)])
+        new = lengths - common
+        first = np.cumsum(new) - new
+        path = first[:, None] + columns - common[:, None]
+        for r in range(1, len(path)):
+            path[r, : common[r]] = path[r - 1, : common[r]]
+        row = np.repeat(np.arange(len(new)), new)
+        depth = np.arange(len(row)) - first[row] + common[row]
+        parent = np.where(depth > 0, path[row, depth - 1], -1)
+        runs = np.zeros(len(row), dtype=bool)
+        runs[parent[parent >= 0]] = True
+        path_of_row = np.empty_like(path)
+        path_of_row[order] = path
+        return cls(path_of_row, tokens[row, depth], prompt[row], depth, parent, runs)
+
+
 def tree(completions: Completions) -> Layout:
     """Each prompt once, each distinct prefix of its group's completions once: a token's ancestors are all it attends to.
 
     A group is one padded row with a dense mask, so where little repeats it is dearer than `shared`, and that is returned.
     """
     rows = _Rows.of_completions(completions, distinct=True)
+    nodes, inputs = _Prefixes.of_rows(rows), np.maximum(rows.lengths - 1, 0)
     prompt_len = completions.prompt_len.numpy()
-    num_prompts, columns = len(prompt_len), np.arange(rows.tokens.shape[1])
-    prompt_starts = np.cumsum(prompt_len) - prompt_len
-
-    # neighbours in lexicographic order share their longest common prefix; what is beyond it are nodes of their own
-    tokens = np.where(columns < rows.lengths[:, None], rows.tokens, -1)
-    order = np.lexsort((*tokens.T[::-1], rows.prompt))
-    tokens, lengths, prompt = tokens[order], rows.lengths[order], rows.prompt[order]
-    same = (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
-    common = np.concatenate([[0], same.cumprod(1).sum(1)])
-    new = lengths - common
-    first = np.cumsum(new) - new
-    path = first[:, None] + columns - common[:, None]  # [R, S] the nodes that a row goes through
-    for r in range(1, len(path)):
-        path[r, : common[r]] = path[r - 1, : common[r]]
-
-    row_of_node = np.repeat(np.arange(len(new)), new)
-    depth = np.arange(len(row_of_node)) - first[row_of_node] + common[row_of_node]
-    parent = np.where(depth > 0, path[row_of_node, depth - 1], -1)
-    runs = np.zeros(len(depth), dtype=bool)  # nodes that somebody goes on from; the others predict nothing
-    runs[parent[parent >= 0]] = True
-    sizes = np.bincount(prompt[row_of_node][runs], minlength=num_prompts)
-    width, prompt_width, most = int(sizes.max(initial=0)), int(prompt_len.max()), int((lengths - 1).max(initial=0))
-    saved_tokens = np.maximum(lengths - 1, 0).sum() - runs.sum()
-    more_scores = num_prompts * width * (prompt_width + width) - len(lengths) * most * (prompt_width + most)
-    if not width or more_scores > SCORES_PER_TOKEN * saved_tokens:
+    num_prompts, prompt_width, longest = len(prompt_len), int(prompt_len.max()), int(inputs.max(initial=0))
+    sizes = np.bincount(nodes.prompt[nodes.runs], minlength=num_prompts)
+    width = int(sizes.max(initial=0))
+    more_scores = num_prompts * width * (prompt_width + width) - len(inputs) * longest * (prompt_width + longest)
+    if not width or more_scores > SCORES_PER_TOKEN * (inputs.sum() - nodes.runs.sum()):
         return shared(completions)
 
+    prompt_starts = np.cumsum(prompt_len) - prompt_len
     starts = prompt_len.sum() + np.cumsum(sizes) - sizes
-    place = prompt_len.sum() + np.cumsum(runs) - 1  # [nodes] in the stream, of those that run
+    place = prompt_len.sum() + np.cumsum(nodes.runs) - 1  # [nodes] in the stream, of those that run
+    in_prompt = np.arange(prompt_width) < prompt_len[:, None]
     visible = np.zeros((num_prompts, 1, width, prompt_width + width), dtype=bool)
-    visible[..., :prompt_width] = (np.arange(prompt_width) < prompt_len[:, None])[:, None, None]
-    for p, nodes, length in zip(prompt, path, lengths, strict=True):
-        own = place[nodes[: max(length - 1, 0)]] - starts[p]
-        visible[p, 0, own[:, None], prompt_width + own] = np.tri(len(own), dtype=bool)
+    visible[..., :prompt_width] = in_prompt[:, None, None]
+    for p, path, length in zip(rows.prompt, nodes.path, inputs, strict=True):
+        own = place[path[:length]] - starts[p]
+        visible[p, 0, own[:, None], prompt_width + own] = np.tri(length, dtype=bool)
     prompt_rows, prompt_unpad = pad_rows(prompt_starts, prompt_len)
     tree_rows, tree_unpad = pad_rows(starts, sizes)
-    real = np.arange(prompt_width) < prompt_len[:, None]
-    path_of = np.empty_like(path)
-    path_of[order] = path
-    token_of_node, prompt_of_node = tokens[row_of_node, depth], prompt[row_of_node]
     fields = {
-        "sources": np.where(parent < 0, (prompt_starts + prompt_len - 1)[prompt_of_node], place[parent]),
-        "targets": token_of_node,
-        "index": np.where(completions.completion_mask.numpy(), path_of[rows.of], 0),
+        "sources": np.where(nodes.parent < 0, (prompt_starts + prompt_len - 1)[nodes.prompt], place[nodes.parent]),
+        "targets": nodes.token,
+        "index": np.where(completions.completion_mask.numpy(), nodes.path[rows.of], 0),
         "causal_rows": prompt_rows,
         "unpad": np.concatenate([prompt_unpad, prompt_rows.size + tree_unpad]),
         "completion_rows": tree_rows,
         "prompt_of_row": np.arange(num_prompts),
         "visible": visible,
     }
-    ids = np.concatenate([completions.prompt_ids.numpy()[:, :prompt_width][real], token_of_node[runs]])
-    positions = np.concatenate([*map(np.arange, prompt_len), prompt_len[prompt_of_node[runs]] + depth[runs]])
+    ids = np.concatenate([completions.prompt_ids.numpy()[:, :prompt_width][in_prompt], nodes.token[nodes.runs]])
+    positions = np.concatenate([*map(np.arange, prompt_len), (prompt_len[nodes.prompt] + nodes.depth)[nodes.runs]])
     return SharedLayout(
         stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)),
         mask=completions.completion_mask,

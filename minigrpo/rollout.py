@@ -239,9 +239,9 @@ class OnPolicy:
                 if part is None:
                     break
                 part_texts = decode(self.sampler.tokenizer, part)
-            scores = self.scorer.submit(examples[len(texts) : len(texts) + len(part)], part_texts)
-            if not self.config.overlap_rewards:
-                with self.timer.phase("reward"):
+            with self.timer.phase("reward"):
+                scores = self.scorer.submit(examples[len(texts) : len(texts) + len(part)], part_texts)
+                if not self.config.overlap_rewards:
                     scores.result()
             parts.append(part)
             texts += part_texts
