@@ -5,6 +5,7 @@ remembered, and the board that python-chess looks at is set up from bits.
 """
 
 import re
+import struct
 import threading
 from functools import lru_cache
 
@@ -15,8 +16,9 @@ FEN = re.compile(
     r"([PNBRQKpnbrqk1-8]+(?:/[PNBRQKpnbrqk1-8]+){7}) ([wb]) (-|(?! )K?Q?k?q?) (-|[a-h][36])"
     r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
-# where a piece stands in eight bytes, one for each of pawns, knights, bishops, rooks, queens, kings, Black and White
-PIECES = {piece: 1 << 8 * "pnbrqk".index(piece.lower()) | 1 << 8 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
+# a piece as a bit in two of eight boards of 64 bits: pawns, knights, bishops, rooks, queens, kings, Black and White
+BOARDS = struct.Struct("<8Q")
+PIECES = {piece: 1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
 GAPS = {digit: int(digit) for digit in "12345678"}
 # a right, where its king and its rook must stand, and whose they are
 CASTLING = {
@@ -28,18 +30,18 @@ CASTLING = {
 
 
 @lru_cache(maxsize=1 << 16)
-def _rank(text: str) -> bytes:
-    """One rank as eight bytes, see PIECES, a bit a file; empty if it is none."""
+def _rank(text: str) -> int | None:
+    """The eight boards of one rank, the first; see PIECES. None if it is not one."""
     boards, file, gap = 0, 0, False
     for piece in text:
         if bits := PIECES.get(piece):
             boards |= bits << file
             file, gap = file + 1, False
         elif gap:
-            return b""  # 11 is written 2
+            return None  # 11 is written 2
         else:
             file, gap = file + GAPS[piece], True
-    return boards.to_bytes(8, "little") if file == 8 else b""
+    return boards if file == 8 else None
 
 
 class _Local(threading.local):
@@ -62,23 +64,22 @@ def is_valid_fen(text: object) -> bool:
     if not isinstance(text, str) or len(text) > MAX_FEN_LENGTH or (match := FEN.fullmatch(text)) is None:
         return False
     placement, side, castling, passant = match.groups()
-    data = b""  # the eighth rank comes first
-    for rank in placement.split("/"):
-        if not (found := _rank(rank)):
+    boards = 0
+    for row in placement.split("/"):
+        if (rank := _rank(row)) is None:
             return False
-        data += found
-    board, number = _local.board, int.from_bytes
+        boards = boards << 8 | rank  # the eighth rank comes first, and goes up with each that follows
+    board, own = _local.board, _local.board.occupied_co
     board.castling_rights, board.ep_square = chess.BB_EMPTY, None
-    board.pawns, board.knights, board.bishops = number(data[0::8]), number(data[1::8]), number(data[2::8])
-    board.rooks, board.queens, board.kings = number(data[3::8]), number(data[4::8]), number(data[5::8])
-    board.occupied_co[chess.BLACK], board.occupied_co[chess.WHITE] = number(data[6::8]), number(data[7::8])
-    board.occupied = board.occupied_co[chess.BLACK] | board.occupied_co[chess.WHITE]
+    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings, black, white = BOARDS.unpack(
+        boards.to_bytes(BOARDS.size, "little")
+    )
+    own[chess.BLACK], own[chess.WHITE], board.occupied = black, white, black | white
     board.turn = side == "w"
     if castling != "-":
         for right in castling:
             king, rook, color = CASTLING[right]
-            own = board.occupied_co[color]
-            if not (board.kings & own & chess.BB_SQUARES[king] and board.rooks & own & chess.BB_SQUARES[rook]):
+            if not (board.kings & own[color] & chess.BB_SQUARES[king] and board.rooks & own[color] & chess.BB_SQUARES[rook]):
                 return False
             board.castling_rights |= chess.BB_SQUARES[rook]
     if passant != "-":
