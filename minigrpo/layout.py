@@ -58,18 +58,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class SharedLayout(Layout):
-    """Prompts are the causal rows; a completion, or a tree of them, attends to its prompt's keys and values and its own."""
+    """Prompts are the causal rows; what a completion adds attends to its prompt, to what it goes on from, and to itself."""
 
-    completion_rows: Tensor  # [R, T] into the stream
+    query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
+    key_rows: Tensor  # [R, K] into the stream: all tokens of the completion, those of other rows included
     prompt_of_row: Tensor  # [R]
-    visible: Tensor  # [R, 1, T, Lp + T] bool: what each completion token may see of its prompt and of its own row
+    visible: Tensor  # [R, 1, T, Lp + K] bool: what each of those tokens may see of its prompt and of its completion
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
         prompts = F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)
         out = prompts.transpose(1, 2).flatten(0, 1)
-        if self.completion_rows.numel():
-            q, k, v = (rows_of(x, self.completion_rows) for x in (q, k, v))
+        if self.query_rows.numel():
+            q, k, v = rows_of(q, self.query_rows), rows_of(k, self.key_rows), rows_of(v, self.key_rows)
             k = torch.cat([prompt_k.index_select(0, self.prompt_of_row), k], dim=2)
             v = torch.cat([prompt_v.index_select(0, self.prompt_of_row), v], dim=2)
             own = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible)
@@ -98,9 +99,11 @@ class _Rows:
     lengths: np.ndarray  # [R], EOS included
     prompt: np.ndarray  # [R]
     of: np.ndarray  # [P, G] which row is completion g of prompt p
+    common: np.ndarray  # [R] how many tokens, from the first on, are the same as in the row before, and run there
 
     @classmethod
     def of_completions(cls, completions: Completions, *, distinct: bool) -> "_Rows":
+        """A row for each completion, or for each that is distinct in its group."""
         ids, mask = completions.completion_ids.numpy(), completions.completion_mask.numpy()
         lengths = mask.sum(-1)
         seen: dict[tuple[int, ...] | tuple[int, int, bytes], int] = {}
@@ -113,32 +116,34 @@ class _Rows:
                 first.append((p, g))
             of[p, g] = seen[key]
         p, g = np.array(first).T
-        return cls(ids[p, g], lengths[p, g], p, of)
+        return cls(ids[p, g], lengths[p, g], p, of, np.zeros_like(p))
+
+    def merged(self) -> "_Rows":
+        """Sorted, so that each row goes on from the one before: neighbours share their longest common prefix."""
+        tokens = np.where(np.arange(self.tokens.shape[1]) < self.lengths[:, None], self.tokens, -1)
+        order = np.lexsort((*tokens.T[::-1], self.prompt))
+        tokens, prompt = tokens[order], self.prompt[order]
+        same = (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
+        common = np.concatenate([[0], same.cumprod(1).sum(1)])
+        return _Rows(tokens, self.lengths[order], prompt, order.argsort()[self.of], common)
 
 
 def _assemble(
     kind: type[Layout],
-    completions: Completions,
-    rows: _Rows,
+    mask: Tensor,
     ids: np.ndarray,
     positions: np.ndarray,
-    last_prompt_token: np.ndarray,
-    completion_starts: np.ndarray,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    index: np.ndarray,
     **attention: np.ndarray,
 ) -> Layout:
-    """What all layouts share: who predicts what, and the way back to [P, G, S]."""
-    columns = np.arange(rows.tokens.shape[1])
-    predicted = columns < rows.lengths[:, None]  # [R, S]
-    sources = np.where(columns == 0, last_prompt_token[:, None], completion_starts[:, None] + columns - 1)[predicted]
-    targets = rows.tokens[predicted]
     if not len(sources):  # nothing but empty completions: keep one entry for the masked index to point at
         sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    starts = np.cumsum(rows.lengths) - rows.lengths
-    index = np.where(completions.completion_mask.numpy(), starts[rows.of][..., None] + columns, 0)
-    fields = {"sources": sources, "targets": targets, "index": index, **attention}
+    fields = {"sources": sources, "targets": targets, "index": np.where(mask.numpy(), index, 0), **attention}
     return kind(
         stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)),
-        mask=completions.completion_mask,
+        mask=mask,
         **{name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in fields.items()},
     )
 
@@ -153,129 +158,81 @@ def repeated(completions: Completions) -> Layout:
     prompts = completions.prompt_ids.numpy()[rows.prompt]
     parts = [np.concatenate([a[:n], b[:m]]) for a, n, b, m in zip(prompts, prompt_len, rows.tokens, inputs, strict=True)]
     causal_rows, unpad = pad_rows(starts, lengths)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    attention = {"causal_rows": causal_rows, "unpad": unpad}
-    after_prompt = starts + prompt_len
-    return _assemble(Layout, completions, rows, np.concatenate(parts), positions, after_prompt - 1, after_prompt, **attention)
+    columns = np.arange(rows.tokens.shape[1])
+    predicted = columns < rows.lengths[:, None]  # [R, S]
+    return _assemble(
+        Layout,
+        completions.completion_mask,
+        np.concatenate(parts),
+        np.concatenate([np.arange(n) for n in lengths]),
+        sources=((starts + prompt_len - 1)[:, None] + columns)[predicted],
+        targets=rows.tokens[predicted],
+        index=(np.cumsum(rows.lengths) - rows.lengths)[rows.of][..., None] + columns,
+        causal_rows=causal_rows,
+        unpad=unpad,
+    )
 
 
 def shared(completions: Completions) -> Layout:
     """Each prompt once, each distinct completion of its group once."""
-    rows = _Rows.of_completions(completions, distinct=True)
-    prompt_len = completions.prompt_len.numpy()
-    prompt_ids = completions.prompt_ids.numpy()[:, : prompt_len.max()]
-    inputs = np.maximum(rows.lengths - 1, 0)
-    prompt_starts = np.cumsum(prompt_len) - prompt_len
-    starts = prompt_len.sum() + np.cumsum(inputs) - inputs
-    prompt_rows, prompt_unpad = pad_rows(prompt_starts, prompt_len)
-    completion_rows, completion_unpad = pad_rows(starts, inputs)
+    return _share(completions, _Rows.of_completions(completions, distinct=True))
 
-    columns, steps = np.arange(prompt_rows.shape[1]), np.arange(completion_rows.shape[1])
-    of_prompt = np.broadcast_to(
-        (columns < prompt_len[rows.prompt][:, None])[:, None], (len(rows.prompt), len(steps), len(columns))
-    )
-    of_own = np.broadcast_to(steps[None, :] <= steps[:, None], (len(rows.prompt), len(steps), len(steps)))
-    own_columns = np.arange(rows.tokens.shape[1])
-    ids = np.concatenate([prompt_ids[columns < prompt_len[:, None]], rows.tokens[own_columns < inputs[:, None]]])
-    positions = np.concatenate([np.arange(n) for n in prompt_len])
-    own_positions = (prompt_len[rows.prompt][:, None] + own_columns)[own_columns < inputs[:, None]]
+
+def tree(completions: Completions) -> Layout:
+    """Each prompt once, each distinct prefix of its group's completions once."""
+    return _share(completions, _Rows.of_completions(completions, distinct=True).merged())
+
+
+def _share(completions: Completions, rows: _Rows) -> Layout:
+    """Each prompt once, and of each row what it does not have in common with the row before."""
+    prompt_len, columns = completions.prompt_len.numpy(), np.arange(rows.tokens.shape[1])
+    prompt_ids = completions.prompt_ids.numpy()[:, : prompt_len.max()]
+    in_prompt = np.arange(prompt_ids.shape[1]) < prompt_len[:, None]
+    prompt_starts = np.cumsum(prompt_len) - prompt_len
+
+    inputs = np.maximum(rows.lengths - 1, 0)
+    known = np.minimum(
+        rows.common, np.minimum(inputs, np.roll(inputs, 1))
+    )  # a row's last token is not run: it predicts nothing
+    new = inputs - known
+    starts = prompt_len.sum() + np.cumsum(new) - new
+    keys = _paths(starts, known, len(columns))  # [R, S] where in the stream each token is
+    run = (columns >= known[:, None]) & (columns < inputs[:, None])
+    predicted = (columns >= rows.common[:, None]) & (columns < rows.lengths[:, None])
+    first_prediction = np.cumsum(rows.lengths - rows.common) - (rows.lengths - rows.common)
+
+    asks = new > 0
+    prompt_rows, prompt_unpad = pad_rows(prompt_starts, prompt_len)
+    query_rows, query_unpad = pad_rows(starts[asks], new[asks])
+    width = int(inputs.max(initial=0))
+    key_rows = np.where(columns < inputs[:, None], keys, keys[:, :1])[asks, :width]
+    steps = known[asks, None] + np.arange(query_rows.shape[1])  # [R, T] columns of the queries
+    of_prompt = in_prompt[rows.prompt[asks], None].repeat(query_rows.shape[1], axis=1)
+    of_own = columns[:width] <= steps[..., None]
+    before = np.concatenate([(prompt_starts + prompt_len - 1)[rows.prompt, None], keys[:, :-1]], axis=1)
     return _assemble(
         SharedLayout,
-        completions,
-        rows,
-        ids,
-        np.concatenate([positions, own_positions]),
-        (prompt_starts + prompt_len - 1)[rows.prompt],
-        starts,
+        completions.completion_mask,
+        np.concatenate([prompt_ids[in_prompt], rows.tokens[run]]),
+        np.concatenate([np.nonzero(in_prompt)[1], (prompt_len[rows.prompt, None] + columns)[run]]),
+        sources=before[predicted],
+        targets=rows.tokens[predicted],
+        index=_paths(first_prediction, rows.common, len(columns))[rows.of],
         causal_rows=prompt_rows,
-        unpad=np.concatenate([prompt_unpad, prompt_rows.size + completion_unpad]),
-        completion_rows=completion_rows,
-        prompt_of_row=rows.prompt,
+        unpad=np.concatenate([prompt_unpad, prompt_rows.size + query_unpad]),
+        query_rows=query_rows,
+        key_rows=key_rows,
+        prompt_of_row=rows.prompt[asks],
         visible=np.concatenate([of_prompt, of_own], axis=-1)[:, None],
     )
 
 
-SCORES_PER_TOKEN = 400  # attention scores that cost what a token costs elsewhere in the model: measured at width 128
-
-
-@dataclass(frozen=True)
-class _Prefixes:
-    """The distinct prefixes of each group's rows, as trees: a node is the last token of one, and its parent all before it."""
-
-    path: np.ndarray  # [R, S] the nodes that a row goes through; what is beyond its length means nothing
-    token: np.ndarray  # [nodes], ordered by prompt
-    prompt: np.ndarray  # [nodes]
-    depth: np.ndarray  # [nodes] its column
-    parent: np.ndarray  # [nodes], -1 for a first token
-    runs: np.ndarray  # [nodes] whether somebody goes on from it; the others predict nothing
-
-    @classmethod
-    def of_rows(cls, rows: _Rows) -> "_Prefixes":
-        """Neighbours in lexicographic order share their longest common prefix; what is beyond it are nodes of their own."""
-        columns = np.arange(rows.tokens.shape[1])
-        tokens = np.where(columns < rows.lengths[:, None], rows.tokens, -1)
-        order = np.lexsort((*tokens.T[::-1], rows.prompt))
-        tokens, lengths, prompt = tokens[order], rows.lengths[order], rows.prompt[order]
-        same = (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
-        common = np.concatenate([[0], same.cumprod(1).sum(1)])
-        new = lengths - common
-        first = np.cumsum(new) - new
-        path = first[:, None] + columns - common[:, None]
-        for r in range(1, len(path)):
-            path[r, : common[r]] = path[r - 1, : common[r]]
-        row = np.repeat(np.arange(len(new)), new)
-        depth = np.arange(len(row)) - first[row] + common[row]
-        parent = np.where(depth > 0, path[row, depth - 1], -1)
-        runs = np.zeros(len(row), dtype=bool)
-        runs[parent[parent >= 0]] = True
-        path_of_row = np.empty_like(path)
-        path_of_row[order] = path
-        return cls(path_of_row, tokens[row, depth], prompt[row], depth, parent, runs)
-
-
-def tree(completions: Completions) -> Layout:
-    """Each prompt once, each distinct prefix of its group's completions once: a token's ancestors are all it attends to.
-
-    A group is one padded row with a dense mask, so where little repeats it is dearer than `shared`, and that is returned.
-    """
-    rows = _Rows.of_completions(completions, distinct=True)
-    nodes, inputs = _Prefixes.of_rows(rows), np.maximum(rows.lengths - 1, 0)
-    prompt_len = completions.prompt_len.numpy()
-    num_prompts, prompt_width, longest = len(prompt_len), int(prompt_len.max()), int(inputs.max(initial=0))
-    sizes = np.bincount(nodes.prompt[nodes.runs], minlength=num_prompts)
-    width = int(sizes.max(initial=0))
-    more_scores = num_prompts * width * (prompt_width + width) - len(inputs) * longest * (prompt_width + longest)
-    if not width or more_scores > SCORES_PER_TOKEN * (inputs.sum() - nodes.runs.sum()):
-        return shared(completions)
-
-    prompt_starts = np.cumsum(prompt_len) - prompt_len
-    starts = prompt_len.sum() + np.cumsum(sizes) - sizes
-    place = prompt_len.sum() + np.cumsum(nodes.runs) - 1  # [nodes] in the stream, of those that run
-    in_prompt = np.arange(prompt_width) < prompt_len[:, None]
-    visible = np.zeros((num_prompts, 1, width, prompt_width + width), dtype=bool)
-    visible[..., :prompt_width] = in_prompt[:, None, None]
-    for p, path, length in zip(rows.prompt, nodes.path, inputs, strict=True):
-        own = place[path[:length]] - starts[p]
-        visible[p, 0, own[:, None], prompt_width + own] = np.tri(length, dtype=bool)
-    prompt_rows, prompt_unpad = pad_rows(prompt_starts, prompt_len)
-    tree_rows, tree_unpad = pad_rows(starts, sizes)
-    fields = {
-        "sources": np.where(nodes.parent < 0, (prompt_starts + prompt_len - 1)[nodes.prompt], place[nodes.parent]),
-        "targets": nodes.token,
-        "index": np.where(completions.completion_mask.numpy(), nodes.path[rows.of], 0),
-        "causal_rows": prompt_rows,
-        "unpad": np.concatenate([prompt_unpad, prompt_rows.size + tree_unpad]),
-        "completion_rows": tree_rows,
-        "prompt_of_row": np.arange(num_prompts),
-        "visible": visible,
-    }
-    ids = np.concatenate([completions.prompt_ids.numpy()[:, :prompt_width][in_prompt], nodes.token[nodes.runs]])
-    positions = np.concatenate([*map(np.arange, prompt_len), (prompt_len[nodes.prompt] + nodes.depth)[nodes.runs]])
-    return SharedLayout(
-        stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)),
-        mask=completions.completion_mask,
-        **{name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in fields.items()},
-    )
+def _paths(starts: np.ndarray, known: np.ndarray, width: int) -> np.ndarray:
+    """`[R, width]`: entries numbered from `starts` on, but the first `known` of each row are those of the row before."""
+    paths: np.ndarray = starts[:, None] + np.arange(width) - known[:, None]
+    for r in np.flatnonzero(known):
+        paths[r, : known[r]] = paths[r - 1, : known[r]]
+    return paths
 
 
 LAYOUTS: dict[str, Callable[[Completions], Layout]] = {"repeated": repeated, "shared": shared, "tree": tree}

@@ -2,7 +2,7 @@
 
 A token is a pure function of its logits and of one uniform number drawn beforehand (inverse CDF), so a completion depends
 neither on what else is in the batch nor on when its neighbours finish, and what it will say can be guessed and checked.
-The model runs *cells*, a grid of prompts by prefixes: completions that agree so far share one, and part where they differ.
+The model runs *cells*: completions of a prompt that agree so far share one, and part where they differ.
 """
 
 import itertools
@@ -62,24 +62,19 @@ def pick_token(logp: Tensor, u: Tensor | None) -> Tensor:
     return picked.clamp_(max=logp.shape[-1] - 1)
 
 
-def regrid(cell: np.ndarray, said: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A grid with one cell for all running rows that agree so far, and none for the others; P' * G' is minimal.
+def regroup(cell: np.ndarray, said: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One cell for all running rows that agree so far, and none for the others.
 
     Args:
-        cell: `[R]`, the cell of each running row in the grid as it is, `width` cells a prompt.
+        cell: `[R]`, the cell of each running row as it is.
         said: `[K, R]`, where rows of one cell no longer agree, they differ in this.
 
     Returns:
-        `[P', G']` the old cell that each new one goes on from; `[P']` the old group of each new one; `[R]` the new cell of
-        each row; `[P', G']` a row that each cell stands for. Where a group has fewer cells than the widest one, its first
-        is repeated: the same tokens are computed again, and nobody asks.
+        `[C]` the old cell that each new one goes on from, ascending; `[R]` the new cell of each row; `[C]` a row that each
+        cell stands for.
     """
     _, first, inverse = np.unique(np.stack([cell, *said]), axis=1, return_index=True, return_inverse=True)
-    groups, starts, counts = np.unique(cell[first] // width, return_index=True, return_counts=True)
-    places = np.repeat(np.arange(len(groups)), counts), np.arange(len(first)) - np.repeat(starts, counts)
-    speakers = np.repeat(first[starts][:, None], counts.max(), axis=1)
-    speakers[places] = first
-    return cell[speakers], groups, np.ravel_multi_index(places, speakers.shape)[inverse.ravel()], speakers
+    return cell[first], inverse.ravel(), first
 
 
 def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> Tensor:
@@ -107,7 +102,7 @@ def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> T
 
 
 class _Rows:
-    """Completions under way: what each has said, which still run, and which cell of the decoder's grid runs them."""
+    """Completions under way: what each has said, which still run, and which of the decoder's cells runs them."""
 
     def __init__(
         self,
@@ -127,7 +122,7 @@ class _Rows:
         self.num_samples, num_rows = grid[1], grid[0] * grid[1]
         rows_per_cell = 1 if drafts is None else self.num_samples
         self.rows = torch.arange(num_rows, device=device)  # those that are still running, as of the last look
-        self.cell = self.rows // rows_per_cell  # [rows] where in the decoder's grid each of them is
+        self.cell = self.rows // rows_per_cell  # [rows] the decoder's cell of each of them
         self.speakers = self.rows[::rows_per_cell]  # [cells] a row that each cell stands for
         self.lengths = torch.zeros_like(self.rows)  # [R] how many tokens each completion has
         self.most = 0  # on the host: no completion has more tokens than that
@@ -165,12 +160,11 @@ class _Rows:
         here = torch.stack([self.cell, lengths, last])[:, running].cpu().numpy()
         if not here.size:
             return False
-        cells, groups, cell_of_row, speakers = regrid(here[0], here[1:], decoder.grid[1])
+        cells, cell_of_row, speakers = regroup(here[0], here[1:])
         self.rows, self.cell = self.rows[running], torch.from_numpy(cell_of_row).to(self.device)
-        self.speakers = self.rows[torch.from_numpy(speakers.ravel()).to(self.device)]
-        if cells.shape != decoder.grid or (cells.ravel() != np.arange(cells.size)).any():
-            going_on, of_groups = (torch.from_numpy(x).to(self.device) for x in (cells.ravel(), groups))
-            decoder.keep(cells.shape, going_on, of_groups)
+        self.speakers = self.rows[torch.from_numpy(speakers).to(self.device)]
+        if not np.array_equal(cells, np.arange(decoder.num_cells)):
+            decoder.keep(cells)
         self.most = int(here[1].max())
         return True
 

@@ -72,12 +72,6 @@ def test_shared_runs_each_prompt_and_each_distinct_completion_once(completions: 
     assert len(repeated(c).stream.ids) == every
 
 
-@pytest.fixture
-def always_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minigrpo.layout.SCORES_PER_TOKEN", 10**9)
-
-
-@pytest.mark.usefixtures("always_a_tree")
 def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(model: GPT, completions: Completions) -> None:
     c = completions
     texts = {
@@ -92,7 +86,6 @@ def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(model: G
     torch.testing.assert_close(logp, naive_logp(model, c, 1.0), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.usefixtures("always_a_tree")
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 2))
 def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
     seed: int, prompts: int, samples: int, length: int, letters: int
@@ -110,13 +103,15 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
     torch.testing.assert_close(model(built.stream, built)[0], model(plain.stream, plain)[0], rtol=1e-9, atol=1e-11)
 
 
-def test_where_nothing_repeats_the_tree_is_shared() -> None:
-    rng = np.random.default_rng(0)
-    ids = torch.from_numpy(rng.integers(0, EOS, (2, 8, 60)))
+def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, EOS, (2, 8, 60)))
+    ids[:, :, 0] = torch.arange(8)
     c = Completions(
         torch.zeros(2, 30, dtype=torch.int64), torch.tensor([30, 30]), ids, torch.ones(2, 8, 60, dtype=torch.bool)
     )
-    assert torch.equal(tree(c).stream.ids, shared(c).stream.ids)
+    a, b = tree(c), shared(c)
+    assert torch.equal(a.stream.ids, b.stream.ids)
+    assert torch.equal(a.visible, b.visible)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 5), st.integers(1, 6), st.integers(2, 6))

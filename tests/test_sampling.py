@@ -7,7 +7,7 @@ from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
 from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import Choice, generate, guess, pick_token, regrid, truncate
+from minigrpo.sampling import Choice, generate, guess, pick_token, regroup, truncate
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -226,30 +226,29 @@ def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> No
     assert picked.tolist() == [1, 2]
 
 
-def test_the_grid_has_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
-    # prompts of two cells each; rows 0-2 in cell 0, of which row 2 went another way; row 3 in cell 1; row 4 in cell 5
-    cells, groups, cell, speakers = regrid(np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]]), 2)
-    assert groups.tolist() == [0, 2]
-    assert cells.tolist() == [[0, 0, 1], [5, 5, 5]]
+def test_there_is_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
+    # rows 0-2 in cell 0, of which row 2 went another way; row 3 in cell 1; row 4 in cell 5
+    cells, cell, speakers = regroup(np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]]))
+    assert cells.tolist() == [0, 0, 1, 5]
     assert cell.tolist() == [0, 0, 1, 2, 3]
-    assert speakers.tolist() == [[0, 2, 3], [4, 4, 4]]
+    assert speakers.tolist() == [0, 2, 3, 4]
 
 
 def test_while_they_agree_completions_of_a_prompt_are_run_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_completions(0, prompts=2)
     u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
     u[1, 4, 3:] = 0.9  # but one, from its fourth token on
-    grids = []
+    cells = []
     step = CachedDecoder.step
-    monkeypatch.setattr(CachedDecoder, "step", lambda self, *args: grids.append(self.grid) or step(self, *args))
+    monkeypatch.setattr(CachedDecoder, "step", lambda self, *args: cells.append(self.num_cells) or step(self, *args))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
-    grids.clear()
+    cells.clear()
     drafts = torch.zeros(2, 1, dtype=torch.int64)
     shared = generate(model, prompts.prompt_ids, prompts.prompt_len, drafts=drafts, draft_window=2, **options)
     assert torch.equal(shared.completion_ids, plain.completion_ids)
-    assert grids[0] == (2, 1)
-    assert max(grid[0] * grid[1] for grid in grids) <= 4
+    assert cells[0] == 2
+    assert max(cells) == 3
 
 
 def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
