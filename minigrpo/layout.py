@@ -12,7 +12,8 @@ the same entries, and autograd adds their gradients. Layouts are built on the ho
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,29 +54,42 @@ class Layout:
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
 
     def to(self, device: torch.device | str) -> "Layout":
-        return type(self)(**{name: x.to(device) for name, x in vars(self).items()})
+        return replace(self, **{name: _to(x, device) for name, x in vars(self).items()})
 
 
 @dataclass(frozen=True)
-class SharedLayout(Layout):
-    """Prompts are the causal rows; what a completion adds attends to its prompt, to what it goes on from, and to itself."""
+class Branches:
+    """What completions add to the stream, as padded rows: each goes on from its prompt, or from a token of another row."""
 
     query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
     key_rows: Tensor  # [R, K] into the stream: all tokens of the completion, those of other rows included
     prompt_of_row: Tensor  # [R]
     visible: Tensor  # [R, 1, T, Lp + K] bool: what each of those tokens may see of its prompt and of its completion
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
+        q, k, v = rows_of(q, self.query_rows), rows_of(k, self.key_rows), rows_of(v, self.key_rows)
+        k = torch.cat([prompt_k.index_select(0, self.prompt_of_row), k], dim=2)
+        v = torch.cat([prompt_v.index_select(0, self.prompt_of_row), v], dim=2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible)
+
+    def to(self, device: torch.device | str) -> "Branches":
+        return Branches(**{name: x.to(device) for name, x in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class SharedLayout(Layout):
+    """Prompts are the causal rows; completions branch off."""
+
+    branches: tuple[Branches, ...]  # of about the same length each, so that little is padded
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
-        prompts = F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)
-        out = prompts.transpose(1, 2).flatten(0, 1)
-        if self.query_rows.numel():
-            q, k, v = rows_of(q, self.query_rows), rows_of(k, self.key_rows), rows_of(v, self.key_rows)
-            k = torch.cat([prompt_k.index_select(0, self.prompt_of_row), k], dim=2)
-            v = torch.cat([prompt_v.index_select(0, self.prompt_of_row), v], dim=2)
-            own = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible)
-            out = torch.cat([out, own.transpose(1, 2).flatten(0, 1)])
-        return out.index_select(0, self.unpad)
+        outs = [F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)]
+        outs += [branches.attend(q, k, v, prompt_k, prompt_v) for branches in self.branches]
+        return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).index_select(0, self.unpad)
+
+
+SPLIT_AT = 0.8  # two calls of attention instead of one, where together they have at most this share of its scores
 
 
 def pad_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -136,16 +150,20 @@ def _assemble(
     sources: np.ndarray,
     targets: np.ndarray,
     index: np.ndarray,
-    **attention: np.ndarray,
+    **attention: np.ndarray | tuple[Branches, ...],
 ) -> Layout:
     if not len(sources):  # nothing but empty completions: keep one entry for the masked index to point at
         sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     fields = {"sources": sources, "targets": targets, "index": np.where(mask.numpy(), index, 0), **attention}
-    return kind(
-        stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)),
-        mask=mask,
-        **{name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in fields.items()},
-    )
+    return kind(stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)), mask=mask, **_tensors(fields))
+
+
+def _tensors(fields: dict[str, Any]) -> dict[str, Any]:
+    return {n: torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x for n, x in fields.items()}
+
+
+def _to(x: Any, device: torch.device | str) -> Any:
+    return tuple(part.to(device) for part in x) if isinstance(x, tuple) else x.to(device)
 
 
 def repeated(completions: Completions) -> Layout:
@@ -201,14 +219,25 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
     predicted = (columns >= rows.common[:, None]) & (columns < rows.lengths[:, None])
     first_prediction = np.cumsum(rows.lengths - rows.common) - (rows.lengths - rows.common)
 
-    asks = new > 0
-    prompt_rows, prompt_unpad = pad_rows(prompt_starts, prompt_len)
-    query_rows, query_unpad = pad_rows(starts[asks], new[asks])
-    width = int(inputs.max(initial=0))
-    key_rows = np.where(columns < inputs[:, None], keys, keys[:, :1])[asks, :width]
-    steps = known[asks, None] + np.arange(query_rows.shape[1])  # [R, T] columns of the queries
-    of_prompt = in_prompt[rows.prompt[asks], None].repeat(query_rows.shape[1], axis=1)
-    of_own = columns[:width] <= steps[..., None]
+    prompt_rows, unpad = pad_rows(prompt_starts, prompt_len)
+    place, padded = np.zeros(starts[-1] + new[-1], dtype=np.int64), prompt_rows.size  # where in all padded rows a token is
+    place[: len(unpad)] = unpad
+    branches = []
+    for some in _alike(new, inputs, prompt_ids.shape[1]):
+        query_rows, unpad = pad_rows(starts[some], new[some])
+        place[query_rows.flat[unpad]] = padded + unpad
+        padded += query_rows.size
+        longest = inputs[some].max()
+        steps = known[some, None] + np.arange(query_rows.shape[1])  # [R, T] columns of the queries
+        of_prompt = in_prompt[rows.prompt[some], None].repeat(query_rows.shape[1], axis=1)
+        of_own = columns[:longest] <= steps[..., None]
+        fields = {
+            "query_rows": query_rows,
+            "key_rows": np.where(columns < inputs[some, None], keys[some], keys[some, :1])[:, :longest],
+            "prompt_of_row": rows.prompt[some],
+            "visible": np.concatenate([of_prompt, of_own], axis=-1)[:, None],
+        }
+        branches.append(Branches(**_tensors(fields)))
     before = np.concatenate([(prompt_starts + prompt_len - 1)[rows.prompt, None], keys[:, :-1]], axis=1)
     return _assemble(
         SharedLayout,
@@ -219,12 +248,28 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
         targets=rows.tokens[predicted],
         index=_paths(first_prediction, rows.common, len(columns))[rows.of],
         causal_rows=prompt_rows,
-        unpad=np.concatenate([prompt_unpad, prompt_rows.size + query_unpad]),
-        query_rows=query_rows,
-        key_rows=key_rows,
-        prompt_of_row=rows.prompt[asks],
-        visible=np.concatenate([of_prompt, of_own], axis=-1)[:, None],
+        unpad=place,
+        branches=tuple(branches),
     )
+
+
+def _alike(new: np.ndarray, inputs: np.ndarray, prompt_width: int) -> list[np.ndarray]:
+    """Rows that add tokens, as one or two lots of about the same length, whichever way pads less.
+
+    What is compared are attention scores: rows * longest addition * (prompt + longest completion).
+    """
+    order = np.argsort(-new, kind="stable")[: np.count_nonzero(new)]  # the longest addition first
+    if not len(order):
+        return []
+    number, longest = np.arange(1, len(order) + 1), np.maximum.accumulate(inputs[order])
+    long = number * new[order[0]] * (prompt_width + longest)
+    from_here = np.maximum.accumulate(inputs[order][::-1])[::-1]
+    short = (number * new[order[::-1]])[::-1] * (prompt_width + from_here)  # of rows i and beyond
+    together = long[:-1] + short[1:]
+    if not len(together) or together.min() > SPLIT_AT * long[-1]:
+        return [order]
+    cut = int(together.argmin()) + 1
+    return [order[:cut], order[cut:]]
 
 
 def _paths(starts: np.ndarray, known: np.ndarray, width: int) -> np.ndarray:
