@@ -29,6 +29,7 @@ class CachedDecoder:
         self.prompt_len = prompt_len
         self.in_prompt = columns < prompt_len[:, None]  # [P, Lp]
         self.num_columns = 0  # how much of own_kv is in use
+        self.tokens_run = int(prompt_len.sum())
         self.prompt_kv: list[tuple[Tensor, Tensor]] = []  # a layer: keys and values [P, H, Lp, D/H]
         self.own_kv: list[tuple[Tensor, Tensor]] = []  # a layer: keys and values [C, H, length, D/H]
         self._arrange(np.repeat(np.arange(len(prompt_ids)), num_samples))
@@ -64,6 +65,7 @@ class CachedDecoder:
         Returns:
             `[C, W, V]`.
         """
+        self.tokens_run += tokens.numel()
         self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [C, W]
         for cache in itertools.chain.from_iterable(self.own_kv):  # seen for the first time: 0 times garbage may be NaN
             cache[:, :, self.num_columns : num_columns] = 0
@@ -149,6 +151,7 @@ class UncachedDecoder:
         room = prompt_ids.new_zeros(len(prompt_ids), length)
         self.ids = torch.cat([prompt_ids, room], dim=1).repeat_interleave(num_samples, dim=0)  # [R, Lp + length]
         self.num_cells = len(self.ids)
+        self.tokens_run = 0
 
     def prefill(self) -> Tensor:
         return self._logits_after(self.prompt_len[:, None] - 1)[:, 0]
@@ -159,6 +162,7 @@ class UncachedDecoder:
         return self._logits_after(places)
 
     def _logits_after(self, places: Tensor) -> Tensor:
+        self.tokens_run += self.ids.numel()
         positions = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         positions = positions.clamp(max=self.model.shape.context - 1)
         hidden = self.model.hidden(Stream(self.ids.flatten(), positions.flatten()), Causal(*self.ids.shape))

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
+COUNTED = ("tokens/", "rollout/tokens")
 SECONDS_BETWEEN_LOOKS = 0.02  # how often a process asks whether the main one is done
 
 
@@ -72,11 +73,11 @@ class DistContext:
         return self._reduce(x, dist.ReduceOp.MAX, "max")
 
     def combine(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of all shares: means, and sums of what is counted (tokens/..., .../failures)."""
+        """Metrics of all shares: means, and sums of what is counted (tokens/..., rollout/tokens, .../failures)."""
         if self.world_size == 1:
             return metrics
         totals = self.sum(torch.tensor(list(metrics.values()), dtype=torch.float64)).tolist()
-        counted = {name for name in metrics if name.startswith("tokens/") or name.endswith("/failures")}
+        counted = {name for name in metrics if name.startswith(COUNTED) or name.endswith("/failures")}
         pairs = zip(metrics, totals, strict=True)
         return {name: total if name in counted else total / self.world_size for name, total in pairs}
 

@@ -5,6 +5,7 @@ It samples nothing, and writes and prints nothing; trainer.py does. What decides
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from . import accel
 from .config import Config
 from .distributed import DistContext
-from .layout import LAYOUTS, Layout
+from .layout import LAYOUTS
 from .losses import LOSSES, Counts, per_local_token, policy_loss, truncated_importance_weights
+from .memory import Fitting
 from .model import GPT
 from .optim import learning_rate_at, make_optimizer
-from .types import RolloutBatch
+from .types import Completions, RolloutBatch
 
 State = dict[str, Any]
 BAD_STEPS_TO_HALVE = 3  # in a row: then half the learning rate, and float32
@@ -47,6 +49,7 @@ class Learner:
         self.optimizer = make_optimizer(
             model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
         )
+        self.fitting = Fitting("--micro-batch-size", config.micro_batch_size, warn)
         self.guard = {"skipped": 0, "in_a_row": 0, "halvings": 0}  # optimizer steps left out because of a NaN or an infinity
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -61,16 +64,15 @@ class Learner:
         completions, tokens = self.dist.sum(torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device))
         counts = Counts(completions, tokens.clamp(min=1))
         batch = batch.select(self.live_prompts(batch))
-        parts = batch.split(config.micro_batch_size or len(batch))
-        layouts = [LAYOUTS[config.layout](part.completions).to(self.device) for part in parts]
-        old = [self._old_logp(layout) if config.num_iterations > 1 else None for layout in layouts]
+        if config.num_iterations > 1:
+            batch = replace(batch, old_logp=self._old_logp(batch))
         peak = config.learning_rate * 0.5 ** self.guard["halvings"]
         learning_rate = learning_rate_at(step, peak=peak, warmup_steps=config.warmup_steps, max_steps=config.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         for _ in range(config.num_iterations):
             with self.dist.during(f"the update of step {step + 1}"):
-                metrics = self.accumulate(parts, layouts, old, counts)
+                metrics = self.gradient(batch, counts)
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
             # both are the same in all processes, and so is the verdict
@@ -85,9 +87,7 @@ class Learner:
                 break
         else:
             self.guard["in_a_row"] = 0
-        tokens = self.dist.sum(torch.tensor(float(sum(len(layout.stream.ids) for layout in layouts)), device=self.device))
-        metrics |= {"grad_norm": norm, "tokens/run": tokens}
-        return {name: float(x) for name, x in metrics.items()} | {"learning_rate": learning_rate}
+        return {name: float(x) for name, x in metrics.items()} | {"grad_norm": float(norm), "learning_rate": learning_rate}
 
     def _leave_out(self, batch: RolloutBatch, step: int, why: str) -> None:
         """Change no weight and no moment, keep the batch, and after several in a row try less, or give up."""
@@ -112,15 +112,25 @@ class Learner:
             return everything
         return [p for p in everything if batch.advantages[p].any()] or [0]
 
-    def accumulate(
-        self, parts: list[RolloutBatch], layouts: list[Layout], old: list[Tensor | None], counts: Counts
-    ) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch; gradients and metrics add up to the whole step's, over all processes."""
+    def gradient(self, batch: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
+        """Leave the whole step's gradient, over all processes, in the parameters; in smaller pieces if memory asks for it."""
+        if self.dist.world_size > 1:  # the others would wait for gradients that this process does not send
+            return self._accumulate(batch, counts, self.fitting.of(len(batch)))
+
+        def afresh(size: int) -> dict[str, Tensor]:
+            self.optimizer.zero_grad(set_to_none=True)
+            return self._accumulate(batch, counts, size)
+
+        return self.fitting.run(afresh, len(batch))
+
+    def _accumulate(self, batch: RolloutBatch, counts: Counts, size: int) -> dict[str, Tensor]:
+        """Forward and backward of `size` prompts at a time; gradients and metrics add up."""
         sums: dict[str, Tensor] = {}
+        *first, last = batch.split(size)
         with self.dist.accumulating(self.wrapped):
-            for job in zip(parts[:-1], layouts[:-1], old[:-1], strict=True):
-                _add(sums, self._backward(*job, counts))
-        _add(sums, self._backward(parts[-1], layouts[-1], old[-1], counts))
+            for part in first:
+                _add(sums, self._backward(part, counts))
+        _add(sums, self._backward(last, counts))
         worst = sums.pop("gap/max", None)
         totals = dict(zip(sums, self.dist.sum(torch.stack(list(sums.values()))), strict=True))
         tokens = totals.pop("tokens").clamp(min=1)
@@ -130,11 +140,12 @@ class Learner:
             totals["sampling/logp_difference_max"] = self.dist.max(worst)
         return totals
 
-    def _backward(self, part: RolloutBatch, layout: Layout, old: Tensor | None, counts: Counts) -> dict[str, Tensor]:
+    def _backward(self, part: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
         config = self.config
-        with self.autocast():
-            logp, entropy = self.wrapped(layout.stream, layout, config.temperature)
-        adv, ref, sampled = (x if x is None else x.to(self.device) for x in (part.advantages, part.ref_logp, part.drawn_logp))
+        logp, entropy, ran = self.forward(part.completions)
+        mask = part.completions.completion_mask.to(self.device)
+        given = (part.advantages, part.old_logp, part.ref_logp, part.drawn_logp)
+        adv, old, ref, sampled = (x if x is None else x.to(self.device) for x in given)
         weights = None
         if config.sampler_correction and sampled is not None:
             weights = truncated_importance_weights(
@@ -144,7 +155,7 @@ class Learner:
             logp,
             old,
             adv,
-            layout.mask,
+            mask,
             loss=config.loss,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
@@ -158,17 +169,26 @@ class Learner:
         )
         # DDP averages over processes, and the loss is already this process's share of the whole
         self.scaler.scale(loss * self.dist.world_size).backward()
-        values = {**metrics, "loss": loss.detach(), "entropy": entropy.sum(), "tokens": layout.mask.sum().to(logp)}
+        values = {**metrics, "loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
+        values["tokens/run"] = logp.new_tensor(ran)
         if part.completions.sampler_logp is not None:
-            gap = (logp.detach() - part.completions.sampler_logp.to(self.device)).masked_fill(~layout.mask, 0).abs()
+            gap = (logp.detach() - part.completions.sampler_logp.to(self.device)).masked_fill(~mask, 0).abs()
             values |= {"gap/sum": gap.sum(), "gap/max": gap.max()}
         return values
 
-    @torch.no_grad()
-    def _old_logp(self, layout: Layout) -> Tensor:
+    def forward(self, completions: Completions) -> tuple[Tensor, Tensor, int]:
+        """Log-probs and entropies `[P, G, S]` of the policy, on its device, and how many tokens that took."""
+        layout = LAYOUTS[self.config.layout](completions).to(self.device)
         with self.autocast():
-            logp, _ = self.model(layout.stream, layout, self.config.temperature)
-        return logp
+            model = self.wrapped if torch.is_grad_enabled() else self.model
+            return *model(layout.stream, layout, self.config.temperature), len(layout.stream.ids)
+
+    @torch.no_grad()
+    def _old_logp(self, batch: RolloutBatch) -> Tensor:
+        def in_pieces(size: int) -> Tensor:
+            return torch.cat([self.forward(part.completions)[0].cpu() for part in batch.split(size)])
+
+        return self.fitting.run(in_pieces, len(batch))
 
     def state_dict(self) -> State:
         """Everything that cannot be derived: plain types and tensors."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from .layout import Layout
+from .memory import Fitting
 from .model import GPT
 from .types import Completions
 
@@ -35,11 +36,11 @@ class FrozenReference:
         *,
         layout: Callable[[Completions], Layout],
         temperature: float,
-        micro_batch_size: int,
+        fitting: Fitting,
         autocast: Callable[[], AbstractContextManager[object]],
         offload: bool = False,
     ) -> None:
-        """`temperature` is the policy's; `micro_batch_size` prompts go through at once (0: all).
+        """`temperature` is the policy's; `fitting` says how many prompts go through at once.
 
         With `offload` the weights lie in host memory (pinned, where there is a CUDA device) and visit the device of the
         model for as long as `logp` runs.
@@ -51,17 +52,20 @@ class FrozenReference:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.pin_memory()
         self.layout, self.temperature = layout, temperature
-        self.micro_batch_size, self.autocast = micro_batch_size, autocast
+        self.fitting, self.autocast = fitting, autocast
 
     @torch.no_grad()
     def logp(self, completions: Completions) -> Tensor | None:
-        size = self.micro_batch_size or len(completions)
         weights = {name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()}
-        logps = []
-        for a in range(0, len(completions), size):
-            layout = self.layout(completions.select(torch.arange(a, min(a + size, len(completions)))))
-            layout = layout.to(self.device)
-            with self.autocast():
-                logp, _ = functional_call(self.model, weights, (layout.stream, layout, self.temperature))
-            logps.append(logp.cpu())
-        return torch.cat(logps)
+
+        def in_pieces(size: int) -> Tensor:
+            logps = []
+            for a in range(0, len(completions), size):
+                layout = self.layout(completions.select(torch.arange(a, min(a + size, len(completions)))))
+                layout = layout.to(self.device)
+                with self.autocast():
+                    logp, _ = functional_call(self.model, weights, (layout.stream, layout, self.temperature))
+                logps.append(logp.cpu())
+            return torch.cat(logps)
+
+        return self.fitting.run(in_pieces, len(completions))

@@ -4,6 +4,7 @@ The trainer cannot tell the two apart but by the loss that it was given. Example
 that a step never waits for self-play. Scores are computed in the reward pool while the device goes on.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .config import Config
 from .distributed import DistContext
 from .encoding import decode, encode_answers, encode_prompts
 from .losses import KL_IN_REWARD, LOSSES, advantages
+from .memory import Fitting
 from .metrics import PhaseTimer
 from .model import GPT
 from .pool import Job, WorkerPool
@@ -66,14 +68,21 @@ class Ahead:
         return [self.task.train(step * self.per_step + i) for i in self.share]
 
 
-@dataclass(frozen=True)
 class Sampler:
     """Completions of examples by the model as it is."""
 
-    config: Config
-    model: GPT
-    tokenizer: tiktoken.Encoding
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    def __init__(
+        self,
+        config: Config,
+        model: GPT,
+        tokenizer: tiktoken.Encoding,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        warn: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
+        self.eos = tokenizer.eot_token
+        self.fitting = Fitting("--rollout-batch-size", 0, warn)
+        self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
 
     def complete(
         self,
@@ -92,14 +101,16 @@ class Sampler:
         config, device = self.config, self.model.device
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
         drafts = encode_answers(self.tokenizer, examples)[0] if config.draft_answers else None
-        for a in range(0, len(examples), batch_size or len(examples)):
-            cut = slice(a, a + (batch_size or len(examples)))
+        done = 0
+
+        def some(size: int) -> Completions:
+            cut = slice(done, done + size)
             with self.autocast():
-                part = generate(
+                return generate(
                     self.model,
                     prompt_ids[cut].to(device),
                     prompt_len[cut].to(device),
-                    eos=self.tokenizer.eot_token,
+                    eos=self.eos,
                     max_new_tokens=config.max_new_tokens,
                     num_samples=num_samples,
                     u=None if u is None else torch.from_numpy(u[cut]).to(device),
@@ -107,7 +118,13 @@ class Sampler:
                     kv_cache=config.kv_cache,
                     drafts=None if drafts is None else drafts[cut].to(device),
                     draft_window=config.draft_window,
+                    work=self.work,
                 )
+
+        while done < len(examples):
+            left = len(examples) - done
+            part = self.fitting.run(some, min(batch_size or left, left))
+            done += len(part)
             yield part.to("cpu")
 
 
@@ -196,6 +213,7 @@ class OnPolicy:
 
     def batch(self, step: int) -> RolloutBatch:
         config, metrics = self.config, dict[str, float]()
+        self.sampler.work.clear()
         with self.timer.phase("data"):
             examples = self.examples.take(step)
         rolled = self._roll(examples, step)
@@ -213,7 +231,7 @@ class OnPolicy:
             advantages=self._advantages(torch.from_numpy(rewards.total), rolled.completions, ref_logp),
             ref_logp=ref_logp,
             counts_in_loss=self._ended(rolled.completions) if config.overlong == "mask" else None,
-            metrics=metrics,
+            metrics=metrics | {f"rollout/{name}": float(count) for name, count in self.sampler.work.items()},
         )
 
     def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:

@@ -6,6 +6,7 @@ The model runs *cells*: completions of a prompt that agree so far share one, and
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -195,6 +196,7 @@ def generate(
     kv_cache: bool = True,
     drafts: Tensor | None = None,
     draft_window: int = 8,
+    work: Counter[str] | None = None,
 ) -> Completions:
     """Complete each prompt `num_samples` times.
 
@@ -208,6 +210,7 @@ def generate(
         u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely token each time.
         drafts: `[P, L]` int64, what completions of each prompt probably look like: the known answer.
         draft_window: W.
+        work: is told how many `rounds` there were after the prompts, and how many `tokens` the model ran.
 
     Returns:
         Completions on the model's device with G = num_samples and S = the longest completion. A completion ends with EOS,
@@ -228,6 +231,8 @@ def generate(
         tokens, columns = progress.next_tokens()
         logits = decoder.step(tokens, columns, min(progress.most - 1 + progress.window, room))
 
+    if work is not None:
+        work.update(rounds=turn - 1, tokens=decoder.tokens_run)
     longest = int(progress.lengths.max())
     log_kept = progress.log_kept
     return Completions(

@@ -103,7 +103,7 @@ class Trainer:
         accel.checkpoint_blocks(config, self.model)
         accel.compile_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
-        self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast)
+        self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast, self.screen.warn)
         self.source = self._make_source()
 
     def _open_folder(self) -> Path:
@@ -123,7 +123,7 @@ class Trainer:
             self.model,
             layout=LAYOUTS[self.config.layout],
             temperature=self.config.temperature,
-            micro_batch_size=self.config.micro_batch_size,
+            fitting=self.learner.fitting,
             autocast=self.learner.autocast,
             offload=self.config.offload_reference,
         )

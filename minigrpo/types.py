@@ -110,6 +110,7 @@ class RolloutBatch:
     texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without EOS
     rewards: RewardTable | None = None  # None in the supervised warm start
     advantages: Tensor | None = None  # [P, G] float32, constant within a completion
+    old_logp: Tensor | None = None  # [P, G, S] float32, before the first of several inner steps; None: a ratio of exactly 1
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
     counts_in_loss: Tensor | None = None  # [P, G] bool, completions that the loss sees; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # what else there is to log about how it came about
@@ -121,7 +122,7 @@ class RolloutBatch:
         """Some of the prompts with all of their completions. Rewards, which belong to the whole batch, stay behind."""
         rows = torch.as_tensor(prompts)
         chosen: dict[str, Any] = {}
-        for name in ("advantages", "ref_logp", "counts_in_loss"):
+        for name in ("advantages", "old_logp", "ref_logp", "counts_in_loss"):
             chosen[name] = None if getattr(self, name) is None else getattr(self, name)[rows]
         return replace(
             self,
