@@ -1,4 +1,4 @@
-"""Measure on this machine: `python benchmark.py NAME [flags]`; `python benchmark.py NAME --help` lists the flags."""
+"""Measure on this machine: `python benchmark.py [NAME] [flags]`, NAME is steps if left out; `NAME --help` lists its flags."""
 
 import json
 import sys
@@ -11,6 +11,7 @@ from rich.console import Console
 from minigrpo.config import ConfigError, exit_with
 from minigrpo.tools.bench_rewards import Rewards
 from minigrpo.tools.bench_scaling import Scaling
+from minigrpo.tools.bench_steps import Steps
 
 
 class Benchmark(Protocol):
@@ -21,16 +22,19 @@ class Benchmark(Protocol):
     def run(self, console: Console) -> dict[str, Any]: ...
 
 
-BENCHMARKS: dict[str, type[Benchmark]] = {"rewards": Rewards, "scaling": Scaling}
+BENCHMARKS: dict[str, type[Benchmark]] = {"steps": Steps, "rewards": Rewards, "scaling": Scaling}
 
 
 def main(argv: list[str]) -> None:
-    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
-        exit_with(ConfigError(f"python benchmark.py NAME: NAME must be one of {', '.join(BENCHMARKS)}, got {name!r}"))
+        exit_with(ConfigError(f"python benchmark.py [NAME]: NAME must be one of {', '.join(BENCHMARKS)}, got {name!r}"))
     benchmark = tyro.cli(BENCHMARKS[name], args=rest, prog=f"benchmark.py {name}")
-    console = Console()
-    result = benchmark.run(console)
+    console = Console() if sys.stdout.isatty() else Console(width=150)  # tables are wide
+    try:
+        result = benchmark.run(console)
+    except ValueError as error:
+        exit_with(error)
     if benchmark.json:
         benchmark.json.parent.mkdir(parents=True, exist_ok=True)
         benchmark.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

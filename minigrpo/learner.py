@@ -59,13 +59,7 @@ class Learner:
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last step, of all shares."""
         config, given = self.config, batch
-        batch = batch.counted()
-        mask = batch.completions.completion_mask  # of the whole batch, whatever is left out below
-        completions, tokens = self.dist.sum(torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device))
-        counts = Counts(completions, tokens.clamp(min=1))
-        batch = batch.select(self.live_prompts(batch))
-        if config.num_iterations > 1:
-            batch = replace(batch, old_logp=self._old_logp(batch))
+        batch, counts = self.prepare(batch)
         peak = config.learning_rate * 0.5 ** self.guard["halvings"]
         learning_rate = learning_rate_at(step, peak=peak, warmup_steps=config.warmup_steps, max_steps=config.max_steps)
         for group in self.optimizer.param_groups:
@@ -87,7 +81,19 @@ class Learner:
                 break
         else:
             self.guard["in_a_row"] = 0
-        return {name: float(x) for name, x in metrics.items()} | {"grad_norm": float(norm), "learning_rate": learning_rate}
+        metrics["grad_norm"] = norm
+        values = torch.stack([x.double() for x in metrics.values()]).tolist()  # read back once
+        return dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
+
+    def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, Counts]:
+        """What is to be run of a batch, old log-probs included, and the counts of the whole step, whatever is left out."""
+        batch = batch.counted()
+        mask = batch.completions.completion_mask
+        completions, tokens = self.dist.sum(torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device))
+        batch = batch.select(self.live_prompts(batch))
+        if self.config.num_iterations > 1:
+            batch = replace(batch, old_logp=self._old_logp(batch))
+        return batch, Counts(completions, tokens.clamp(min=1))
 
     def _leave_out(self, batch: RolloutBatch, step: int, why: str) -> None:
         """Change no weight and no moment, keep the batch, and after several in a row try less, or give up."""

@@ -19,6 +19,8 @@ from .model import GPT
 from .types import Completions
 
 STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished; asking is a device sync. Drafted: every round
+POOR_DRAFTS = 1.5  # tokens kept a round and row, below which guessing is left alone for a while
+PATIENCE = 8  # rounds of that; twice as many each time
 DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
 
 
@@ -119,7 +121,8 @@ class _Rows:
     ) -> None:
         """`grid` is (P, G). With drafts, completions of a prompt share one cell until they differ."""
         self.eos, self.length, self.choice, self.drafts, self.device = eos, length, choice, drafts, device
-        self.window = window if drafts is not None else 1
+        self.window = self.widest = window if drafts is not None else 1
+        self.rest = self.patience = PATIENCE
         self.num_samples, num_rows = grid[1], grid[0] * grid[1]
         rows_per_cell = 1 if drafts is None else self.num_samples
         self.rows = torch.arange(num_rows, device=device)  # those that are still running, as of the last look
@@ -128,10 +131,10 @@ class _Rows:
         self.lengths = torch.zeros_like(self.rows)  # [R] how many tokens each completion has
         self.most = 0  # on the host: no completion has more tokens than that
         # a window more than there is room for, so that what is guessed beyond the end needs no special case
-        self.ids = torch.zeros(num_rows, length + self.window, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(num_rows, length + self.widest, dtype=torch.int64, device=device)
         self.logp = torch.zeros(self.ids.shape, dtype=torch.float32, device=device)
         self.log_kept = torch.zeros_like(self.logp) if choice.truncates else None
-        self.u = None if u is None else torch.nn.functional.pad(u.flatten(0, 1)[:, :length], (0, self.window))
+        self.u = None if u is None else torch.nn.functional.pad(u.flatten(0, 1)[:, :length], (0, self.widest))
         self.guesses = self.ids[self.speakers, :0]  # [cells, W - 1], but nothing yet
 
     def accept(self, logits: Tensor) -> None:
@@ -150,7 +153,8 @@ class _Rows:
         self.logp[rows, places] = torch.where(kept, logp.gather(2, picks[..., None])[..., 0].float(), 0.0)
         if self.log_kept is not None:
             self.log_kept[rows, places] = torch.where(kept, allowed.logsumexp(-1).float(), 0.0)
-        self.lengths[self.rows] += kept.sum(1)
+        self.kept = kept.sum(1)
+        self.lengths[self.rows] += self.kept
         self.most += logp.shape[1]
 
     def regroup(self, decoder: CachedDecoder | UncachedDecoder) -> bool:
@@ -158,10 +162,11 @@ class _Rows:
         lengths = self.lengths[self.rows]
         last = self.ids[self.rows, lengths - 1]
         running = (lengths < self.length) & (last != self.eos)
-        here = torch.stack([self.cell, lengths, last])[:, running].cpu().numpy()
+        here = torch.stack([self.cell, lengths, last, self.kept])[:, running].cpu().numpy()
         if not here.size:
             return False
-        cells, cell_of_row, speakers = regroup(here[0], here[1:])
+        self._judge_drafts(float(here[3].mean()))
+        cells, cell_of_row, speakers = regroup(here[0], here[1:3])
         self.rows, self.cell = self.rows[running], torch.from_numpy(cell_of_row).to(self.device)
         self.speakers = self.rows[torch.from_numpy(speakers).to(self.device)]
         if not np.array_equal(cells, np.arange(decoder.num_cells)):
@@ -169,11 +174,19 @@ class _Rows:
         self.most = int(here[1].max())
         return True
 
+    def _judge_drafts(self, kept: float) -> None:
+        """Guess no more for a while if hardly a guess is right: the forward of a guess is not free."""
+        if self.guesses.shape[1] and kept < POOR_DRAFTS:
+            self.window, self.rest, self.patience = 1, self.patience, 2 * self.patience
+        elif self.window < self.widest:
+            self.rest -= 1
+            self.window = 1 if self.rest else self.widest
+
     def next_tokens(self) -> tuple[Tensor, Tensor]:
         """What the decoder runs next: `[cells, W]`, the last token of each cell and guesses, and `[cells]`, its column."""
         columns = self.lengths[self.speakers]
         tokens = self.ids[self.speakers, columns - 1][:, None]
-        if self.drafts is not None:
+        if self.drafts is not None and self.window > 1:
             behind = columns[:, None] + torch.arange(-DRAFT_MATCH, 0, device=self.device)
             recent = self.ids[self.speakers[:, None], behind.clamp(min=0)]
             ahead = guess(self.drafts[self.speakers // self.num_samples], recent, columns, self.window - 1)

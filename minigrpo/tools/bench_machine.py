@@ -1,0 +1,216 @@
+"""The work that a benchmark measures, and a training step put together from chosen parts."""
+
+import copy
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tiktoken
+import torch
+from torch import Tensor
+
+from .. import accel
+from ..config import Config, ConfigError, flag
+from ..distributed import DistContext
+from ..encoding import encode_prompts
+from ..layout import LAYOUTS
+from ..learner import Learner
+from ..memory import Fitting
+from ..metrics import PhaseTimer
+from ..model import GPT, GPTShape
+from ..randomness import stream
+from ..reference import FrozenReference, NoReference, Reference
+from ..rewards import RewardScorer, similarities, similarity
+from ..rollout import Ahead, OnPolicy, Sampler
+from ..tasks import load_task
+from ..tasks.chess_env import ChessEnv
+from ..tokenizer import END_OF_TEXT, load_tokenizer
+from ..trainer import build_model
+from ..types import Example, RolloutBatch, Task
+from .bench_rewards import naive
+from .naive import FullLogits, FullLogitsReference, OneAtATime, OneByOne
+
+OF_THE_MODEL = ("layers", "width", "heads", "vocab_size", "prompt_len")  # a job with a model and prompts of its own has these
+OF_THE_STEP = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef")
+SIZES = OF_THE_MODEL + OF_THE_STEP
+PRESETS: dict[str, dict[str, float]] = {
+    "tiny": dict(zip(SIZES, (4, 128, 4, 512, 80, 8, 8, 80, 0.04), strict=True)),
+    "gpt2": dict(zip(SIZES, (12, 768, 12, 50257, 80, 8, 8, 144, 0.04), strict=True)),
+}
+BEYOND_THE_END = 32  # tokens of a made-up answer that no completion reaches, so that no draft ends
+
+
+class RandomText:
+    """Prompts and answers without sense, of given lengths: forced work. Drafts are of no use here."""
+
+    parts: Mapping[str, float] = {"similarity": 1.0}
+
+    def __init__(self, seed: int, prompt_len: int, answer_len: int) -> None:
+        self.seed, self.lengths = seed, (prompt_len, answer_len)
+
+    def train(self, number: int) -> Example:
+        prompt_len, answer_len = self.lengths
+        letters = stream(self.seed, "random text", number).integers(33, 127, prompt_len + answer_len, dtype=np.uint8)
+        text = letters.tobytes().decode()
+        return Example(text[:prompt_len], text[prompt_len:], index=number)
+
+    def held_out(self, number: int) -> Example:
+        return self.train(-1 - number)
+
+    def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, np.ndarray]:
+        return {"similarity": similarities(texts, [example.answer for example in examples])}
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        return {"similarity": similarity(text, example.answer)}
+
+
+def bytes_and_more(vocab_size: int) -> tiktoken.Encoding:
+    """A tokenizer of any size that gives a token a byte; the rest only makes the head as large as asked for."""
+    if vocab_size < 257:
+        raise ConfigError(f"--vocab-size must be at least 257, got {vocab_size}")
+    texts = itertools.chain.from_iterable(map(bytes, itertools.product(range(256), repeat=n)) for n in (1, 2, 3))
+    ranks = {text: rank for rank, text in enumerate(itertools.islice(texts, vocab_size - 1))}
+    return tiktoken.Encoding("bytes", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: vocab_size - 1})
+
+
+class Asked(Protocol):
+    """What a benchmark's flags say about its work."""
+
+    preset: Any
+    natural: bool
+    config: Path | None
+    forced_length: bool | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """One job: a model, prompts, and how long completions are."""
+
+    config: Config
+    model: GPT  # on the device; each machine gets a copy
+    tokenizer: tiktoken.Encoding
+    task: Task
+    forced: bool  # no end of text
+    natural: bool
+    prompt_len: float  # tokens, mean
+    device: torch.device
+
+    @classmethod
+    def of(cls, asked: Any, device: torch.device) -> "Work":
+        """Raises ConfigError (ValueError for a file) in one line."""
+        given = {name: value for name in SIZES if (value := getattr(asked, name, None)) is not None}
+        natural = asked.natural or asked.config is not None
+        if natural:
+            if wrong := [flag(name) for name in OF_THE_MODEL if name in given]:
+                raise ConfigError(f"{wrong[0]} goes with made-up work: a job has a model and prompts of its own")
+            config = replace(Config.from_toml(asked.config) if asked.config else Config(), **given, max_steps=10**6)
+            if config.supervised:
+                raise ConfigError(f"--config {asked.config}: --loss {config.loss} samples nothing")
+            tokenizer = load_tokenizer(config.tokenizer)
+            task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
+            model = build_model(config, tokenizer)
+        else:
+            sizes: dict[str, Any] = {**PRESETS[asked.preset], **given}
+            vocab_size, prompt_len = sizes.pop("vocab_size"), sizes.pop("prompt_len")
+            context = prompt_len + sizes["max_new_tokens"]
+            config = Config(**sizes, context=context, init_from="scratch", max_steps=10**6)
+            tokenizer = bytes_and_more(vocab_size)
+            task = RandomText(config.seed, prompt_len, config.max_new_tokens + BEYOND_THE_END)
+            model = GPT(GPTShape(vocab_size, context, config.layers, config.width, config.heads), seed=config.seed)
+        lengths = encode_prompts(tokenizer, [task.train(i) for i in range(64)], model.shape.context)[1]
+        forced = asked.forced_length if asked.forced_length is not None else not natural
+        return cls(config, model.to(device), tokenizer, task, forced, natural, float(lengths.float().mean()), device)
+
+    @property
+    def shape(self) -> GPTShape:
+        return self.model.shape
+
+    def describe(self) -> str:
+        c, s = self.config, self.shape
+        ends = "all as long as that" if self.forced else "or to their end"
+        return (
+            f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.2f} M parameters ({s.layers} layers, width {s.width}, "
+            f"{s.heads} heads, {s.vocab_size} tokens), {c.prompts_per_step} prompts of {self.prompt_len:.0f} tokens x "
+            f"{c.group_size} completions of {c.max_new_tokens}, {ends}; KL {c.kl_coef}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        sizes = vars(self.shape) | {name: getattr(self.config, name) for name in OF_THE_STEP}
+        ends = {"prompt_len": self.prompt_len, "forced_length": self.forced, "natural": self.natural}
+        return {**sizes, **ends, "text": self.describe()}
+
+
+class Machine:
+    """A training step with some of its parts naive (`sampler`, `head`, `rewards`) and the flags of a config."""
+
+    def __init__(self, config: Config, work: Work, naive_parts: frozenset[str] = frozenset()) -> None:
+        self.config, self.device = config, work.device
+        self.model = copy.deepcopy(work.model)
+        accel.chunk_logprobs(config, self.model)
+        self.learner = (FullLogits if "head" in naive_parts else Learner)(config, self.model)
+        self.sampler = (OneAtATime if "sampler" in naive_parts else Sampler)(
+            config, self.model, work.tokenizer, self.learner.autocast
+        )
+        if work.forced:
+            self.sampler.eos = -1
+        kind = OneByOne if "rewards" in naive_parts else RewardScorer
+        self.scorer = kind(work.task, workers=config.num_reward_workers if config.parallel_rewards else 0)
+        if isinstance(self.scorer, OneByOne):
+            self.scorer.judge = naive if isinstance(work.task, ChessEnv) else work.task.score
+        reference: Reference = NoReference()
+        if config.kl_coef and "head" in naive_parts:
+            reference = FullLogitsReference(copy.deepcopy(self.model), config.temperature)
+        elif config.kl_coef:
+            reference = FrozenReference(
+                self.model,
+                layout=LAYOUTS[config.layout],
+                temperature=config.temperature,
+                fitting=Fitting("--micro-batch-size", config.micro_batch_size),
+                autocast=self.learner.autocast,
+                offload=config.offload_reference,
+            )
+        accel.checkpoint_blocks(config, self.model)
+        accel.compile_blocks(config, self.model)
+        self.timer = PhaseTimer(self.device)
+        dist = DistContext()
+        examples = Ahead(work.task, config, dist, 0)
+        self.source = OnPolicy(config, examples, self.sampler, self.scorer, reference, self.timer, dist)
+        self.batch: RolloutBatch
+
+    def step(self, number: int) -> dict[str, float]:
+        """One training step; seconds of it and of its phases, and how much work it was."""
+        accel.use_tf32(self.config)  # process-wide, so every machine says what it wants
+        self.timer.take()
+        start = time.perf_counter()
+        self.batch = self.source.batch(number)
+        with self.timer.phase("update"):
+            learnt = self.learner.learn(self.batch, number)
+        seconds = time.perf_counter() - start
+        lengths = self.batch.completions.completion_mask.sum(-1)
+        size = {"completions": float(lengths.numel()), "completion_len": float(lengths.float().mean())}
+        return {"seconds": seconds, **self.timer.take(), **size, **self.batch.metrics, "tokens/run": learnt["tokens/run"]}
+
+    def tokens(self) -> Tensor:
+        """`[P * G, S]`, what was sampled in the last step; -1 beyond the end."""
+        c = self.batch.completions
+        ids = torch.where(c.completion_mask, c.completion_ids, -1).flatten(0, 1)
+        return torch.nn.functional.pad(ids, (0, self.config.max_new_tokens - ids.shape[1]), value=-1)
+
+    def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
+        """Mean negative log-likelihood of a batch's tokens, and the gradient of the policy loss, as this machine sees them.
+
+        Not the policy loss itself: at a ratio of 1 its advantages cancel, and it is 0 but for rounding.
+        """
+        accel.use_tf32(self.config)
+        with torch.no_grad():
+            logp = self.learner.forward(batch.completions)[0]
+        nll = -float(logp.double().sum()) / int(batch.completions.completion_mask.sum())
+        batch, counts = self.learner.prepare(batch)
+        self.learner.gradient(batch, counts)
+        gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        return nll, gradient

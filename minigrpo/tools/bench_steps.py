@@ -1,0 +1,339 @@
+"""What each layer buys: `python benchmark.py`, or `python benchmark.py steps`.
+
+Rows add one layer each to the naive step of naive.py. All rows sample the same tokens for the same prompts and keep the same
+weights (a learning rate of next to nothing: everything is run, nothing moves), and take turns, A B C A B C, so that a machine
+that slows down slows all of them. Forced work (the default) is random text on random weights, every completion as long as
+allowed; --natural is the default job with its own model, lengths and rewards.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from .. import accel
+from ..config import Config, ConfigError
+from . import probe
+from .bench_machine import Machine, Work
+from .bench_report import write_report
+
+NOTHING = 1e-30  # a learning rate that leaves float32 weights as they are
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one row adds to the rows above it."""
+
+    name: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    gives_up: frozenset[str] = frozenset()  # naive parts that this layer replaces by the library's
+    needs: str = ""  # cuda: only there
+    aside: tuple[str, ...] = ()  # kinds of devices on which the rows below go without it
+
+
+NAIVE = frozenset({"sampler", "head", "rewards"})
+PLAIN = {
+    "layout": "repeated",
+    "kv_cache": True,
+    "draft_answers": False,
+    "fused_optimizer": False,
+    "parallel_rewards": False,
+    "overlap_rewards": False,
+    "skip_dead_groups": False,
+    "use_amp": False,
+    "use_tf32": False,
+    "compile_model": False,
+    "gradient_checkpointing": False,
+    "chunked_logprobs": False,
+    "offload_reference": False,
+    "micro_batch_size": 0,
+    "rollout_batch_size": 0,
+}
+EVERYWHERE = ("cpu", "cuda")
+LEAN = {"gradient_checkpointing": True, "chunked_logprobs": True, "offload_reference": True, "micro_batch_size": 1}
+LAYERS = (
+    Layer("naive"),
+    Layer("one batch, prompts stored once", gives_up=frozenset({"sampler"})),
+    Layer("completion-only head, no old-logp pass", gives_up=frozenset({"head"})),
+    Layer("distinct rewards once, in a pool", {"parallel_rewards": True}, gives_up=frozenset({"rewards"})),
+    Layer("fused AdamW", {"fused_optimizer": True}),
+    Layer("dead groups left out", {"skip_dead_groups": True}),
+    Layer("shared layout", {"layout": "shared"}),
+    Layer("drafted decoding", {"draft_answers": True}),
+    Layer("tree layout", {"layout": "tree"}),
+    Layer("TF32", {"use_tf32": True}, needs="cuda"),
+    Layer("bfloat16 autocast", {"use_amp": True}, aside=("cpu",)),
+    Layer("compiled blocks", {"compile_model": True}, aside=("cpu",)),
+    Layer("overlapped rewards", {"overlap_rewards": True, "rollout_batch_size": 4}, aside=EVERYWHERE),
+    Layer("chunked log-probs", {"chunked_logprobs": True}, aside=EVERYWHERE),
+    Layer("checkpointing", {"gradient_checkpointing": True}, aside=EVERYWHERE),
+    Layer("offloaded reference", {"offload_reference": True}, aside=EVERYWHERE),
+    Layer("lean: these three, one prompt at a time", LEAN, aside=EVERYWHERE),
+)
+
+
+@dataclass
+class Row:
+    """A set of flags, and what was measured of it."""
+
+    name: str
+    flags: dict[str, Any]
+    naive: frozenset[str]
+    status: str = "ok"
+    machine: Machine | None = None
+    steps: list[dict[str, float]] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+    resident_mib: float = 0.0
+    warm_up_s: float = 0.0
+    recompiles: int = 0
+    different: int = 0  # completions that are not the naive ones
+    joules: list[float] = field(default_factory=list)
+    loss_difference: float = math.nan
+    grad_difference: float = math.nan
+
+    def middle(self, name: str) -> float:
+        return median(step.get(name, 0.0) for step in self.steps) if self.steps else math.nan
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Seconds a step, each layer added to the naive step, with its effect on loss, gradient and memory."""
+
+    preset: Literal["tiny", "gpt2"] = "tiny"
+    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. Sizes below override it."""
+    natural: bool = False
+    """The default job itself: its model, prompts and rewards, end of text on, nothing forced."""
+    config: Path | None = None
+    """The same with the job of a TOML file."""
+    full: bool = False
+    """A second table with each layer alone."""
+    only: tuple[str, ...] = ()
+    """Only the naive row and rows whose names contain one of these words; the layers add up all the same."""
+    repeats: int = 5
+    """Timings of each row, after one that is not counted."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    layers: int | None = None
+    """Blocks."""
+    width: int | None = None
+    """Size of the residual stream."""
+    heads: int | None = None
+    """Attention heads."""
+    vocab_size: int | None = None
+    """Tokens that there are."""
+    prompts_per_step: int | None = None
+    """Prompts of a step."""
+    group_size: int | None = None
+    """Completions of each."""
+    prompt_len: int | None = None
+    """Tokens of a prompt, where they are made up."""
+    max_new_tokens: int | None = None
+    """Longest completion."""
+    forced_length: bool | None = None
+    """No end of text: every completion as long as that. Default: yes, but with --natural and --config."""
+    kl_coef: float | None = None
+    """Above 0: with a frozen reference."""
+    out_dir: Path | None = None
+    """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
+    json: Path | None = None
+    """Write the figures here too."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        device = accel.pick_device(self.device)
+        work = Work.of(self, device)
+        console.print(f"{probe.device_name(device)}: {work.describe()}", highlight=False)
+        result = {
+            **probe.describe_machine(device),
+            "work": work.to_dict(),
+            "rows": self._measure(work, _stacked(device), console),
+        }
+        if self.full:
+            result["alone"] = self._measure(work, _alone(device), console)
+        write_report(result, self.out_dir, console)
+        return result
+
+    def _measure(self, work: Work, rows: list[Row], console: Console) -> list[dict[str, Any]]:
+        if self.only:
+            rows = [row for i, row in enumerate(rows) if not i or any(word in row.name for word in self.only)]
+        for row in track(rows, "warming up", console=console, transient=True):
+            _attempt(row, lambda row: _build(row, work))
+        for turn in track(range(1, self.repeats + 1), f"{len(rows)} rows", console=console, transient=True):
+            tokens = list[Tensor]()
+            for row in rows:
+                _attempt(row, lambda row: _take_turn(row, turn, tokens))  # noqa: B023 - called at once
+        _compare(rows)
+        roof = Roofline.probed(work)
+        return list(_records(rows, roof))
+
+
+def _stacked(device: torch.device) -> list[Row]:
+    rows, flags, naive = list[Row](), dict(PLAIN), NAIVE
+    for layer in LAYERS:
+        aside = device.type in layer.aside
+        row = Row(layer.name if not aside else f"({layer.name})", {**flags, **layer.flags}, naive - layer.gives_up)
+        if layer.needs not in ("", device.type):
+            row.status = f"needs {layer.needs}"
+        elif not aside:
+            flags, naive = row.flags, row.naive
+        rows.append(row)
+    return rows
+
+
+def _alone(device: torch.device) -> list[Row]:
+    """Each layer by itself, on top of the library's plain path."""
+    rows = [Row("naive", dict(PLAIN), NAIVE), Row("plain", dict(PLAIN), frozenset())]
+    for layer in LAYERS:
+        if layer.flags:
+            row = Row(layer.name, {**PLAIN, **layer.flags}, frozenset())
+            row.status = "ok" if layer.needs in ("", device.type) else f"needs {layer.needs}"
+            rows.append(row)
+    return rows
+
+
+def _attempt(row: Row, function: Any) -> None:
+    """Out of memory is a status, and the run goes on."""
+    if row.status != "ok":
+        return
+    try:
+        function(row)
+    except (torch.OutOfMemoryError, MemoryError):
+        row.status = "out of memory"
+    except ConfigError as error:
+        row.status = str(error)
+    if row.status != "ok":
+        row.machine = None
+        torch.cuda.empty_cache()
+
+
+def _build(row: Row, work: Work) -> None:
+    with probe.PeakMemory(work.device) as memory:
+        start = time.perf_counter()
+        row.machine = Machine(replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive)
+        row.machine.step(0)
+        row.warm_up_s = time.perf_counter() - start
+    if work.device.type == "cuda":
+        row.resident_mib = torch.cuda.memory_allocated(work.device) / 2**20 - memory.before
+
+
+def _take_turn(row: Row, turn: int, tokens: list[Tensor]) -> None:
+    """One step of a row; `tokens` are the first row's of this turn, which the others should have too."""
+    assert row.machine is not None
+    graphs, before = probe.recompiles(), probe.energy_joules(row.machine.device)
+    with probe.PeakMemory(row.machine.device) as peak:
+        row.steps.append(row.machine.step(turn))
+    after = probe.energy_joules(row.machine.device)
+    row.peaks.append(peak.mib + row.resident_mib)
+    row.recompiles += probe.recompiles() - graphs
+    if before is not None and after is not None:
+        row.joules.append(after - before)
+    ids = row.machine.tokens()
+    tokens.append(ids)
+    row.different += int((ids != tokens[0]).any(-1).sum())
+
+
+def _compare(rows: list[Row]) -> None:
+    """Loss and gradient of one and the same rollout, against the first row's, in float32."""
+    first = rows[0].machine
+    if first is None:
+        return
+    batch = first.batch
+    loss, gradient = first.gradient(batch)
+    norm = sum(float(g.double().square().sum()) for g in gradient) ** 0.5
+    for row in rows:
+        if row.machine is not None:
+            other, theirs = row.machine.gradient(batch)
+            row.loss_difference = abs(other - loss) / abs(loss) if loss else abs(other)
+            apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(theirs, gradient, strict=True))
+            row.grad_difference = apart**0.5 / norm
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least time that a row's own work could take on this machine.
+
+    seconds = rounds * (weight bytes + KV bytes) / bandwidth + FLOPs / matmul rate, both probed; FLOPs are 2 a parameter and
+    token, three times that with a backward pass, and 4 * layers * width for each pair of tokens that attend; the head is
+    counted for the tokens that it is needed for.
+    """
+
+    work: Work
+    bytes_per_s: float
+    flops_per_s: dict[str, float]  # by precision
+
+    @classmethod
+    def probed(cls, work: Work) -> "Roofline":
+        rates = {}
+        for name, dtype, tf32 in (
+            ("float32", torch.float32, False),
+            ("tf32", torch.float32, True),
+            ("amp", torch.bfloat16, False),
+        ):
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            rates[name] = probe.matmul_rate(work.device, dtype)
+        torch.set_float32_matmul_precision("highest")
+        return cls(work, probe.bandwidth(work.device), rates)
+
+    def seconds(self, row: Row) -> tuple[float, float]:
+        """Of a whole step, and of its FLOPs alone."""
+        config, shape = self.work.config, self.work.shape
+        low = row.flags["use_amp"]
+        rate = self.flops_per_s["amp" if low else "tf32" if row.flags["use_tf32"] else "float32"]
+        blocks = 12 * shape.layers * shape.width**2
+        head = shape.vocab_size * shape.width
+        seen = self.work.prompt_len + row.middle("completion_len") / 2  # tokens that a token attends to, about
+        a_token = 2 * blocks + 4 * shape.layers * shape.width * seen
+        answers = row.middle("completions") * row.middle("completion_len")
+        run = row.middle("rollout/tokens")
+        flops = run * (a_token + 2 * head)
+        flops += (3 + bool(config.kl_coef)) * (
+            row.middle("tokens/run") * a_token + min(answers, row.middle("tokens/run")) * 2 * head
+        )
+        weights = (blocks + head) * (2 if low else 4)
+        rows_at_once = answers / max(1.0, row.middle("rollout/rounds"))
+        kv = 2 * shape.layers * shape.width * (2 if low else 4) * (self.work.prompt_len + rows_at_once * seen)
+        traffic = row.middle("rollout/rounds") * (weights + kv)
+        return traffic / self.bytes_per_s + flops / rate, flops / rate
+
+
+def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
+    naive = rows[0].middle("seconds")
+    for row in rows:
+        done = bool(row.steps) and row.status == "ok"
+        least, least_flops = roof.seconds(row) if done else (math.nan, math.nan)
+        seconds = row.middle("seconds") if done else math.nan
+        tokens = row.middle("completions") * row.middle("completion_len") if done else math.nan
+        record = {
+            "name": row.name,
+            "flags": {name: value for name, value in row.flags.items() if value != getattr(Config(), name)},
+            "naive_parts": sorted(row.naive),
+            "s_per_step": seconds,
+            "samples": [step["seconds"] for step in row.steps],
+            **{name: row.middle(name) if done else math.nan for name in ("rollout", "reward", "reference", "update")},
+            "tokens_per_s": tokens / seconds,
+            "speedup": naive / seconds,
+            "peak_mib": max(row.peaks, default=math.nan),
+            "memory_measures": probe.PeakMemory(roof.work.device).measures,
+            "loss_difference": row.loss_difference,
+            "grad_difference": row.grad_difference,
+            "roofline_multiple": seconds / least,
+            "flops_multiple": seconds / least_flops,
+            "rounds": row.middle("rollout/rounds"),
+            "tokens_rollout": row.middle("rollout/tokens"),
+            "tokens_update": row.middle("tokens/run"),
+            "different_completions": row.different,
+            "completions": sum(int(step["completions"]) for step in row.steps),
+            "joules": median(row.joules) if row.joules else None,
+            "warm_up_s": row.warm_up_s,
+            "recompiles": row.recompiles,
+            "status": row.status,
+        }
+        yield json.loads(json.dumps(record).replace("NaN", "null").replace("Infinity", "null"))
