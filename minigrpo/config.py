@@ -46,8 +46,8 @@ class Config:
     """A .jsonl file with a prompt and an answer a line, instead of the task's own examples."""
     rewards: str = ""
     """A Python file with functions decorated with @minigrpo.reward(): more reward parts."""
-    tokenizer: Literal["chess", "gpt2"] = "chess"
-    """The tokenizer that ships, or tiktoken's gpt2."""
+    tokenizer: str = "chess"
+    """chess, the one that ships; gpt2, by tiktoken; or a path: a .tiktoken file, or GPT-2's merges and vocabulary."""
     history: int = 0
     """How many earlier moves the prompt tells."""
     prompts_per_step: int = 16
@@ -91,7 +91,7 @@ class Config:
 
     # --- the model ---
     init_from: str = "shipped"
-    """shipped: the warm-started model in the package; scratch: random weights; or a path to GPT-2 safetensors."""
+    """shipped: the warm-started model in the package; scratch: random weights; or a path to a GPT-2's safetensors."""
     layers: int = 4
     """Blocks, with --init-from scratch."""
     width: int = 128
