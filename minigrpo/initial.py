@@ -11,15 +11,20 @@ from .model import GPT, GPTShape
 MOST_PADDING = 8  # a model may have one token in so many more than its tokenizer: vocabularies are padded to round numbers
 
 
+def load_pretrained(name: str) -> GPT:
+    """The model that ships, or one by path. Raises ValueError with what does not fit."""
+    shipped = str(files("minigrpo.assets").joinpath("warm-start.safetensors"))
+    return GPT.from_pretrained(shipped if name == "shipped" else name)
+
+
 def build_model(config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None) -> GPT:
     """The model that --init-from names. Raises ValueError if it is missing, damaged or does not fit."""
     if config.init_from == "scratch":
         shape = GPTShape(tokenizer.n_vocab, config.context, config.layers, config.width, config.heads)
         model = GPT(shape, seed=config.seed)
     else:
-        shipped = str(files("minigrpo.assets").joinpath("warm-start.safetensors"))
         try:
-            model = GPT.from_pretrained(shipped if config.init_from == "shipped" else config.init_from)
+            model = load_pretrained(config.init_from)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
     fit_model(model, f"--init-from {config.init_from}", config, tokenizer, say)
