@@ -138,7 +138,7 @@ def test_wrong_squares_are_marked_on_both_boards_with_and_without_colour() -> No
         "2 squares",
         "en passant 'd3' instead of 'e3'",
         "move number '2' instead of '1'",
-        "truncated 'nothing' instead of '0'",
+        "truncated '' instead of '0'",
     ]
     assert boards.differences(truth, truth) == []
 
@@ -146,11 +146,11 @@ def test_wrong_squares_are_marked_on_both_boards_with_and_without_colour() -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["64 squares", "1 ranks", "rank 8 is 0 wide"]),
+        ("", ["64 squares", "not 8 ranks but 1", "side to move '' instead of 'b'"]),
         ("8/8/8/8/4P3/8/8/K6k1 b - e3 0 1+0.001+0+0", ["rank 1 is 9 wide"]),
-        ("8/8/8/8/4P3/8/8/K6k/8 b - e3 0 1+0.001+0+0", ["9 ranks"]),
+        ("8/8/8/8/4P3/8/8/K6k/8 b - e3 0 1+0.001+0+0", ["not 8 ranks but 9"]),
         ("8/8/8/8/4P3/8/8/K51k b - e3 0 1+0.001+0+0", ["how the board is written"]),
-        ("8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0+\x1b[2J", ["what follows '\\x1b[2J' instead of 'nothing'"]),
+        ("8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0+\x1b[2J+1+2", ["beyond that '\\x1b[2J+1+2' instead of ''"]),
         ("\N{BLACK CHESS PAWN}/²/" * 40, ["squares"]),
     ],
 )

@@ -1,13 +1,21 @@
 """Two positions side by side, with what is wrong marked: by colour where there is colour, and by brackets everywhere."""
 
-from itertools import zip_longest
-
 from rich.table import Table
 from rich.text import Text
 
 NO_PIECE, NO_SQUARE = ".", "?"
 WRONG = "bold white on red"
-FIELDS = ("side to move", "castling", "en passant", "halfmove clock", "move number", "reward", "terminated", "truncated")
+FIELDS = (
+    "side to move",
+    "castling",
+    "en passant",
+    "halfmove clock",
+    "move number",
+    "reward",
+    "terminated",
+    "truncated",
+    "beyond that",
+)
 
 Squares = list[list[str]]  # ranks, the eighth first
 
@@ -49,22 +57,23 @@ def differences(truth: str, text: str) -> list[str]:
     """What is wrong in a completion, in words."""
     found = []
     pairs = zip(squares(truth), squares(text), strict=True)
-    count = sum(a != b for true_row, row in pairs for a, b in zip(true_row, row, strict=True))
-    if count:
+    if count := sum(a != b for true_row, row in pairs for a, b in zip(true_row, row, strict=True)):
         found.append(f"{count} square{'s' if count > 1 else ''}")
     widths = [len(row) for row in ranks(text)]
-    if len(widths) != 8:
-        found.append(f"{len(widths)} ranks")
-    found += [f"rank {8 - i} is {width} wide" for i, width in enumerate(widths[:8]) if width != 8]
-    for name, true_field, field in zip_longest(FIELDS, _fields(truth), _fields(text), fillvalue=""):
+    if len(widths) == 8:
+        found += [f"rank {8 - i} is {width} wide" for i, width in enumerate(widths) if width != 8]
+    else:
+        found.append(f"not 8 ranks but {len(widths)}")
+    for name, true_field, field in zip(FIELDS, fields(truth), fields(text), strict=True):
         if field != true_field:
-            found.append(f"{name or 'what follows'} {field or 'nothing'!r} instead of {true_field or 'nothing'!r}")
+            found.append(f"{name} {field!r} instead of {true_field!r}")
     if not found and text != truth:
         found.append("how the board is written")
     return found
 
 
-def _fields(text: str) -> list[str]:
-    fen, *ending = text.split("+")
-    rest = fen.split(" ")[1:]
-    return [*(rest + [""] * 5)[: max(5, len(rest))], *ending]
+def fields(text: str) -> list[str]:
+    """What follows the board, see FIELDS; "" for what is not there."""
+    fen, *ending = text.split("+", 4)
+    rest = fen.split(" ", 5)[1:]
+    return [*rest, *[""] * (5 - len(rest)), *ending, *[""] * (4 - len(ending))]
