@@ -103,7 +103,7 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     sizes = {"vocab_size": vocab_size, "context": context, "width": width}
     sizes["layers"] = len({name.split(".")[1] for name in state if re.match(r"h\.\d+\.", name)})
     heads = header.get("heads", settings.get(SIZES["heads"], max(1, width // HEAD_SIZE)))
-    sizes["heads"] = int(heads) if str(heads).isdigit() else 0
+    sizes["heads"] = int(heads) if str(heads).isdecimal() else 0
     if not sizes["heads"] or width % sizes["heads"]:
         problems.append(f"{heads} heads do not divide a width of {width}")
     for ours, theirs in SIZES.items():
