@@ -30,6 +30,7 @@ AT_LEAST = {
     "overlong_buffer",
 }
 ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
+Parsed = typing.TypeVar("Parsed")
 UNIONS = (types.UnionType, typing.Union)
 
 
@@ -315,15 +316,16 @@ def _parse_flags(defaults: Config, argv: list[str]) -> Config:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in names:
             raise ConfigError(f"unknown flag {name}{did_you_mean(name, sorted(names))}")
+    description = "Group Relative Policy Optimization. --config FILE.toml sets any of these; flags override it."
+    return parse(Config, argv, default=defaults, description=description)
+
+
+def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
+    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that do not read."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                Config,
-                default=defaults,
-                args=argv,
-                description="Group Relative Policy Optimization. --config FILE.toml sets any of these; flags override it.",
-            )
+            return tyro.cli(kind, args=argv, **options)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -97,6 +97,8 @@ def test_samples_of_held_out_examples(run: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--nn", "3"], "--nn"),
+        (["--n", "x"], "--n"),
         (["--fen", "8/8", "--move", "e2e4"], "--fen '8/8'"),
         (["--fen", START.replace("K", "Q", 1), "--move", "e2e4"], "not a legal position (NO_WHITE_KING"),
         (["--fen", START, "--move", "e2"], "--move and --before take moves"),

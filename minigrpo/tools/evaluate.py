@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
-from ..config import ConfigError, exit_with
+from ..config import ConfigError, exit_with, parse
 from ..evaluate import Graded, grade
 from ..metrics import Screen
 from ..rewards import RewardScorer
@@ -104,9 +103,9 @@ def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__, prog="python -m minigrpo.tools.evaluate")
     screen = Screen()
     try:
+        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.evaluate")
         loaded = load(arguments, screen.warn)
         rows = estimates(run(loaded, arguments.n, screen))
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from ..config import exit_with
+from ..config import exit_with, parse
 from ..metrics import Screen
 from ..weights import export_gpt2
 from .loading import load_model
@@ -24,8 +24,9 @@ class Arguments:
 
 
 def main() -> None:
-    arguments, screen = tyro.cli(Arguments, description=__doc__, prog="python -m minigrpo.tools.export"), Screen()
+    screen = Screen()
     try:
+        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.export")
         name, model = load_model(arguments.run, screen.warn)
         # the last token is the end of text in every tokenizer here, and a run has no padding in its vocabulary
         export_gpt2(model.state_dict(), arguments.out, shape=asdict(model.shape), eos=model.shape.vocab_size - 1)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import chess
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.text import Text
 
-from ..config import ConfigError, exit_with
+from ..config import ConfigError, exit_with, parse
 from ..encoding import decode
 from ..metrics import Screen
 from ..randomness import uniforms
@@ -111,9 +110,9 @@ def plain(text: str) -> str:
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__, prog="python -m minigrpo.tools.sample")
     screen = Screen()
     try:
+        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.sample")
         loaded = load(arguments, screen.warn)
         examples = questions(arguments, loaded)
         with screen.errors.status("sampling"):
