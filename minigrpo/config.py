@@ -30,6 +30,7 @@ AT_LEAST = {
     "overlong_buffer",
 }
 ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
+Parsed = typing.TypeVar("Parsed")
 UNIONS = (types.UnionType, typing.Union)
 
 
@@ -46,8 +47,8 @@ class Config:
     """A .jsonl file with a prompt and an answer a line, instead of the task's own examples."""
     rewards: str = ""
     """A Python file with functions decorated with @minigrpo.reward(): more reward parts."""
-    tokenizer: Literal["chess", "gpt2"] = "chess"
-    """The tokenizer that ships, or tiktoken's gpt2."""
+    tokenizer: str = "chess"
+    """chess, the one that ships; gpt2, by tiktoken; or a path: a .tiktoken file, or GPT-2's merges and vocabulary."""
     history: int = 0
     """How many earlier moves the prompt tells."""
     prompts_per_step: int = 16
@@ -91,7 +92,7 @@ class Config:
 
     # --- the model ---
     init_from: str = "shipped"
-    """shipped: the warm-started model in the package; scratch: random weights; or a path to GPT-2 safetensors."""
+    """shipped: the warm-started model in the package; scratch: random weights; or a path to a GPT-2's safetensors."""
     layers: int = 4
     """Blocks, with --init-from scratch."""
     width: int = 128
@@ -315,15 +316,16 @@ def _parse_flags(defaults: Config, argv: list[str]) -> Config:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in names:
             raise ConfigError(f"unknown flag {name}{did_you_mean(name, sorted(names))}")
+    description = "Group Relative Policy Optimization. --config FILE.toml sets any of these; flags override it."
+    return parse(Config, argv, default=defaults, description=description)
+
+
+def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
+    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that do not read."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                Config,
-                default=defaults,
-                args=argv,
-                description="Group Relative Policy Optimization. --config FILE.toml sets any of these; flags override it.",
-            )
+            return tyro.cli(kind, args=argv, **options)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

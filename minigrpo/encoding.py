@@ -1,4 +1,9 @@
-"""From texts to padded rows of tokens and back. Prompt and completion are encoded apart: that boundary is the model's too."""
+"""From texts to padded rows of tokens and back.
+
+Prompt and completion are encoded apart: a model is warm-started, sampled and trained on encode(prompt) + encode(completion),
+never on encode(prompt + completion), which may have one token across the boundary. What was sampled is trained on as the
+tokens that were sampled, not as their text encoded again.
+"""
 
 from collections.abc import Sequence
 

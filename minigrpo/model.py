@@ -8,7 +8,7 @@ token is ever a pad, and what is shared is run once.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -150,10 +150,15 @@ class GPT(nn.Module):
         sizes, state = load_gpt2(Path(path))
         try:
             model = cls(GPTShape(**sizes))
-            model.load_state_dict(state)
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"--init-from {path}: {' '.join(str(error).split())}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        model.load_state_dict(state)
         return model
+
+    def keep_tokens(self, number: int) -> None:
+        """Forget all but the first tokens of the vocabulary: rows that only pad it are then never sampled."""
+        self.shape = replace(self.shape, vocab_size=number)
+        self.wte = nn.Embedding.from_pretrained(self.wte.weight.detach()[:number].clone(), freeze=False)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the parameters as `from_pretrained` and Hugging Face's GPT-2 read them."""

@@ -7,23 +7,22 @@ tokens the model runs (layout.py), how anything is made fast (accel.py), what a 
 """
 
 import time
-from importlib.resources import files
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-import tiktoken
 import torch
 
 from . import accel
 from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, path_of, save_checkpoint
-from .config import Config, ConfigError
+from .config import Config
 from .distributed import DistContext
 from .encoding import encode_prompts
 from .evaluate import evaluate
+from .initial import build_model
 from .layout import LAYOUTS
 from .learner import Learner
 from .metrics import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
-from .model import GPT, GPTShape
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
 from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
@@ -37,27 +36,6 @@ STEPS_BETWEEN_SAMPLES = 10
 STEPS_WITHOUT_SIGNAL = 20  # before it is said
 SAMPLES_LOGGED = 2
 PROMPTS_CHECKED = 64  # for their length, before anything is written
-
-
-def build_model(config: Config, tokenizer: tiktoken.Encoding) -> GPT:
-    """The model that --init-from names. Raises ValueError if it is missing, damaged or does not fit."""
-    if config.init_from == "scratch":
-        shape = GPTShape(tokenizer.n_vocab, config.context, config.layers, config.width, config.heads)
-        model = GPT(shape, seed=config.seed)
-    else:
-        shipped = str(files("minigrpo.assets").joinpath("warm-start.safetensors"))
-        model = GPT.from_pretrained(shipped if config.init_from == "shipped" else config.init_from)
-    if model.shape.vocab_size != tokenizer.n_vocab:
-        raise ConfigError(
-            f"--init-from {config.init_from}: has {model.shape.vocab_size} tokens, --tokenizer {config.tokenizer} has "
-            f"{tokenizer.n_vocab}; choose a model and a tokenizer that fit"
-        )
-    if config.max_new_tokens >= model.shape.context:
-        raise ConfigError(
-            f"--max-new-tokens must leave room for a prompt in the model's context of {model.shape.context}, "
-            f"got {config.max_new_tokens}"
-        )
-    return model
 
 
 class Trainer:
@@ -80,7 +58,7 @@ class Trainer:
             timeout_s=config.reward_timeout,
             warn=self.screen.warn,
         )
-        self.model = build_model(config, self.tokenizer).to(self.device)
+        self.model = build_model(config, self.tokenizer, self.screen.say).to(self.device)
         accel.chunk_logprobs(config, self.model)  # before the reference is copied from it
         probe = [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
         encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
@@ -290,6 +268,7 @@ class Trainer:
     def _save_checkpoint(self) -> None:
         if self.saved_step != self.step:
             state = {**self.learner.state_dict(), "step": self.step, "config": self.config.to_dict()}
+            state["shape"] = asdict(self.model.shape)  # so that a checkpoint is a model by itself
             state["made_by"] = {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
             save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last)
             self.saved_step = self.step

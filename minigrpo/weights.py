@@ -1,18 +1,53 @@
 """GPT-2 weights as safetensors, in the layout that Hugging Face writes: the one format in which models come and go.
 
 Their linear layers are stored `[in, out]`, ours (torch's) `[out, in]`; the output head is tied and therefore not stored.
+Names may begin with `transformer.`, and causal masks may lie beside the parameters. A file that would load as another
+function than the one that was trained is refused, in one line that lists what does not fit.
 """
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in a model's folder
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # causal masks, and the tied head
+MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # constants, in files of older versions
+HEAD = "lm_head.weight"
 HEAD_SIZE = 64  # every published GPT-2 has heads of this size
+MOST_LISTED = 8  # of what does not fit
+
+# what model.py computes, as config.json says it: the first is what is written, the others mean the same
+COMPUTED: Mapping[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+# the fields of GPTShape, as config.json calls them
+SIZES = {"vocab_size": "vocab_size", "context": "n_positions", "layers": "n_layer", "width": "n_embd", "heads": "n_head"}
+
+
+def stored_shapes(vocab_size: int, context: int, layers: int, width: int) -> dict[str, list[int]]:
+    """Every parameter of a file, and its shape there."""
+    shapes = {"wte.weight": [vocab_size, width], "wpe.weight": [context, width]}
+    linear = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}  # in and out, in widths
+    for block in (f"h.{i}." for i in range(layers)):
+        for name, (size_in, size_out) in linear.items():
+            shapes |= {
+                f"{block}{name}.weight": [size_in * width, size_out * width],
+                f"{block}{name}.bias": [size_out * width],
+            }
+        shapes |= {f"{block}{name}.{part}": [width] for name in ("ln_1", "ln_2") for part in ("weight", "bias")}
+    return {**shapes, "ln_f.weight": [width], "ln_f.bias": [width]}
 
 
 def _transpose(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -28,28 +63,98 @@ def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
     )
 
 
-def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The shape (the fields of `GPTShape`) and state dict of a GPT-2 file, or of the `model.safetensors` in a folder.
+def export_gpt2(state: dict[str, Tensor], folder: Path, *, shape: Mapping[str, int], eos: int) -> None:
+    """Write a folder that transformers' `GPT2LMHeadModel.from_pretrained` loads, and `load_gpt2` too.
 
-    Raises ValueError in one line that says what is missing or damaged.
+    `shape` has the fields of `GPTShape`; `eos` is the token at which a completion ends.
     """
-    file = path / "model.safetensors" if path.is_dir() else path
+    folder.mkdir(parents=True, exist_ok=True)
+    save_gpt2(state, folder / WEIGHTS, heads=shape["heads"])
+    settings = {
+        "architectures": ["GPT2LMHeadModel"],
+        **{name: values[0] for name, values in COMPUTED.items()},
+        **{theirs: shape[ours] for ours, theirs in SIZES.items()},
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), eos),
+        "tie_word_embeddings": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """The shape (the fields of `GPTShape`) and float32 state dict of a GPT-2 file, or of the `model.safetensors` in a folder.
+
+    The number of heads is the header's, else config.json's (if the file has its name from there), else the width / 64.
+    Raises ValueError in one line that says what is missing, damaged or does not fit.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    header, state = _read(file)
+    settings = _settings(file.with_name(CONFIG)) if file.name == WEIGHTS else {}
+    problems = [
+        f"{name} in {CONFIG} is {settings[name]!r}, not {values[0]!r}"
+        for name, values in COMPUTED.items()
+        if settings.get(name, values[0]) not in values
+    ]
+    problems += _untied(state, settings)
+    try:
+        (vocab_size, width), (context, _) = state["wte.weight"].shape, state["wpe.weight"].shape
+    except (KeyError, ValueError):
+        problems.append("wte.weight [V, D] and wpe.weight [T, D] expected")
+        raise ValueError(f"{path}: not a GPT-2: {'; '.join(problems)}") from None
+    sizes = {"vocab_size": vocab_size, "context": context, "width": width}
+    sizes["layers"] = len({name.split(".")[1] for name in state if re.match(r"h\.\d+\.", name)})
+    heads = header.get("heads", settings.get(SIZES["heads"], max(1, width // HEAD_SIZE)))
+    sizes["heads"] = int(heads) if str(heads).isdecimal() else 0
+    if not sizes["heads"] or width % sizes["heads"]:
+        problems.append(f"{heads} heads do not divide a width of {width}")
+    for ours, theirs in SIZES.items():
+        if settings.get(theirs, sizes[ours]) != sizes[ours]:
+            problems.append(f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {file.name} {sizes[ours]}")
+    problems += _misfits(state, stored_shapes(vocab_size, context, sizes["layers"], width))
+    if problems:
+        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        raise ValueError(f"{path}: does not fit this GPT-2: {'; '.join(problems[:MOST_LISTED])}{more}")
+    return sizes, _transpose({name: x.to(torch.float32) for name, x in state.items()})
+
+
+def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header's notes, and the tensors under the names that they have without `transformer.`; masks are left out."""
     try:
         with safe_open(file, framework="pt") as tensors:
-            metadata = tensors.metadata() or {}
-            state = {name.removeprefix("transformer."): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            names = {name: name.removeprefix("transformer.") for name in tensors.keys()}  # noqa: SIM118
+            kept = {short: tensors.get_tensor(name) for name, short in names.items() if not MASKS.fullmatch(short)}
+            return tensors.metadata() or {}, kept
     except FileNotFoundError:
-        raise ValueError(f"--init-from {path}: there is no file {file}") from None
+        raise ValueError(f"{file}: there is no such file") from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"--init-from {path}: {file} is not a whole safetensors file ({error})") from None
-    state = {name: x for name, x in state.items() if not name.endswith(NOT_PARAMETERS)}
+        raise ValueError(f"{file}: not a whole safetensors file ({error})") from None
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """config.json, if there is one."""
     try:
-        vocab_size, width = state["wte.weight"].shape
-        context = len(state["wpe.weight"])
-    except (KeyError, ValueError):
-        raise ValueError(f"--init-from {path}: not a GPT-2: wte.weight [V, D] and wpe.weight [T, D] expected") from None
-    layers = len({name.split(".")[1] for name in state if name.startswith("h.")})
-    heads = int(metadata.get("heads", max(1, width // HEAD_SIZE)))
-    shape = {"vocab_size": vocab_size, "context": context, "layers": layers, "width": width, "heads": heads}
-    state = _transpose({name: x.to(torch.float32) for name, x in state.items()})
-    return shape, state
+        settings = json.loads(file.read_text()) if file.exists() else {}
+        if not isinstance(settings, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from None
+    return settings
+
+
+def _untied(state: dict[str, Tensor], settings: Mapping[str, Any]) -> list[str]:
+    """Take the output head out, which may be there if it is the token embedding."""
+    head, wte = state.pop(HEAD, None), state.get("wte.weight")
+    if head is None:
+        return [f"{HEAD} is missing, and not tied"] if settings.get("tie_word_embeddings") is False else []
+    tied = wte is not None and head.shape == wte.shape and bool((head == wte).all())
+    return [] if tied else [f"{HEAD} is not wte.weight: an untied head"]
+
+
+def _misfits(state: Mapping[str, Tensor], expected: Mapping[str, list[int]]) -> list[str]:
+    found = [f"{name} is missing" for name in expected if name not in state]
+    found += [f"{name} is unknown" for name in state if name not in expected]
+    for name, shape in expected.items():
+        if name in state and list(state[name].shape) != shape:
+            found.append(f"{name} is {list(state[name].shape)}, not {shape}")
+        elif name in state and not state[name].is_floating_point():
+            found.append(f"{name} is {state[name].dtype}")
+    return found

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -19,10 +20,14 @@ VOCAB, EOS = 23, 22
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "peer": None if find_spec("transformers") else "transformers is not installed: pip install 'minigrpo[peer]'",
+    }
+    for marker, reason in missing.items():
         for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            if reason and marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from minigrpo import Trainer
+from minigrpo import GPT, Trainer
 from minigrpo.config import Config, ConfigError, read_toml
+from minigrpo.model import GPTShape
+from minigrpo.weights import export_gpt2
 
+from . import bpe
 from .gradients import TINY
 
 ROOT = Path(__file__).parent.parent
@@ -107,12 +110,22 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         "device": "cpu",
         "compile_model": False,
     }
+    if values.get("tokenizer") == "gpt2":  # which is not at hand, like its weights: small ones in the same formats
+        values |= small_gpt2(tmp_path / "model")
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config(**values), quiet=True)
         values["amp_dtype"] = "bfloat16"
     Trainer(Config(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True).fit()
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def small_gpt2(folder: Path) -> dict[str, str]:
+    """A random model and a learnt vocabulary, in one folder as Hugging Face has them."""
+    bpe.write_gpt2(folder, bpe.chess_merges(), ("merges.txt", "vocab.json"))
+    shape = GPTShape(256 + 60 + 1, context=256, layers=1, width=16, heads=2)
+    export_gpt2(GPT(shape).state_dict(), folder, shape=dataclasses.asdict(shape), eos=shape.vocab_size - 1)
+    return {"init_from": str(folder), "tokenizer": str(folder)}
 
 
 def test_several_files_are_laid_over_each_other(tmp_path: Path) -> None:

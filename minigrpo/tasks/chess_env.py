@@ -58,6 +58,11 @@ def transition(fen: str, uci: str) -> str:
     return f"{render(board)}+{'0.5' if outcome.winner is None else '1.0'}+1+0"
 
 
+def prompt_of(fen: str, uci: str, before: str | None = None) -> str:
+    """The question; `before` is what --history tells, the last moves by commas, None without it."""
+    return f"A: {fen}+{uci}+" + (f"{before}+" if before is not None else "")
+
+
 def move_kind(board: chess.Board, move: chess.Move) -> str:
     """What a legal move is by itself, before looking at where it leads."""
     if board.is_castling(move):
@@ -184,7 +189,7 @@ class Positions:
         fen, uci, kind, before = ply
         if rng.random() < ILLEGAL_SHARE:
             uci, kind = illegal_move(fen, rng), "illegal"
-        prompt = f"A: {fen}+{uci}+{before + '+' if self.history else ''}"
+        prompt = prompt_of(fen, uci, before if self.history else None)
         return Example(prompt=prompt, answer=transition(fen, uci), index=index, kind=kind)
 
 

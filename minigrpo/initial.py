@@ -1,0 +1,50 @@
+"""The model that a run starts from, and whether it fits the tokenizer and the task."""
+
+from collections.abc import Callable
+from importlib.resources import files
+
+import tiktoken
+
+from .config import Config, ConfigError
+from .model import GPT, GPTShape
+
+MOST_PADDING = 8  # a model may have one token in so many more than its tokenizer: vocabularies are padded to round numbers
+
+
+def load_pretrained(name: str) -> GPT:
+    """The model that ships, or one by path. Raises ValueError with what does not fit."""
+    shipped = str(files("minigrpo.assets").joinpath("warm-start.safetensors"))
+    return GPT.from_pretrained(shipped if name == "shipped" else name)
+
+
+def build_model(config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None) -> GPT:
+    """The model that --init-from names. Raises ValueError if it is missing, damaged or does not fit."""
+    if config.init_from == "scratch":
+        shape = GPTShape(tokenizer.n_vocab, config.context, config.layers, config.width, config.heads)
+        model = GPT(shape, seed=config.seed)
+    else:
+        try:
+            model = load_pretrained(config.init_from)
+        except ValueError as error:
+            raise ConfigError(f"--init-from {error}") from None
+    fit_model(model, f"--init-from {config.init_from}", config, tokenizer, say)
+    return model
+
+
+def fit_model(
+    model: GPT, name: str, config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None
+) -> None:
+    """Take padding off the model's vocabulary. Raises ConfigError if tokenizer or --max-new-tokens do not fit."""
+    size, known = model.shape.vocab_size, tokenizer.n_vocab
+    if known < size <= known + known // MOST_PADDING:
+        say(f"{name}: {size - known} tokens more than --tokenizer {config.tokenizer} has are padding, and left out")
+        model.keep_tokens(known)
+    elif size != known:
+        raise ConfigError(
+            f"{name}: has {size} tokens, --tokenizer {config.tokenizer} has {known}; choose a model and a tokenizer that fit"
+        )
+    if config.max_new_tokens >= model.shape.context:
+        raise ConfigError(
+            f"--max-new-tokens must leave room for a prompt in the model's context of {model.shape.context}, "
+            f"got {config.max_new_tokens}"
+        )

@@ -1,0 +1,79 @@
+"""Two positions side by side, with what is wrong marked: by colour where there is colour, and by brackets everywhere."""
+
+from rich.table import Table
+from rich.text import Text
+
+NO_PIECE, NO_SQUARE = ".", "?"
+WRONG = "bold white on red"
+FIELDS = (
+    "side to move",
+    "castling",
+    "en passant",
+    "halfmove clock",
+    "move number",
+    "reward",
+    "terminated",
+    "truncated",
+    "beyond that",
+)
+
+Squares = list[list[str]]  # ranks, the eighth first
+
+
+def ranks(text: str) -> Squares:
+    """What stands at the head of a completion: as many ranks as there are, each as wide as it is."""
+    placement = text.split("+")[0].split(" ")[0].split("/")
+    return [[square for c in rank for square in (NO_PIECE * int(c) if c in "12345678" else c)] for rank in placement]
+
+
+def squares(text: str) -> Squares:
+    """The same as eight ranks of eight: NO_SQUARE where the text says nothing, and what is beyond cut off."""
+    rows = [row[:8] for row in ranks(text)[:8]]
+    return [row + [NO_SQUARE] * (8 - len(row)) for row in rows + [[]] * (8 - len(rows))]
+
+
+def draw(board: Squares, truth: Squares) -> Text:
+    """A board of three columns a square, `[n]` where it is not the truth."""
+    out = Text()
+    for rank, (row, true_row) in zip("87654321", zip(board, truth, strict=True), strict=True):
+        out.append(f"{rank} ", style="dim")
+        for square, true_square in zip(row, true_row, strict=True):
+            wrong = square != true_square
+            out.append(f"[{square}]" if wrong else f" {square} ", style=WRONG if wrong else "")
+        out.append("\n")
+    return out.append("   a  b  c  d  e  f  g  h", style="dim")
+
+
+def side_by_side(truth: str, text: str) -> Table:
+    """The true board and the one that was written; a wrong square is marked on both."""
+    true_board, board = squares(truth), squares(text)
+    table = Table.grid(padding=(0, 4))
+    table.add_row(Text("  truth"), Text("  completion"))
+    table.add_row(draw(true_board, board), draw(board, true_board))
+    return table
+
+
+def differences(truth: str, text: str) -> list[str]:
+    """What is wrong in a completion, in words."""
+    found = []
+    pairs = zip(squares(truth), squares(text), strict=True)
+    if count := sum(a != b for true_row, row in pairs for a, b in zip(true_row, row, strict=True)):
+        found.append(f"{count} square{'s' if count > 1 else ''}")
+    widths = [len(row) for row in ranks(text)]
+    if len(widths) == 8:
+        found += [f"rank {8 - i} is {width} wide" for i, width in enumerate(widths) if width != 8]
+    else:
+        found.append(f"not 8 ranks but {len(widths)}")
+    for name, true_field, field in zip(FIELDS, fields(truth), fields(text), strict=True):
+        if field != true_field:
+            found.append(f"{name} {field!r} instead of {true_field!r}")
+    if not found and text != truth:
+        found.append("how the board is written")
+    return found
+
+
+def fields(text: str) -> list[str]:
+    """What follows the board, see FIELDS; "" for what is not there."""
+    fen, *ending = text.split("+", 4)
+    rest = fen.split(" ", 5)[1:]
+    return [*rest, *[""] * (5 - len(rest)), *ending, *[""] * (4 - len(ending))]

@@ -1,0 +1,125 @@
+"""How good a model is, greedily, on held-out examples: all of them and by kind, with 95 % confidence intervals.
+
+python -m minigrpo.tools.evaluate RUN --n 2000
+
+Intervals of shares (exact, valid) are Wilson's, those of means (similarity) are the normal approximation; both take examples
+for independent, which plies of one game are only nearly.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.progress import Progress
+from rich.table import Table
+
+from ..config import ConfigError, exit_with, parse
+from ..evaluate import Graded, grade
+from ..metrics import Screen
+from ..rewards import RewardScorer
+from ..tasks import load_rewards
+from .loading import Loaded, Which, load
+
+Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations
+
+
+@dataclass(frozen=True)
+class Arguments(Which):
+    n: int = 2000
+    """Held-out examples, or as many as there are."""
+    json: Path | None = None
+    """Write the figures here."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A share or a mean, with its 95 % confidence interval; NaN where there is none."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        value, low, high = (f"{100 * x:.1f}".replace("100.0", "100") for x in (self.value, self.low, self.high))
+        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
+
+
+def share(hits: np.ndarray) -> Estimate:
+    """Of `[n]` zeros and ones, with Wilson's interval: it stays within [0, 1], and is honest at 0 and 1 too."""
+    n, p = len(hits), float(hits.mean())
+    scale = 1 + Z**2 / n
+    center, half = (p + Z**2 / (2 * n)) / scale, Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / scale
+    return Estimate(p, max(0.0, min(p, center - half)), min(1.0, max(p, center + half)))
+
+
+def mean(values: np.ndarray) -> Estimate:
+    """Of `[n]` values in [0, 1], with the normal approximation; one value has no interval."""
+    center = float(values.mean())
+    if len(values) < 2:
+        return Estimate(center, math.nan, math.nan)
+    half = Z * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return Estimate(center, max(0.0, center - half), min(1.0, center + half))
+
+
+COLUMNS = {"exact": share, "valid": share, "similarity": mean}
+
+
+def estimates(graded: Graded) -> dict[str, dict[str, float | Estimate]]:
+    """By kind of example, all of them first: their number, and the columns that the task has."""
+    parts = {name: scores[:, 0].astype(float) for name, scores in graded.rewards.parts.items()}
+    scores = {**parts, "exact": graded.exact.astype(float)}
+    kinds = {"all": np.ones(len(graded.exact), dtype=bool), **graded.by_kind()}
+    return {
+        kind: {"n": int(rows.sum()), **{name: of(scores[name][rows]) for name, of in COLUMNS.items() if name in scores}}
+        for kind, rows in kinds.items()
+    }
+
+
+def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
+    """Make the examples, answer and score them, with progress on stderr. Raises ConfigError."""
+    if number < 1:
+        raise ConfigError(f"--n must be at least 1, got {number}")
+    task, config = loaded.task, loaded.config
+    size = min(number, getattr(task, "num_held_out", None) or number)
+    scorer = RewardScorer(task, weights=config.weights(), functions=load_rewards(config.rewards), warn=screen.warn)
+    with Progress(console=screen.errors) as progress:
+        examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
+        bar = progress.add_task("answers", total=size)
+        graded = grade(loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number))
+    scorer.close()
+    return graded
+
+
+def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("%", *rows["all"]):
+        out.add_column(name, justify="left" if name == "%" else "right", no_wrap=True)
+    for kind, cells in rows.items():
+        out.add_row(kind, *map(str, cells.values()), end_section=kind == "all")
+    return out
+
+
+def main() -> None:
+    screen = Screen()
+    try:
+        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.evaluate")
+        loaded = load(arguments, screen.warn)
+        rows = estimates(run(loaded, arguments.n, screen))
+    except ValueError as error:
+        exit_with(error)
+    screen.say(f"{loaded.name}: greedy, {rows['all']['n']} held-out examples, seed {loaded.config.seed}")
+    screen.console.print(table(rows))
+    screen.say("[95 % confidence intervals]: Wilson's of the shares (exact, valid), normal of the mean (similarity)")
+    if arguments.json:
+        kinds = {kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()} for kind, row in rows.items()}
+        result = {"model": loaded.name, "seed": loaded.config.seed, "kinds": kinds}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        screen.say(f"wrote {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the tools share: from a run's folder, or a model's, to something that answers questions."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from .. import accel
+from ..checkpoint import CheckpointError, checkpoints, load_checkpoint
+from ..config import Config, ConfigError, read_toml
+from ..initial import fit_model, load_pretrained
+from ..model import GPT, GPTShape
+from ..rollout import Sampler
+from ..tasks import load_task
+from ..tokenizer import load_tokenizer
+from ..types import Task
+from ..weights import WEIGHTS
+
+
+@dataclass(frozen=True)
+class Which:
+    """A model to be used; None leaves a setting as the run had it, and as it is by default where there is no run."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
+    tokenizer: str | None = None
+    """chess, gpt2 or a path."""
+    task: str | None = None
+    """chess-env, or a Python file with a task."""
+    data: str | None = None
+    """A .jsonl file with prompts and answers."""
+    history: int | None = None
+    """How many earlier moves the prompt tells."""
+    max_new_tokens: int | None = None
+    """Longest completion, end of text included."""
+    seed: int | None = None
+    """Of the held-out examples and of what is sampled."""
+    device: str = "auto"
+    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can be asked."""
+
+    name: str  # which weights these are
+    config: Config
+    task: Task
+    sampler: Sampler
+
+
+def load(which: Which, warn: Callable[[str], object] = lambda text: None) -> Loaded:
+    """Raises ValueError in one line that names the file or the flag."""
+    config = config_of(which)
+    tokenizer = load_tokenizer(config.tokenizer)
+    task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
+    name, model = load_model(which.run, warn)
+    fit_model(model, name, config, tokenizer, warn)
+    model = model.to(accel.pick_device(config.device, 0)).eval()
+    return Loaded(name, config, task, Sampler(config, model, tokenizer))
+
+
+def config_of(which: Which) -> Config:
+    """The run's config, or the defaults, with what was asked for."""
+    values: dict[str, Any] = read_toml(which.run / "config.toml") if is_run(which.run) else {}
+    known = {field.name for field in fields(Config)}
+    return Config(**{**values, **{name: x for name, x in asdict(which).items() if name in known and x is not None}})
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.toml").is_file()
+
+
+def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
+    """A run's model, or one by path or name, and which weights it has. Raises ValueError."""
+    return _newest(path, warn) if is_run(path) else (str(path), load_pretrained(str(path)))
+
+
+def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
+    """The newest checkpoint of a run that is whole, else its model.safetensors; a damaged one is named through `warn`."""
+    for path in checkpoints(folder / "checkpoints")[::-1]:
+        try:
+            state = load_checkpoint(path)
+        except CheckpointError as error:
+            warn(f"{error}; trying what there is before it")
+            continue
+        if "shape" in state:
+            model = GPT(GPTShape(**state["shape"]))
+            model.load_state_dict(state["model"])
+            return str(path), model
+    if (folder / WEIGHTS).exists():
+        return str(folder / WEIGHTS), GPT.from_pretrained(folder / WEIGHTS)
+    raise ConfigError(f"{folder}: a run without a whole checkpoint, and without {WEIGHTS}")

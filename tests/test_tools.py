@@ -1,0 +1,225 @@
+"""What people run on a run: sample, evaluate, export."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from minigrpo import GPT, Config, Trainer
+from minigrpo.checkpoint import path_of
+from minigrpo.evaluate import evaluate as evaluate_in_training
+from minigrpo.tools import boards, evaluate, export, sample
+from minigrpo.tools.evaluate import Z, mean, share
+from minigrpo.tools.loading import Which, load
+
+from .gradients import TINY
+from .test_checkpoint import damage
+
+SUMS = str(Path(__file__).parent.parent / "examples" / "sums.jsonl")
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that tells two earlier moves, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    options = {**TINY, "max_steps": 2, "save_every": 1, "eval_every": 0, "history": 2, "context": 160}
+    Trainer(Config(**{**options, "out_dir": str(folder)}), quiet=True).fit()
+    return folder
+
+
+def call(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
+    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
+    tool.main()
+
+
+# --- which weights -------------------------------------------------------------------------------------------------------
+
+
+def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(run: Path, tmp_path: Path) -> None:
+    copy, warned = Path(shutil.copytree(run, tmp_path / "copy")), list[str]()
+    (copy / "model.safetensors").unlink()  # a run that was killed has none
+    newest = load(Which(copy), warned.append)
+    assert newest.name == str(path_of(copy / "checkpoints", 2)) and not warned
+    final = GPT.from_pretrained(run)
+    ids = torch.arange(30)[None]
+    assert torch.equal(newest.sampler.model.logits(ids), final.logits(ids))
+    assert newest.config.history == 2
+    damage(path_of(copy / "checkpoints", 2) / "state.pt")
+    before = load(Which(copy), warned.append)
+    assert before.name == str(path_of(copy / "checkpoints", 1)) and "step_000002" in warned[0]
+    assert not torch.equal(before.sampler.model.logits(ids), final.logits(ids))
+
+
+def test_without_checkpoints_it_is_model_safetensors_and_without_that_one_line(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    shutil.rmtree(copy / "checkpoints")
+    assert load(Which(copy)).name == str(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="without a whole checkpoint, and without model.safetensors"):
+        load(Which(copy))
+
+
+def test_a_model_file_and_the_word_shipped_have_the_defaults(run: Path) -> None:
+    assert load(Which(run / "model.safetensors", history=2)).config == Config(history=2)
+    assert load(Which(Path("shipped"))).sampler.model.shape.width == 128
+
+
+# --- sample --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_position_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call(sample, monkeypatch, run, "--fen", START, "--move", "e2e4", "--before", "a2a3,a7a6,h2h3")
+    out = capsys.readouterr().out
+    assert f"prompt      A: {START}+e2e4+a7a6,h2h3+\n" in out  # the run tells two moves
+    assert "truth       rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1+0.001+0+0\n" in out
+    assert "completion  " in out and "   wrong" in out and "4 [.][.][.][.][P][.][.][.]" in out
+
+
+def test_samples_of_held_out_examples(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call(sample, monkeypatch, run, "--examples", 2, "--n", 3)
+    first = capsys.readouterr().out
+    assert first.count("prompt      A: ") == 2
+    assert first.count("   1 of 3") == 6
+    call(sample, monkeypatch, run, "--examples", 2, "--n", 3)
+    assert capsys.readouterr().out == first
+    call(sample, monkeypatch, run, "--examples", 2, "--n", 3, "--seed", 5)
+    assert capsys.readouterr().out != first
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nn", "3"], "--nn"),
+        (["--n", "x"], "--n"),
+        (["--fen", "8/8", "--move", "e2e4"], "--fen '8/8'"),
+        (["--fen", START.replace("K", "Q", 1), "--move", "e2e4"], "not a legal position (NO_WHITE_KING"),
+        (["--fen", START, "--move", "e2"], "--move and --before take moves"),
+        (["--fen", START], "--fen and --move go together"),
+        (["--fen", START, "--move", "e2e4", "--before", "a2a3", "--history", "0"], "--before goes with --history"),
+        (["--examples", "0"], "--examples at least 1"),
+        (["--max-new-tokens", "160"], "--max-new-tokens must leave room"),
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere: must be chess, gpt2 or a path"),
+        (["--data", SUMS, "--fen", START, "--move", "e2e4"], "chess-env"),
+    ],
+    ids=lambda value: "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    run: Path, argv: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call(sample, monkeypatch, run, *argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out
+    assert words in err and err.count("\n") == 1
+
+
+def render(truth: str, text: str, **options: bool) -> str:
+    console = Console(width=100, **options)  # type: ignore[arg-type]
+    with console.capture() as capture:
+        console.print(boards.side_by_side(truth, text))
+    return capture.get()
+
+
+def test_wrong_squares_are_marked_on_both_boards_with_and_without_colour() -> None:
+    truth, text = "8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0", "8/8/8/8/3P4/8/8/K6k b - d3 0 2+0.001+0"
+    plain = render(truth, text)
+    (line,) = [line for line in plain.splitlines() if line.startswith("4 ")]
+    assert line.split() == ["4", ".", ".", ".", "[.][P]", ".", ".", ".", "4", ".", ".", ".", "[P][.]", ".", ".", "."]
+    assert plain.count("[") == 4
+    assert "\x1b[1;37;41m[P]" in render(truth, text, force_terminal=True)
+    assert "[" not in render(truth, truth)
+    assert boards.differences(truth, text) == [
+        "2 squares",
+        "en passant 'd3' instead of 'e3'",
+        "move number '2' instead of '1'",
+        "truncated '' instead of '0'",
+    ]
+    assert boards.differences(truth, truth) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["64 squares", "not 8 ranks but 1", "side to move '' instead of 'b'"]),
+        ("8/8/8/8/4P3/8/8/K6k1 b - e3 0 1+0.001+0+0", ["rank 1 is 9 wide"]),
+        ("8/8/8/8/4P3/8/8/K6k/8 b - e3 0 1+0.001+0+0", ["not 8 ranks but 9"]),
+        ("8/8/8/8/4P3/8/8/K51k b - e3 0 1+0.001+0+0", ["how the board is written"]),
+        ("8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0+\x1b[2J+1+2", ["beyond that '\\x1b[2J+1+2' instead of ''"]),
+        ("\N{BLACK CHESS PAWN}/²/" * 40, ["squares"]),
+    ],
+)
+def test_any_text_has_a_board_and_a_description(text: str, words: list[str]) -> None:
+    truth = "8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0"
+    assert all(len(row) == 8 for row in boards.squares(text)) and len(boards.squares(text)) == 8
+    found = "; ".join(boards.differences(truth, text))
+    for word in words:
+        assert word in found
+    assert "\x1b" not in sample.plain(text)
+
+
+# --- evaluate ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hits", "n"), [(0, 10), (3, 10), (10, 10), (500, 2000)])
+def test_wilsons_bounds_are_where_the_share_is_just_z_standard_errors_away(hits: int, n: int) -> None:
+    found = share(np.arange(n) < hits)
+    assert found.value == hits / n and 0 <= found.low <= found.value <= found.high <= 1
+    for bound in (found.low, found.high):
+        assert abs(bound - found.value) == pytest.approx(Z * math.sqrt(bound * (1 - bound) / n), abs=1e-12)
+    assert found.low < found.high
+
+
+def test_the_mean_has_the_normal_interval_and_one_value_none() -> None:
+    found = mean(np.array([0.2, 0.4, 0.6]))
+    assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.4 - Z * 0.2 / 3**0.5, 0.4 + Z * 0.2 / 3**0.5))
+    assert math.isnan(mean(np.array([0.5])).low) and str(mean(np.array([0.5]))) == "50.0"
+
+
+def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(evaluate, monkeypatch, "shipped", "--n", 40, "--seed", 3, "--json", tmp_path / "made" / "out.json")
+    result = json.loads((tmp_path / "made" / "out.json").read_text())
+    loaded = load(Which(Path("shipped"), seed=3))
+    trainer = Trainer(Config(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True)
+    expected = evaluate_in_training(loaded.sampler, loaded.task, trainer.scorer, size=40, seed=3)
+    everything, kinds = result["kinds"]["all"], result["kinds"].keys() - {"all"}
+    for name in ("exact", "valid", "similarity"):
+        assert everything[name]["value"] == pytest.approx(expected[name])
+    assert 0 < everything["exact"]["value"] < 1 and everything["n"] == 40
+    assert kinds == {name.removeprefix("count/") for name in expected if name.startswith("count/")}
+    for kind in kinds:
+        assert result["kinds"][kind]["n"] == expected[f"count/{kind}"]
+        assert result["kinds"][kind]["exact"]["value"] == pytest.approx(expected[f"exact/{kind}"])
+    out = capsys.readouterr().out
+    assert "40 held-out examples, seed 3" in out and "Wilson" in out and "quiet" in out
+
+
+# --- export --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_of_a_run_is_a_model_like_any_other(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call(export, monkeypatch, run, "--out", tmp_path / "new" / "model")
+    exported = GPT.from_pretrained(tmp_path / "new" / "model")
+    ids = torch.arange(30)[None]
+    assert torch.equal(exported.logits(ids), GPT.from_pretrained(run).logits(ids))
+    config = json.loads((tmp_path / "new" / "model" / "config.json").read_text())
+    assert (config["n_head"], config["n_positions"], config["eos_token_id"]) == (2, 160, 359)
+
+
+@pytest.mark.parametrize("argv", [["nowhere"], [__file__]])
+def test_what_cannot_be_exported_is_one_line(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call(export, monkeypatch, *argv, "--out", tmp_path / "out")
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
