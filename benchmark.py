@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-import tyro
 from rich.console import Console
 
-from minigrpo.config import ConfigError, exit_with
+from minigrpo.config import ConfigError, exit_with, parse
 from minigrpo.tools.bench_rewards import Rewards
 from minigrpo.tools.bench_scaling import Scaling
 from minigrpo.tools.bench_steps import Steps
@@ -29,9 +28,9 @@ def main(argv: list[str]) -> None:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         exit_with(ConfigError(f"python benchmark.py [NAME]: NAME must be one of {', '.join(BENCHMARKS)}, got {name!r}"))
-    benchmark = tyro.cli(BENCHMARKS[name], args=rest, prog=f"benchmark.py {name}")
     console = Console() if sys.stdout.isatty() else Console(width=150)  # tables are wide
     try:
+        benchmark = parse(BENCHMARKS[name], rest, prog=f"benchmark.py {name}")
         result = benchmark.run(console)
     except ValueError as error:
         exit_with(error)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
+from .decoders import CachedDecoder, UncachedDecoder
 from .distributed import DistContext
 from .encoding import decode, encode_answers, encode_prompts
 from .losses import KL_IN_REWARD, LOSSES, advantages
@@ -81,6 +82,7 @@ class Sampler:
     ) -> None:
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.eos = tokenizer.eot_token
+        self.decoder: type[CachedDecoder | UncachedDecoder] = CachedDecoder if config.kv_cache else UncachedDecoder
         self.fitting = Fitting("--rollout-batch-size", 0, warn)
         self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
 
@@ -115,7 +117,7 @@ class Sampler:
                     num_samples=num_samples,
                     u=None if u is None else torch.from_numpy(u[cut]).to(device),
                     choice=choice,
-                    kv_cache=config.kv_cache,
+                    decoder=self.decoder,
                     drafts=None if drafts is None else drafts[cut].to(device),
                     draft_window=config.draft_window,
                     work=self.work,

@@ -206,7 +206,7 @@ def generate(
     num_samples: int = 1,
     u: Tensor | None = None,
     choice: Choice = Choice(),
-    kv_cache: bool = True,
+    decoder: type[CachedDecoder | UncachedDecoder] = CachedDecoder,
     drafts: Tensor | None = None,
     draft_window: int = 8,
     work: Counter[str] | None = None,
@@ -223,6 +223,7 @@ def generate(
         u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely token each time.
         drafts: `[P, L]` int64, what completions of each prompt probably look like: the known answer.
         draft_window: W.
+        decoder: how the model is run: with or without a cache.
         work: is told how many `rounds` there were after the prompts, and how many `tokens` the model ran.
 
     Returns:
@@ -233,19 +234,18 @@ def generate(
     progress = _Rows(
         grid, length=max_new_tokens, eos=eos, choice=choice, u=u, drafts=drafts, window=draft_window, device=prompt_ids.device
     )
-    kind: type[CachedDecoder | UncachedDecoder] = CachedDecoder if kv_cache else UncachedDecoder
-    decoder = kind(model, prompt_ids, prompt_len, len(progress.speakers) // len(prompt_ids), room)
-    logits = decoder.prefill()[:, None]
+    cells = decoder(model, prompt_ids, prompt_len, len(progress.speakers) // len(prompt_ids), room)
+    logits = cells.prefill()[:, None]
     for turn in itertools.count(1):
         progress.accept(logits)
         look = drafts is not None or turn % STEPS_BETWEEN_LOOKS == 0 or progress.most >= max_new_tokens
-        if look and not progress.regroup(decoder):
+        if look and not progress.regroup(cells):
             break
         tokens, columns = progress.next_tokens()
-        logits = decoder.step(tokens, columns, min(progress.most - 1 + progress.window, room))
+        logits = cells.step(tokens, columns, min(progress.most - 1 + progress.window, room))
 
     if work is not None:
-        work.update(rounds=turn - 1, tokens=decoder.tokens_run)
+        work.update(rounds=turn - 1, tokens=cells.tokens_run)
     longest = int(progress.lengths.max())
     log_kept = progress.log_kept
     return Completions(

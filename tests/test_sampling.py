@@ -40,7 +40,7 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
 ) -> None:
     everyone = list(range(6))
     cached = sample(model, prompts, everyone, choice=Choice(temperature))
-    plain = sample(model, prompts, everyone, choice=Choice(temperature), kv_cache=False)
+    plain = sample(model, prompts, everyone, choice=Choice(temperature), decoder=UncachedDecoder)
     assert torch.equal(cached.completion_ids, plain.completion_ids)
     assert torch.equal(cached.completion_mask, plain.completion_mask)
     assert cached.sampler_logp is not None
@@ -50,30 +50,29 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
-@pytest.mark.parametrize("kv_cache", [True, False])
+@pytest.mark.parametrize("kind", [CachedDecoder, UncachedDecoder])
 def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
-    model: GPT, prompts: Completions, window: int, kv_cache: bool, monkeypatch: pytest.MonkeyPatch
+    model: GPT, prompts: Completions, window: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = sample(model, prompts, list(range(6)), kv_cache=kv_cache)
-    kind = CachedDecoder if kv_cache else UncachedDecoder
+    plain = sample(model, prompts, list(range(6)), decoder=kind)
     rounds = []
     step = kind.step
     monkeypatch.setattr(kind, "step", lambda self, *args: rounds.append(1) or step(self, *args))
     # the draft of a prompt is its second sample with a token left out: right for one row up to there, then shifted
     drafts = torch.cat([plain.completion_ids[:, 1, :4], plain.completion_ids[:, 1, 5:]], dim=1)
     for draft in (drafts, torch.zeros_like(drafts), drafts[:, :1]):
-        drafted = sample(model, prompts, list(range(6)), kv_cache=kv_cache, drafts=draft, draft_window=window)
+        drafted = sample(model, prompts, list(range(6)), decoder=kind, drafts=draft, draft_window=window)
         assert torch.equal(drafted.completion_ids, plain.completion_ids)
         assert torch.equal(drafted.completion_mask, plain.completion_mask)
         torch.testing.assert_close(drafted.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
     # the whole batch drafted by what it says: as few rounds as the window allows
     rounds.clear()
-    one = [sample(model, prompts, [p], kv_cache=kv_cache) for p in range(6)]
+    one = [sample(model, prompts, [p], decoder=kind) for p in range(6)]
     for p, alone in enumerate(one):
         rounds.clear()
         text = plain.completion_ids[p, :1]
         u = torch.from_numpy(uniforms(0, "test", 0, np.array([p]), 1, LENGTH))
-        options = {"eos": EOS, "max_new_tokens": LENGTH, "u": u, "kv_cache": kv_cache}
+        options = {"eos": EOS, "max_new_tokens": LENGTH, "u": u, "decoder": kind}
         again = generate(model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], drafts=text, draft_window=window, **options)
         length = int(again.completion_mask.sum())
         assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])

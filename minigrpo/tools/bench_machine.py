@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import tiktoken
@@ -17,6 +17,7 @@ from .. import accel
 from ..config import Config, ConfigError, flag
 from ..distributed import DistContext
 from ..encoding import encode_prompts
+from ..initial import build_model
 from ..layout import LAYOUTS
 from ..learner import Learner
 from ..memory import Fitting
@@ -29,7 +30,6 @@ from ..rollout import Ahead, OnPolicy, Sampler
 from ..tasks import load_task
 from ..tasks.chess_env import ChessEnv
 from ..tokenizer import END_OF_TEXT, load_tokenizer
-from ..trainer import build_model
 from ..types import Example, RolloutBatch, Task
 from .bench_rewards import naive
 from .naive import FullLogits, FullLogitsReference, OneAtATime, OneByOne
@@ -77,13 +77,38 @@ def bytes_and_more(vocab_size: int) -> tiktoken.Encoding:
     return tiktoken.Encoding("bytes", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: vocab_size - 1})
 
 
-class Asked(Protocol):
+@dataclass(frozen=True)
+class Sizes:
     """What a benchmark's flags say about its work."""
 
-    preset: Any
-    natural: bool
-    config: Path | None
-    forced_length: bool | None
+    preset: Literal["tiny", "gpt2"] = "tiny"
+    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. Sizes below override it."""
+    natural: bool = False
+    """The default job itself: its model, prompts and rewards, end of text on, nothing forced."""
+    config: Path | None = None
+    """The same with the job of a TOML file."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    layers: int | None = None
+    """Blocks."""
+    width: int | None = None
+    """Size of the residual stream."""
+    heads: int | None = None
+    """Attention heads."""
+    vocab_size: int | None = None
+    """Tokens that there are."""
+    prompts_per_step: int | None = None
+    """Prompts of a step."""
+    group_size: int | None = None
+    """Completions of each."""
+    prompt_len: int | None = None
+    """Tokens of a prompt, where they are made up."""
+    max_new_tokens: int | None = None
+    """Longest completion."""
+    forced_length: bool | None = None
+    """No end of text: every completion as long as that. Default: yes, but with --natural and --config."""
+    kl_coef: float | None = None
+    """Above 0: with a frozen reference."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +125,7 @@ class Work:
     device: torch.device
 
     @classmethod
-    def of(cls, asked: Any, device: torch.device) -> "Work":
+    def of(cls, asked: Sizes, device: torch.device) -> "Work":
         """Raises ConfigError (ValueError for a file) in one line."""
         given = {name: value for name in SIZES if (value := getattr(asked, name, None)) is not None}
         natural = asked.natural or asked.config is not None
@@ -147,12 +172,14 @@ class Work:
 class Machine:
     """A training step with some of its parts naive (`sampler`, `head`, `rewards`) and the flags of a config."""
 
-    def __init__(self, config: Config, work: Work, naive_parts: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, config: Config, work: Work, naive_parts: frozenset[str] = frozenset(), sampler: type[Sampler] = Sampler
+    ) -> None:
         self.config, self.device = config, work.device
         self.model = copy.deepcopy(work.model)
         accel.chunk_logprobs(config, self.model)
         self.learner = (FullLogits if "head" in naive_parts else Learner)(config, self.model)
-        self.sampler = (OneAtATime if "sampler" in naive_parts else Sampler)(
+        self.sampler = (OneAtATime if "sampler" in naive_parts else sampler)(
             config, self.model, work.tokenizer, self.learner.autocast
         )
         if work.forced:

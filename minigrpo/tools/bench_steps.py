@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import accel
 from ..config import Config, ConfigError
 from . import probe
-from .bench_machine import Machine, Work
+from .bench_machine import Machine, Sizes, Work
 from .bench_report import write_report
 
 NOTHING = 1e-30  # a learning rate that leaves float32 weights as they are
@@ -105,43 +105,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(Sizes):
     """Seconds a step, each layer added to the naive step, with its effect on loss, gradient and memory."""
 
-    preset: Literal["tiny", "gpt2"] = "tiny"
-    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. Sizes below override it."""
-    natural: bool = False
-    """The default job itself: its model, prompts and rewards, end of text on, nothing forced."""
-    config: Path | None = None
-    """The same with the job of a TOML file."""
     full: bool = False
     """A second table with each layer alone."""
     only: tuple[str, ...] = ()
     """Only the naive row and rows whose names contain one of these words; the layers add up all the same."""
     repeats: int = 5
     """Timings of each row, after one that is not counted."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    layers: int | None = None
-    """Blocks."""
-    width: int | None = None
-    """Size of the residual stream."""
-    heads: int | None = None
-    """Attention heads."""
-    vocab_size: int | None = None
-    """Tokens that there are."""
-    prompts_per_step: int | None = None
-    """Prompts of a step."""
-    group_size: int | None = None
-    """Completions of each."""
-    prompt_len: int | None = None
-    """Tokens of a prompt, where they are made up."""
-    max_new_tokens: int | None = None
-    """Longest completion."""
-    forced_length: bool | None = None
-    """No end of text: every completion as long as that. Default: yes, but with --natural and --config."""
-    kl_coef: float | None = None
-    """Above 0: with a frozen reference."""
     out_dir: Path | None = None
     """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
     json: Path | None = None

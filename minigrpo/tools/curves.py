@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..config import ConfigError, exit_with
+from ..config import ConfigError, exit_with, parse
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path) -> None
 
 
 def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
     try:
+        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.curves")
         runs = {run: read(run) for run in arguments.runs}
         console = Console()
         console.print(table(runs))
