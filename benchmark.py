@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from minigrpo.config import ConfigError, exit_with, parse
+from minigrpo.tools.bench_memory import Memory
 from minigrpo.tools.bench_rewards import Rewards
 from minigrpo.tools.bench_scaling import Scaling
 from minigrpo.tools.bench_steps import Steps
@@ -21,7 +22,7 @@ class Benchmark(Protocol):
     def run(self, console: Console) -> dict[str, Any]: ...
 
 
-BENCHMARKS: dict[str, type[Benchmark]] = {"steps": Steps, "rewards": Rewards, "scaling": Scaling}
+BENCHMARKS: dict[str, type[Benchmark]] = {"steps": Steps, "memory": Memory, "rewards": Rewards, "scaling": Scaling}
 
 
 def main(argv: list[str]) -> None:

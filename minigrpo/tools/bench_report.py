@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+COLORS = ("#4477aa", "#ccbb44", "#66ccee", "#ee6677")
 Column = tuple[str, str, Callable[[Any], str]]  # heading, key of a row, how it is shown
 
 
@@ -129,17 +130,23 @@ def _remarks(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str, console: Console) -> None:
-    """Seconds a step by phase, a bar a row, on a logarithmic scale of speedup beside it."""
+def _pyplot(console: Console) -> Any:
     try:
-        import matplotlib.pyplot as plt
+        import matplotlib.pyplot
     except ImportError:
         console.print("no chart: matplotlib is not installed (pip install -e '.[plots]')")
+        return None
+    return matplotlib.pyplot
+
+
+def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str, console: Console) -> None:
+    """Seconds a step by phase, a bar a row, on a logarithmic scale of speedup beside it."""
+    if (plt := _pyplot(console)) is None:
         return
     shown = [row for row in rows if row["s_per_step"]]
     figure, axes = plt.subplots(figsize=(11, 0.42 * len(shown) + 1.9), layout="constrained")
     left = [0.0] * len(shown)
-    for phase, color in (("rollout", "#4477aa"), ("reward", "#ccbb44"), ("reference", "#66ccee"), ("update", "#ee6677")):
+    for phase, color in zip(("rollout", "reward", "reference", "update"), COLORS, strict=False):
         widths = [row[phase] or 0.0 for row in shown]
         axes.barh(range(len(shown)), widths, left=left, color=color, label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -154,4 +161,72 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str, console: Con
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.set_title(title, fontsize=8, loc="left")
     figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+MEMORY: tuple[Column, ...] = (
+    ("completions a prompt", "group_size", str),
+    ("way", "name", str),
+    ("logits", "logits", str),
+    ("peak MiB", "peak_mib", _number("{:,.0f}")),
+    ("s/step", "s_per_step", _number("{:.2f}")),
+    ("rollout", "rollout", _number("{:.2f}")),
+    ("update", "update", _number("{:.2f}")),
+    ("other completions", "different_completions", _number("{}")),
+    ("", "status", lambda status: "" if status == "ok" else status),
+)
+
+
+def write_memory(result: dict[str, Any], out_dir: Path | None, console: Console) -> None:
+    """The table and the charts of `benchmark.py memory`."""
+    folder, title = (
+        folder_for(result, out_dir),
+        f"Memory is {result['measures']}; all have the same loss on the same rollouts",
+    )
+    print_table(console, title, result["rows"], MEMORY)
+    text = f"# {result['device']}\n\n{result['work']['text']}\n\n{markdown(title, result['rows'], MEMORY)}"
+    (folder / "memory.md").write_text(text)
+    (folder / "memory.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    draw_memory(result, folder / "memory.png", console)
+    console.print(f"wrote {folder}/memory.md, .json, .png")
+
+
+def draw_memory(result: Mapping[str, Any], path: Path, console: Console) -> None:
+    """Peak and seconds over the group size, and memory over time within a step."""
+    if (plt := _pyplot(console)) is None:
+        return
+    figure, (peaks, seconds, timeline) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    colors = dict(zip(dict.fromkeys(row["name"] for row in result["rows"]), COLORS, strict=False))
+    for axes, key, label in ((peaks, "peak_mib", "peak, MiB"), (seconds, "s_per_step", "seconds a step")):
+        for name, color in colors.items():
+            for logits, style in (("all", "-"), ("in chunks", "--")):
+                rows = [r for r in result["rows"] if r["name"] == name and r["logits"] == logits and r["status"] == "ok"]
+                label_of = name if logits == "all" else None
+                axes.plot(
+                    [r["group_size"] for r in rows],
+                    [r[key] for r in rows],
+                    style,
+                    marker="o",
+                    ms=3,
+                    color=color,
+                    label=label_of,
+                )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="completions of a prompt", ylabel=label)
+    peaks.legend(frameon=False, fontsize=8, title="dashed: logits in chunks", title_fontsize=8)
+    for name, line in result["timelines"].items():
+        times, used, phases = zip(*line["seen"], strict=True)
+        timeline.plot(times, used, color=colors[name], linewidth=1)
+        begins = [i for i in range(len(phases)) if phases[i] and (not i or phases[i] != phases[i - 1])]
+        for i in begins if name == list(result["timelines"])[-1] else ():
+            timeline.axvline(times[i], color=colors[name], linewidth=0.6, linestyle=":")
+            timeline.text(times[i], timeline.get_ylim()[1], f" {phases[i]}", fontsize=7, rotation=90, va="top")
+        size = line["group_size"]
+    timeline.set(xlabel=f"seconds within a step, {size} completions a prompt", ylabel="MiB above the beginning")
+    for axes in (peaks, seconds, timeline):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.suptitle(f"{result['device']}: {result['work']['text']}", fontsize=8)
+    figure.savefig(path, dpi=140)
     plt.close(figure)

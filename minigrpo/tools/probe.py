@@ -84,6 +84,13 @@ class PeakMemory:
             self.mib = _resident("VmHWM") - self.before
 
 
+def memory_in_use(device: torch.device) -> float:
+    """MiB, now: allocated on the CUDA device, else resident (Linux only, elsewhere 0)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    return _resident("VmRSS") if STATUS.exists() else 0.0
+
+
 def _resident(field: str) -> float:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 2**10

@@ -1,0 +1,235 @@
+"""What memory a step takes: `python benchmark.py memory`.
+
+Four ways of writing k completions of each prompt, each with all logits at once and in chunks:
+
+    prompts repeated         each prompt runs once, its keys and values are copied for every completion
+    one after the other      k passes over the prompts, one completion each
+    repeated by the loader   k times as many prompts, as a data loader that repeats them gives them
+    stored once              ours: one copy of a prompt's keys and values for its group, and each prompt once in the update
+
+The first three train on repeated rows. All sample the same tokens and have the same loss on the same rollouts, or it stops.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from .. import accel
+from ..decoders import CachedDecoder
+from ..metrics import PhaseTimer
+from ..rollout import GREEDY, Sampler
+from ..sampling import Choice
+from ..types import Completions, Example
+from . import probe
+from .bench_machine import Machine, Sizes, Work
+from .bench_report import write_memory
+
+LOOKS_PER_S = 500  # at the memory in use, for the timeline
+CLOSE = 1e-4  # relative difference of losses that are the same but for rounding
+
+
+class CopiedPrompts(CachedDecoder):
+    """A cache in which every completion has a copy of its prompt."""
+
+    def prefill(self) -> torch.Tensor:
+        logits = super().prefill()
+        cells = self.place[0]
+        self.prompt_kv = [(k[cells], v[cells]) for k, v in self.prompt_kv]
+        self.prompt_len, self.in_prompt = self.prompt_len[cells], self.in_prompt[cells]
+        self._arrange(np.arange(self.num_cells))
+        return logits
+
+
+class Repeated(Sampler):
+    def complete(self, examples: Sequence[Example], **options: Any) -> Iterator[Completions]:
+        self.decoder = CopiedPrompts
+        return super().complete(examples, **options)
+
+
+class InTurn(Sampler):
+    def complete(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int = 1,
+        u: np.ndarray | None = None,
+        choice: Choice = GREEDY,
+        batch_size: int = 0,
+    ) -> Iterator[Completions]:
+        assert u is not None
+        passes = [
+            Completions.join(
+                list(super(InTurn, self).complete(examples, u=u[:, g : g + 1], choice=choice, batch_size=batch_size))
+            )
+            for g in range(num_samples)
+        ]
+        yield _regroup(Completions.join(passes), num_samples, by_sample=True)
+
+
+class ByLoader(Sampler):
+    def complete(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int = 1,
+        u: np.ndarray | None = None,
+        choice: Choice = GREEDY,
+        batch_size: int = 0,
+    ) -> Iterator[Completions]:
+        assert u is not None
+        many = [example for example in examples for _ in range(num_samples)]
+        options: dict[str, Any] = {
+            "u": u.reshape(-1, 1, u.shape[2]),
+            "choice": choice,
+            "batch_size": batch_size * num_samples,
+        }
+        yield _regroup(Completions.join(list(super().complete(many, **options))), num_samples, by_sample=False)
+
+
+def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Completions:
+    """One completion each of P * G prompts, as G each of P."""
+    prompts = len(one_each) // num_samples
+    first = torch.arange(prompts) if by_sample else torch.arange(prompts) * num_samples
+
+    def grouped(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        x = x[:, 0]
+        return x.unflatten(0, (num_samples, prompts)).transpose(0, 1) if by_sample else x.unflatten(0, (prompts, num_samples))
+
+    fields: dict[str, Any] = {n: grouped(getattr(one_each, n)) for n in ("completion_ids", "completion_mask", "sampler_logp")}
+    return Completions(one_each.prompt_ids[first], one_each.prompt_len[first], **fields)
+
+
+WAYS: dict[str, tuple[type[Sampler], str]] = {
+    "prompts repeated": (Repeated, "repeated"),
+    "one after the other": (InTurn, "repeated"),
+    "repeated by the loader": (ByLoader, "repeated"),
+    "stored once (ours)": (Sampler, "shared"),
+}
+
+
+class Timeline(PhaseTimer):
+    """A phase timer that also watches the memory in use: `seen` are (seconds, MiB, phase)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.now, self.seen = "", list[tuple[float, float, str]]()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.now = name
+        with super().phase(name):
+            yield
+        self.now = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.seen.clear()
+        done, start, least = threading.Event(), time.perf_counter(), probe.memory_in_use(self.device)
+
+        def watch() -> None:
+            while not done.wait(1 / LOOKS_PER_S):
+                self.seen.append((time.perf_counter() - start, probe.memory_in_use(self.device) - least, self.now))
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+@dataclass(frozen=True)
+class Memory(Sizes):
+    """Peak memory and seconds a step over group sizes, for four ways of sampling, and memory over time."""
+
+    group_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    """Completions of each prompt; --group-size is not used."""
+    repeats: int = 2
+    """Timings of each, after one step that is not counted."""
+    out_dir: Path | None = None
+    """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
+    json: Path | None = None
+    """Write the figures here too."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        device = accel.pick_device(self.device)
+        first = Work.of(replace(self, group_size=self.group_sizes[0]), device)
+        console.print(f"{probe.device_name(device)}: {first.describe()}", highlight=False)
+        rows, timelines = list[dict[str, Any]](), dict[str, Any]()
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("group sizes", total=2 * len(WAYS) * len(self.group_sizes))
+            for size in self.group_sizes:
+                work = replace(first, config=replace(first.config, group_size=size))
+                same = _Same()
+                for way in WAYS:
+                    for chunked in (False, True):
+                        row, seen = _measure(work, way, chunked, self.repeats, same)
+                        rows.append(row)
+                        if not chunked and seen:
+                            timelines[way] = {"group_size": size, "seen": seen}
+                        progress.advance(bar)
+        result = {**probe.describe_machine(device), "measures": probe.PeakMemory(device).measures, "work": first.to_dict()}
+        result |= {"rows": rows, "timelines": timelines}
+        write_memory(result, self.out_dir, console)
+        return result
+
+
+class _Same:
+    """Holds all ways of one group size to the first one's tokens and loss."""
+
+    def __init__(self) -> None:
+        self.first: Any = None
+
+    def check(self, machine: Machine, name: str) -> int:
+        """How many completions differ from the first way's; raises AssertionError if a loss does."""
+        if self.first is None:
+            self.first = machine.tokens(), machine.batch, machine.gradient(machine.batch)[0]
+        tokens, batch, loss = self.first
+        if abs(machine.gradient(batch)[0] - loss) > CLOSE * abs(loss):
+            raise AssertionError(f"{name}: the loss differs")
+        return int((machine.tokens() != tokens).any(-1).sum())
+
+
+def _measure(
+    work: Work, way: str, chunked: bool, repeats: int, same: _Same
+) -> tuple[dict[str, Any], list[tuple[float, float, str]]]:
+    """A row, and the memory over time of one step."""
+    sampler, layout = WAYS[way]
+    flags = {"layout": layout, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
+    row: dict[str, Any] = {"name": way, "logits": "in chunks" if chunked else "all", "group_size": work.config.group_size}
+    try:
+        with probe.PeakMemory(work.device) as built:
+            machine = Machine(replace(work.config, **flags), work, sampler=sampler)
+            machine.timer = machine.source.timer = Timeline(work.device)
+            machine.step(0)
+        resident = probe.memory_in_use(work.device) - built.before
+        peaks, steps, timeline = list[float](), list[dict[str, float]](), machine.timer
+        for turn in range(1, repeats + 1):
+            with probe.PeakMemory(work.device) as peak, timeline.watching():
+                steps.append(machine.step(turn))
+            peaks.append(peak.mib + (resident if work.device.type == "cuda" else 0))
+        middle: Callable[[str], float] = lambda name: median(step.get(name, 0.0) for step in steps)  # noqa: E731
+        row |= {
+            "peak_mib": max(peaks),
+            "s_per_step": middle("seconds"),
+            "rollout": middle("rollout"),
+            "update": middle("update"),
+        }
+        row |= {"different_completions": same.check(machine, way), "status": "ok"}
+        return row, list(timeline.seen)
+    except (torch.OutOfMemoryError, MemoryError):
+        torch.cuda.empty_cache()
+        return {**row, "status": "out of memory"}, []
