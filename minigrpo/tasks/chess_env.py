@@ -51,11 +51,21 @@ def transition(fen: str, uci: str) -> str:
     if not board.is_legal(move):
         return f"{fen}+0.0+0+1"
     board.push(move)
+    return f"{render(board)}+{ending_of(board)}"
+
+
+def ending_of(board: chess.Board) -> str:
+    """What follows the FEN of a position that a legal move has led to. Forgets the moves before."""
     board.clear_stack()
     outcome = board.outcome()
     if outcome is None:
-        return f"{render(board)}+0.001+0+0"
-    return f"{render(board)}+{'0.5' if outcome.winner is None else '1.0'}+1+0"
+        return "0.001+0+0"
+    return f"{'0.5' if outcome.winner is None else '1.0'}+1+0"
+
+
+def prompt_of(fen: str, uci: str, before: str | None = None) -> str:
+    """The question; `before` is what --history tells, the last moves by commas, None without it."""
+    return f"A: {fen}+{uci}+" + (f"{before}+" if before is not None else "")
 
 
 def move_kind(board: chess.Board, move: chess.Move) -> str:
@@ -67,6 +77,15 @@ def move_kind(board: chess.Board, move: chess.Move) -> str:
     if board.is_en_passant(move):
         return "en passant"
     return "capture" if board.is_capture(move) else "quiet"
+
+
+def ply_kind(board: chess.Board, kind: str) -> str:
+    """What a move of that kind is after all, by the position that it has led to."""
+    if board.is_check():
+        return "check" if any(board.legal_moves) else "checkmate"
+    if board.is_insufficient_material() or not any(board.legal_moves) or board.is_seventyfive_moves():
+        return "draw"
+    return kind
 
 
 def is_held_out(fen: str) -> bool:
@@ -119,11 +138,7 @@ def play(seed: int, split: str, game: int, attempt: int) -> list[tuple[str, str,
             move = mate
         fen = render(board)
         board.push(move)
-        if board.is_check():
-            kind = "check" if any(board.legal_moves) else "checkmate"
-        elif board.is_insufficient_material() or not any(board.legal_moves) or board.is_seventyfive_moves():
-            kind = "draw"
-        plies.append((fen, move.uci(), kind))
+        plies.append((fen, move.uci(), ply_kind(board, kind)))
     return plies
 
 
@@ -184,12 +199,12 @@ class Positions:
         fen, uci, kind, before = ply
         if rng.random() < ILLEGAL_SHARE:
             uci, kind = illegal_move(fen, rng), "illegal"
-        prompt = f"A: {fen}+{uci}+{before + '+' if self.history else ''}"
+        prompt = prompt_of(fen, uci, before if self.history else None)
         return Example(prompt=prompt, answer=transition(fen, uci), index=index, kind=kind)
 
 
 MAX_SCORED_CHARS = 200
-ENDING = re.compile(r"([01]\.[0-9]{1,3})\+([01])\+([01])")
+ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")  # RookWorld's reward of an illegal move is -1.0
 
 
 class ChessEnv:
@@ -200,6 +215,7 @@ class ChessEnv:
     """
 
     num_held_out = None  # endless
+    heads = ("A: ",)
     # what is to be learnt counts; the rest only has to break ties, or it drowns the signal where nothing is exact yet
     parts: Mapping[str, float] = {
         "exact_fen": 1.0,
