@@ -162,7 +162,8 @@ class Screen:
         try:
             yield update
         finally:
-            bar.stop()
+            if self.live:
+                bar.stop()
 
     def start(self, total: int, done: int) -> None:
         self.first, self.began = done, time.perf_counter()

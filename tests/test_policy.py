@@ -120,12 +120,17 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(tmp_pat
     [
         ("policy", "", "--task policy needs annotated positions, .* got none; `python -m minigrpo.tools.annotate --out"),
         ("chess-env+policy", "", "--task chess-env.policy needs annotated positions"),
-        ("policy", str(SMALL), "small.pgn; .*annotate .* .--positions takes games."),
-        ("policy", str(ROOT / "examples" / "sums.jsonl"), "sums.jsonl: no example for training among 0"),
+        ("policy", str(SMALL), "small.pgn; .*annotate --out FILE.jsonl --positions FILE.pgn` makes them"),
+        ("policy", str(ROOT / "examples" / "sums.jsonl"), "sums.jsonl: 0 examples for training and 0 for"),
         ("chess-env", f"{SMALL},missing.txt", "missing.txt: cannot be read"),
+        ("chess-env+policy", "LINES.txt", "--task chess-env.policy needs annotated positions, .* got .*LINES.txt"),
     ],
 )
-def test_what_is_missing_is_one_line_that_says_how_to_get_it(task: str, data: str, words: str) -> None:
+def test_what_is_missing_is_one_line_that_says_how_to_get_it(task: str, data: str, words: str, tmp_path: Path) -> None:
+    if data == "LINES.txt":  # all of them about what follows, none about what to play
+        data = str(tmp_path / data)
+        examples = [Positions(0, split).example(i) for split in ("train", "held-out") for i in range(3)]
+        Path(data).write_text("\n".join(example.prompt + example.answer for example in examples))
     with pytest.raises(ValueError, match=words) as error:
         load_task(task, seed=0, data=data)
     assert "\n" not in str(error.value)

@@ -12,7 +12,7 @@ from types import ModuleType
 from ..rewards import RewardFunction
 from ..types import Example, Task
 from .chess_env import ChessEnv
-from .files import Listener, Silent, Source
+from .files import Listener, Silent, Source, check_readable
 from .games import Games
 from .lines import Lines, json_line, text_line
 from .mixed import Judge, Mixed
@@ -21,6 +21,7 @@ from .policy import Policy
 
 CHESS, POLICY, BOTH = "chess-env", "policy", "chess-env+policy"
 HEADS = {CHESS: "AP", POLICY: "P", BOTH: "AP"}  # first letters of the prompts that a task takes from files; a file decides
+ADVISING = (".txt", ".jsonl")  # endings of files that may tell what to play
 ANNOTATE = "python -m minigrpo.tools.annotate"
 
 Reader = Callable[[Path, int, int, str, Listener], Source]
@@ -52,25 +53,37 @@ def load_task(name: str, *, seed: int, history: int = 0, data: str = "", listene
         return ChessEnv(seed, history)
     if name == CHESS and data.endswith(".jsonl") and "," not in data:
         return Pairs(Path(data), seed)
-    sources: list[Source] = [read_file(path, seed, history, HEADS[name], listener) for path in filter(None, data.split(","))]
+    paths = [path for path in data.split(",") if path]
+    for path in paths:  # before any is read, which may take minutes
+        reader_of(path)
+        check_readable(Path(path))
+    no_advice = ValueError(
+        f"--task {name} needs annotated positions, --data FILE.jsonl or FILE.txt with P lines, got {data or 'none'}; "
+        f"`{ANNOTATE} --out FILE.jsonl{' --positions FILE.pgn' if '.pgn' in data else ''}` makes them"
+    )
+    if name != CHESS and not any(path.endswith(ADVISING) for path in paths):
+        raise no_advice
+    sources = [read_file(path, seed, history, HEADS[name], listener) for path in paths]
     judges: dict[str, Judge] = {"A: ": ChessEnv(seed), "P: ": Policy()}
     heads = {head for source in sources for head in source.heads}
+    if name != CHESS and "P: " not in heads:
+        raise no_advice
     if name == BOTH and "A: " not in heads:
         sources, heads = [ChessEnv(seed, history), *sources], heads | {"A: "}
-    if name != CHESS and "P: " not in heads:
-        raise ValueError(
-            f"--task {name} needs annotated positions, --data FILE.jsonl or FILE.txt with P lines, got {data or 'none'}; "
-            f"`{ANNOTATE} --out FILE.jsonl` makes them{' (--positions takes games)' if '.pgn' in data else ''}"
-        )
     return Mixed(sources, {head: judges[head] for head in sorted(heads)})
 
 
-def read_file(path: str, seed: int, history: int = 0, heads: str = "AP", listener: Listener | None = None) -> Source:
-    """A file of --data as its name's ending says."""
+def reader_of(path: str) -> Reader:
+    """Raises ValueError for an ending that is not in the table."""
     for suffix, reader in READERS.items():
         if path.endswith(suffix):
-            return reader(Path(path), seed, history, heads, listener or Silent())
+            return reader
     raise ValueError(f"a file of questions must end with {', '.join(READERS)}, got {path}")
+
+
+def read_file(path: str, seed: int, history: int = 0, heads: str = "AP", listener: Listener | None = None) -> Source:
+    """A file of --data as its name's ending says. Raises ValueError in one line that names it."""
+    return reader_of(path)(Path(path), seed, history, heads, listener or Silent())
 
 
 def _own_task(name: str, seed: int) -> Task:

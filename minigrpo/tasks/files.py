@@ -71,6 +71,11 @@ class Skipped:
             listener.warn(f"{self.path}: skipped {self.count} of {total} {self.unit}s: {', '.join(self.named)}{rest}")
 
 
+def check_readable(path: Path) -> None:
+    with readable(path):
+        open(path, "rb").close()
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turns what can go wrong with a file into a ValueError in one line."""
@@ -85,12 +90,11 @@ class Shuffled:
 
     def __init__(self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray) -> None:
         """`train` and `held_out` are what `example` takes, one an example. Raises ValueError if a split is empty."""
-        for keys, use in ((train, "training"), (held_out, "evaluation")):
-            if not len(keys):
-                raise ValueError(
-                    f"{path}: no example for {use} among {len(train) + len(held_out)}; "
-                    f"one position in {HELD_OUT_SHARE} is held out"
-                )
+        if not len(train) or not len(held_out):
+            raise ValueError(
+                f"{path}: {len(train)} examples for training and {len(held_out)} for evaluation, there must be some of each; "
+                f"one position in {HELD_OUT_SHARE} is held out"
+            )
         self.seed, self._train, self._held_out = seed, train, held_out
         self.num_train, self.num_held_out = len(train), len(held_out)
         self._order = lru_cache(maxsize=3)(self._shuffle)
