@@ -17,12 +17,10 @@ from .test_policy import annotated
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq"
 START = chess.STARTING_FEN
 REPEATED = "4k3/8/8/8/8/8/8/4K2R w - - 16 40"
-# as the authors' generator writes them: padded, shuffled, for Black with a best move that is the worst
-PADDED = (
-    "P: 8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56                                                       "
-    "M: a4a5 d4c4 a6g6 a6a8 d4c5      E: 0.0 0.0 0.0 0.0 0.0                     B: d4c5"
-)
-MATED = "P: 2R5/8/8/8/5K2/8/2pk2r1/8 w - - 3 49 M: c8c7 f4f3 E: -999.79 -999.76 B: f4f3"
+# RookWorld's own are padded to columns, and not in order
+ENDGAME = "8/8/8/8/8/2k5/7R/K7 w - - 0 60"
+PADDED = f"P: {ENDGAME:90}M: {'a1b1 h2h3 h2h8':30}E: {'5.31 6.0 -0.02':40}B: h2h3"
+MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
 
 
 @pytest.mark.parametrize(
@@ -39,8 +37,8 @@ MATED = "P: 2R5/8/8/8/5K2/8/2pk2r1/8 w - - 3 49 M: c8c7 f4f3 E: -999.79 -999.76 
         (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", f"{START}+-1.0+0+1", "illegal"),
         (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", f"{START}+0.0+0+1", "illegal"),
         (f"{REPEATED}+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0", None, None, "quiet"),
-        (PADDED, "P: 8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56", PADDED[37:], "policy"),
-        (MATED, "P: 2R5/8/8/8/5K2/8/2pk2r1/8 w - - 3 49", " M: c8c7 f4f3 E: -999.79 -999.76 B: f4f3", "policy"),
+        (PADDED, f"P: {ENDGAME}", PADDED.removeprefix(f"P: {ENDGAME}"), "policy"),
+        (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "policy"),
     ],
 )
 def test_a_good_line_is_taken_to_the_letter(line: str, prompt: str | None, answer: str | None, kind: str) -> None:
