@@ -208,7 +208,7 @@ def _result(answer: "Future[str]") -> str:
 def main() -> None:
     try:
         run(tyro.cli(Arguments, description=__doc__))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         exit_with(error)
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on from here")
