@@ -5,6 +5,7 @@ import io
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Heard:
 
 def everything(games: Games) -> list[Example]:
     """One epoch of training, then all that is held out."""
-    return [*map(games.train, range(games.num_train)), *map(games.held_out, range(games.num_held_out))]
+    return [ask(i) for ask, number in _splits(games) for i in range(number)]
 
 
 def plies(text: str) -> Counter[tuple[str, str]]:
@@ -63,6 +64,19 @@ def asked(example: Example) -> tuple[str, str]:
     return fen, move
 
 
+def assert_every_ply(games: Games, played: Counter[tuple[str, str]]) -> None:
+    """As often as it was played in training; once in evaluation, whatever the clocks."""
+    train, held_out = ([asked(ask(i)) for i in range(n)] for ask, n in _splits(games))
+    assert Counter(train) == {ply: number for ply, number in played.items() if not is_held_out(ply[0])}
+    assert set(held_out) <= set(played)
+    questions = [(*fen.split(" ")[:4], move) for fen, move in held_out]
+    assert Counter(questions) == Counter({(*fen.split(" ")[:4], move): 1 for fen, move in played if is_held_out(fen)})
+
+
+def _splits(games: Games) -> list[tuple[Callable[[int], Example], int]]:
+    return [(games.train, games.num_train), (games.held_out, games.num_held_out)]
+
+
 def test_a_small_file_with_all_that_can_be_in_one() -> None:
     heard = Heard()
     games = Games(SMALL, seed=0, listener=heard)
@@ -75,8 +89,8 @@ def test_a_small_file_with_all_that_can_be_in_one() -> None:
     whole = ("comments", "mate", "broken", "from", "and", "the last")
     good = [game for game in SMALL.read_text(encoding="utf-8").split("[Event ") if game[1:].startswith(whole)]
     examples = everything(games)
-    assert Counter(map(asked, examples)) == plies("[Event ".join(["", *good]))
-    assert len(examples) == 20 + 4 + 3 + 4 + 5
+    assert_every_ply(games, plies("[Event ".join(["", *good])))
+    assert len(examples) == 20 + 4 + 3 + 4 + 5 - 1  # 2. Nf3 is held out, and played twice
     kinds = Counter(example.kind for example in examples)
     assert kinds["checkmate"] == kinds["en passant"] == 1 and kinds["castling"] == 3 and kinds["check"] == 3
     assert set(kinds) <= set(KINDS)
@@ -194,7 +208,7 @@ def test_every_ply_of_real_games_is_an_example(played: tuple[Path, str]) -> None
     assert len(heard.warnings) == 1 and "skipped 2 of 202 games: game 52 (illegal san: 'Kxh8' in" in heard.warnings[0]
     examples = everything(games)
     assert len(examples) > 8_000
-    assert Counter(map(asked, examples)) == plies(good)
+    assert_every_ply(games, plies(good))
     splits = [
         {" ".join(asked(example)[0].split(" ")[:4]) for example in part}
         for part in (examples[: games.num_train], examples[games.num_train :])

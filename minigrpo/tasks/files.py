@@ -3,6 +3,7 @@
 The pass keeps no text, only where or what each example is; what is damaged is skipped, counted, and said in one warning.
 """
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +53,11 @@ class Silent:
         return nullcontext(lambda done: None)
 
 
+def fingerprint(text: str) -> int:
+    """Eight bytes of a hash, as a number."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
 class Skipped:
     """Games or lines that were not taken, and why."""
 
@@ -86,10 +92,19 @@ def readable(path: Path) -> Iterator[None]:
 
 
 class Shuffled:
-    """Two splits of finitely many examples; each epoch of training shows each once, in an order of its own."""
+    """Two splits of finitely many examples; each epoch of training shows each once, in an order of its own.
 
-    def __init__(self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray) -> None:
-        """`train` and `held_out` are what `example` takes, one an example. Raises ValueError if a split is empty."""
+    What is asked often, as openings are, trains often, but is asked only once in an evaluation.
+    """
+
+    def __init__(self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray, questions: np.ndarray) -> None:
+        """Raises ValueError if a split is empty.
+
+        Args:
+            train, held_out: what `example` takes, one an example.
+            questions: a number for each that is held out; of those with the same one, only the first is kept.
+        """
+        held_out = held_out[np.sort(np.unique(questions, return_index=True)[1])]
         if not len(train) or not len(held_out):
             raise ValueError(
                 f"{path}: {len(train)} examples for training and {len(held_out)} for evaluation, there must be some of each; "

@@ -20,7 +20,7 @@ import numpy as np
 from ..fen import is_valid_fen
 from ..types import Example
 from .chess_env import is_held_out, move_kind, ply_kind, prompt_of, render, transition
-from .files import Listener, Shuffled, Silent, Skipped, readable
+from .files import Listener, Shuffled, Silent, Skipped, fingerprint, readable
 
 HEADER = re.compile(r'\[[A-Za-z0-9_]+ +"')  # and not a clock that a comment's line begins with: [%clk 0:01]
 
@@ -32,6 +32,7 @@ class Mainline(chess.pgn.BaseVisitor["Mainline"]):
         self.start = ""  # a FEN, if it is not the usual one
         self.moves = array("H")
         self.held_out = array("B")
+        self.questions = array("Q")  # of the positions that are held out
         self.error = ""
 
     def begin_headers(self) -> chess.pgn.Headers:
@@ -64,7 +65,10 @@ class Mainline(chess.pgn.BaseVisitor["Mainline"]):
             self.error = self.error or f"a null move at ply {len(self.moves) + 1}"
         elif not self.error:
             self.moves.append(pack(move))
-            self.held_out.append(is_held_out(render(board)))
+            fen = render(board)
+            self.held_out.append(is_held_out(fen))
+            if self.held_out[-1]:
+                self.questions.append(fingerprint(f"{' '.join(fen.split(' ')[:4])} {move.uci()}"))
 
     def handle_error(self, error: Exception) -> None:
         self.error = self.error or str(error)
@@ -116,7 +120,7 @@ class Games(Shuffled):
         listener, skipped = listener or Silent(), Skipped(path, "game")
         self.history = history
         self.starts: dict[int, str] = {}
-        moves, held_out, first, number = array("H"), array("B"), array("q"), 0
+        moves, held_out, questions, first, number = array("H"), array("B"), array("Q"), array("q"), 0
         with readable(path), open(path, "rb") as raw, listener.reading(path.name, path.stat().st_size) as progress:
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             for number, game in enumerate(read_games(io.TextIOWrapper(data, encoding="utf-8", errors="replace")), 1):
@@ -129,10 +133,11 @@ class Games(Shuffled):
                 first.append(len(moves))
                 moves += game.moves
                 held_out += game.held_out
+                questions += game.questions
         skipped.report(number, listener)
         self.moves, self.first = np.asarray(moves, dtype=np.uint16), np.asarray(first, dtype=np.int64)
         split = np.asarray(held_out, dtype=bool)
-        super().__init__(path, seed, np.flatnonzero(~split), np.flatnonzero(split))
+        super().__init__(path, seed, np.flatnonzero(~split), np.flatnonzero(split), np.asarray(questions, dtype=np.uint64))
 
     def example(self, key: int, index: int) -> Example:
         game = int(np.searchsorted(self.first, key, side="right")) - 1

@@ -25,7 +25,7 @@ import numpy as np
 from ..fen import is_valid_fen
 from ..types import Example
 from .chess_env import ending_of, is_held_out, move_kind, ply_kind
-from .files import Listener, Shuffled, Silent, Skipped, readable
+from .files import Listener, Shuffled, Silent, Skipped, fingerprint, readable
 from .policy import KIND as POLICY_KIND
 from .policy import check
 
@@ -115,7 +115,8 @@ class Lines(Shuffled):
             heads: which questions are wanted, by the first letter of their prompts; the others are passed over.
         """
         listener, skipped, self.read = listener or Silent(), Skipped(path, "line"), read
-        splits, found, number, offset, told = {False: array("q"), True: array("q")}, set[str](), 0, 0, 0
+        train, held_out, questions, found = array("q"), array("q"), array("Q"), set[str]()
+        number = offset = told = 0
         with readable(path), listener.reading(path.name, path.stat().st_size) as progress:
             self.file = open(path, "rb")
             for number, raw in enumerate(self.file, 1):
@@ -127,14 +128,19 @@ class Lines(Shuffled):
                     else:
                         if line.prompt[0] in heads:
                             found.add(line.prompt[:3])
-                            splits[is_held_out(line.position)].append(offset)
+                            if is_held_out(line.position):
+                                held_out.append(offset)
+                                questions.append(fingerprint(line.prompt))
+                            else:
+                                train.append(offset)
                 offset += len(raw)
                 if offset - told >= BYTES_BETWEEN_NEWS:
                     told = offset
                     progress(offset)
         skipped.report(number, listener)
         self.heads = tuple(sorted(found))
-        super().__init__(path, seed, np.asarray(splits[False], dtype=np.int64), np.asarray(splits[True], dtype=np.int64))
+        places = [np.asarray(split, dtype=np.int64) for split in (train, held_out)]
+        super().__init__(path, seed, places[0], places[1], np.asarray(questions, dtype=np.uint64))
 
     def example(self, key: int, index: int) -> Example:
         raw = os.pread(self.file.fileno(), LONGEST_LINE, key)  # has no position that threads would share
