@@ -41,6 +41,15 @@ def render(board: chess.Board) -> str:
     return board.fen(en_passant="fen")
 
 
+def ending_of(board: chess.Board) -> str:
+    """What follows the FEN of a position that a legal move has led to. Forgets the moves before."""
+    board.clear_stack()
+    outcome = board.outcome()
+    if outcome is None:
+        return "0.001+0+0"
+    return f"{'0.5' if outcome.winner is None else '1.0'}+1+0"
+
+
 def transition(fen: str, uci: str) -> str:
     """The completion that is true for a position and a move; an illegal move leaves the position as it is.
 
@@ -52,15 +61,6 @@ def transition(fen: str, uci: str) -> str:
         return f"{fen}+0.0+0+1"
     board.push(move)
     return f"{render(board)}+{ending_of(board)}"
-
-
-def ending_of(board: chess.Board) -> str:
-    """What follows the FEN of a position that a legal move has led to. Forgets the moves before."""
-    board.clear_stack()
-    outcome = board.outcome()
-    if outcome is None:
-        return "0.001+0+0"
-    return f"{'0.5' if outcome.winner is None else '1.0'}+1+0"
 
 
 def prompt_of(fen: str, uci: str, before: str | None = None) -> str:
