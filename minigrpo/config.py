@@ -42,9 +42,9 @@ class ConfigError(ValueError):
 class Config:
     # --- the work ---
     task: str = "chess-env"
-    """What is asked and how answers are judged: chess-env, or a Python file with a task of one's own."""
+    """What is asked and how answers are judged: chess-env, policy, chess-env+policy, or a Python file (FILE.py)."""
     data: str = ""
-    """A .jsonl file with a prompt and an answer a line, instead of the task's own examples."""
+    """Instead of self-play: games (.pgn, .pgn.gz), RookWorld's lines (.txt), prompts and answers (.jsonl); or a.pgn,b.txt."""
     rewards: str = ""
     """A Python file with functions decorated with @minigrpo.reward(): more reward parts."""
     tokenizer: str = "chess"

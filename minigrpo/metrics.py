@@ -6,7 +6,7 @@ Everything that the library prints is printed here.
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,28 @@ class Screen:
     def warn(self, text: str) -> None:
         where = f" (rank {self.rank})" if self.rank else ""
         self.errors.print(f"warning{where}: {text}", style="yellow", markup=False)
+
+    @contextmanager
+    def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Progress of a file that is read: to be told how many of its bytes are done."""
+        columns = (TextColumn("reading {task.description}"), BarColumn(bar_width=None), TaskProgressColumn())
+        bar = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
+        task, last_line = bar.add_task(name, total=total), time.perf_counter()
+
+        def update(done: int) -> None:
+            nonlocal last_line
+            bar.update(task, completed=done)
+            if not self.live and time.perf_counter() - last_line >= SECONDS_BETWEEN_LINES:
+                last_line = time.perf_counter()
+                self.say(f"reading {name}: {done / max(1, total):.0%}")
+
+        if self.live:
+            bar.start()
+        try:
+            yield update
+        finally:
+            if self.live:
+                bar.stop()
 
     def start(self, total: int, done: int) -> None:
         self.first, self.began = done, time.perf_counter()

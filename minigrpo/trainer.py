@@ -49,7 +49,13 @@ class Trainer:
         self.device = accel.pick_device(config.device, self.dist.local_rank)
         check_ranks(config, self.dist)
         self.tokenizer = load_tokenizer(config.tokenizer)
-        self.task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
+        self.task = load_task(
+            config.task,
+            seed=config.seed,
+            history=config.history,
+            data=config.data,
+            listener=self.screen if self.dist.is_main else None,
+        )
         self.scorer = RewardScorer(
             self.task,
             weights=config.weights(),

@@ -1,5 +1,6 @@
 """Tiny models and batches that the tests share. Hypothesis: quick by default, --hypothesis-profile=thorough on demand."""
 
+import os
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,7 +10,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from minigrpo.config import ConfigError
 from minigrpo.model import GPT, GPTShape
+from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions
 
 settings.register_profile("quick", max_examples=50, deadline=None)
@@ -19,14 +22,24 @@ settings.load_profile("quick")  # --hypothesis-profile, which is read later, win
 VOCAB, EOS = 23, 22
 
 
+def no_engine() -> str | None:
+    try:
+        find_engine()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what cannot run; but what the variable MUST_RUN names ("engine peer") runs, and fails."""
     missing = {
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "peer": None if find_spec("transformers") else "transformers is not installed: pip install 'minigrpo[peer]'",
+        "engine": no_engine(),
     }
     for marker, reason in missing.items():
         for item in items:
-            if reason and marker in item.keywords:
+            if reason and marker in item.keywords and marker not in os.environ.get("MUST_RUN", ""):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

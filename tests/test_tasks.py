@@ -109,7 +109,7 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
     none.write_text(f"class A:\n{body}    held_out = train\n")
     leaves.write_text("raise SystemExit(0)")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"task": "chess"}, "--task must be chess-env or a Python file"),
+        ({"task": "chess"}, "--task must be chess-env, policy, chess-env.policy or a Python file"),
         ({"task": str(tmp_path / "none.py")}, "--task .*none.py: must be a Python file that is there"),
         ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
         ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
@@ -117,8 +117,8 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
         ({"task": str(none)}, "--task .*nothing.py: A: TypeError: train.0. must return a minigrpo.types.Example, got None"),
         ({"rewards": str(leaves)}, "--rewards .*leaves.py: SystemExit: 0"),
         ({"data": str(tmp_path / "none.jsonl")}, "--data .*none.jsonl: cannot be read"),
-        ({"data": "games.txt"}, "--data must be a .jsonl file"),
-        ({"data": SUMS, "task": REVERSE}, "--data goes with the default --task"),
+        ({"data": "games.doc"}, "must end with .pgn, .pgn.gz, .txt, .jsonl, got games.doc"),
+        ({"data": SUMS, "task": REVERSE}, "--data goes with chess-env, policy, chess-env.policy, got --task"),
         ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
         ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that is there"),
         ({"reward_weights": "exact_fen=1,typo=2"}, "--reward-weights: no part typo; allowed: exact_fen, similarity"),

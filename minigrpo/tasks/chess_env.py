@@ -41,6 +41,15 @@ def render(board: chess.Board) -> str:
     return board.fen(en_passant="fen")
 
 
+def ending_of(board: chess.Board) -> str:
+    """What follows the FEN of a position that a legal move has led to. Forgets the moves before."""
+    board.clear_stack()
+    outcome = board.outcome()
+    if outcome is None:
+        return "0.001+0+0"
+    return f"{'0.5' if outcome.winner is None else '1.0'}+1+0"
+
+
 def transition(fen: str, uci: str) -> str:
     """The completion that is true for a position and a move; an illegal move leaves the position as it is.
 
@@ -51,11 +60,7 @@ def transition(fen: str, uci: str) -> str:
     if not board.is_legal(move):
         return f"{fen}+0.0+0+1"
     board.push(move)
-    board.clear_stack()
-    outcome = board.outcome()
-    if outcome is None:
-        return f"{render(board)}+0.001+0+0"
-    return f"{render(board)}+{'0.5' if outcome.winner is None else '1.0'}+1+0"
+    return f"{render(board)}+{ending_of(board)}"
 
 
 def prompt_of(fen: str, uci: str, before: str | None = None) -> str:
@@ -72,6 +77,15 @@ def move_kind(board: chess.Board, move: chess.Move) -> str:
     if board.is_en_passant(move):
         return "en passant"
     return "capture" if board.is_capture(move) else "quiet"
+
+
+def ply_kind(board: chess.Board, kind: str) -> str:
+    """What a move of that kind is after all, by the position that it has led to."""
+    if board.is_check():
+        return "check" if any(board.legal_moves) else "checkmate"
+    if board.is_insufficient_material() or not any(board.legal_moves) or board.is_seventyfive_moves():
+        return "draw"
+    return kind
 
 
 def is_held_out(fen: str) -> bool:
@@ -124,11 +138,7 @@ def play(seed: int, split: str, game: int, attempt: int) -> list[tuple[str, str,
             move = mate
         fen = render(board)
         board.push(move)
-        if board.is_check():
-            kind = "check" if any(board.legal_moves) else "checkmate"
-        elif board.is_insufficient_material() or not any(board.legal_moves) or board.is_seventyfive_moves():
-            kind = "draw"
-        plies.append((fen, move.uci(), kind))
+        plies.append((fen, move.uci(), ply_kind(board, kind)))
     return plies
 
 
@@ -194,7 +204,7 @@ class Positions:
 
 
 MAX_SCORED_CHARS = 200
-ENDING = re.compile(r"([01]\.[0-9]{1,3})\+([01])\+([01])")
+ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")  # RookWorld's reward of an illegal move is -1.0
 
 
 class ChessEnv:
@@ -205,6 +215,7 @@ class ChessEnv:
     """
 
     num_held_out = None  # endless
+    heads = ("A: ",)
     # what is to be learnt counts; the rest only has to break ties, or it drowns the signal where nothing is exact yet
     parts: Mapping[str, float] = {
         "exact_fen": 1.0,

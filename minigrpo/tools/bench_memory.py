@@ -12,7 +12,7 @@ The first three train on repeated rows. All sample the same tokens and have the 
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,12 +67,9 @@ class InTurn(Sampler):
         batch_size: int = 0,
     ) -> Iterator[Completions]:
         assert u is not None
-        passes = [
-            Completions.join(
-                list(super(InTurn, self).complete(examples, u=u[:, g : g + 1], choice=choice, batch_size=batch_size))
-            )
-            for g in range(num_samples)
-        ]
+        options: dict[str, Any] = {"choice": choice, "batch_size": batch_size}
+        complete = super().complete
+        passes = [Completions.join(list(complete(examples, u=u[:, g : g + 1], **options))) for g in range(num_samples)]
         yield _regroup(Completions.join(passes), num_samples, by_sample=True)
 
 
@@ -88,12 +85,9 @@ class ByLoader(Sampler):
     ) -> Iterator[Completions]:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
-        options: dict[str, Any] = {
-            "u": u.reshape(-1, 1, u.shape[2]),
-            "choice": choice,
-            "batch_size": batch_size * num_samples,
-        }
-        yield _regroup(Completions.join(list(super().complete(many, **options))), num_samples, by_sample=False)
+        options: dict[str, Any] = {"choice": choice, "batch_size": batch_size * num_samples}
+        parts = list(super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options))
+        yield _regroup(Completions.join(parts), num_samples, by_sample=False)
 
 
 def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Completions:
@@ -208,7 +202,7 @@ def _measure(
 ) -> tuple[dict[str, Any], list[tuple[float, float, str]]]:
     """A row, and the memory over time of one step."""
     sampler, layout = WAYS[way]
-    flags = {"layout": layout, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
+    flags: dict[str, Any] = {"layout": layout, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
     row: dict[str, Any] = {"name": way, "logits": "in chunks" if chunked else "all", "group_size": work.config.group_size}
     try:
         with probe.PeakMemory(work.device) as built:
@@ -221,13 +215,8 @@ def _measure(
             with probe.PeakMemory(work.device) as peak, timeline.watching():
                 steps.append(machine.step(turn))
             peaks.append(peak.mib + (resident if work.device.type == "cuda" else 0))
-        middle: Callable[[str], float] = lambda name: median(step.get(name, 0.0) for step in steps)  # noqa: E731
-        row |= {
-            "peak_mib": max(peaks),
-            "s_per_step": middle("seconds"),
-            "rollout": middle("rollout"),
-            "update": middle("update"),
-        }
+        times = {name: median(step.get(name, 0.0) for step in steps) for name in ("seconds", "rollout", "update")}
+        row |= {"peak_mib": max(peaks), "s_per_step": times.pop("seconds"), **times}
         row |= {"different_completions": same.check(machine, way), "status": "ok"}
         return row, list(timeline.seen)
     except (torch.OutOfMemoryError, MemoryError):

@@ -1,5 +1,6 @@
 """A benchmark's rows as a table on the terminal, Markdown, charts and JSON."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -179,10 +180,8 @@ MEMORY: tuple[Column, ...] = (
 
 def write_memory(result: dict[str, Any], out_dir: Path | None, console: Console) -> None:
     """The table and the charts of `benchmark.py memory`."""
-    folder, title = (
-        folder_for(result, out_dir),
-        f"Memory is {result['measures']}; all have the same loss on the same rollouts",
-    )
+    folder = folder_for(result, out_dir)
+    title = f"Memory is {result['measures']}; all have the same loss on the same rollouts"
     print_table(console, title, result["rows"], MEMORY)
     text = f"# {result['device']}\n\n{result['work']['text']}\n\n{markdown(title, result['rows'], MEMORY)}"
     (folder / "memory.md").write_text(text)
@@ -198,19 +197,10 @@ def draw_memory(result: Mapping[str, Any], path: Path, console: Console) -> None
     figure, (peaks, seconds, timeline) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     colors = dict(zip(dict.fromkeys(row["name"] for row in result["rows"]), COLORS, strict=False))
     for axes, key, label in ((peaks, "peak_mib", "peak, MiB"), (seconds, "s_per_step", "seconds a step")):
-        for name, color in colors.items():
-            for logits, style in (("all", "-"), ("in chunks", "--")):
-                rows = [r for r in result["rows"] if r["name"] == name and r["logits"] == logits and r["status"] == "ok"]
-                label_of = name if logits == "all" else None
-                axes.plot(
-                    [r["group_size"] for r in rows],
-                    [r[key] for r in rows],
-                    style,
-                    marker="o",
-                    ms=3,
-                    color=color,
-                    label=label_of,
-                )
+        for (name, color), (logits, style) in itertools.product(colors.items(), (("all", "-"), ("in chunks", "--"))):
+            rows = [row for row in result["rows"] if (row["name"], row["logits"], row["status"]) == (name, logits, "ok")]
+            points = [row["group_size"] for row in rows], [row[key] for row in rows]
+            axes.plot(*points, style, marker="o", ms=3, color=color, label=name if logits == "all" else None)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(xlabel="completions of a prompt", ylabel=label)

@@ -106,7 +106,7 @@ def main() -> None:
     screen = Screen()
     try:
         arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.evaluate")
-        loaded = load(arguments, screen.warn)
+        loaded = load(arguments, screen)
         rows = estimates(run(loaded, arguments.n, screen))
     except ValueError as error:
         exit_with(error)

@@ -11,6 +11,7 @@ from .. import accel
 from ..checkpoint import CheckpointError, checkpoints, load_checkpoint
 from ..config import Config, ConfigError, read_toml
 from ..initial import fit_model, load_pretrained
+from ..metrics import Screen
 from ..model import GPT, GPTShape
 from ..rollout import Sampler
 from ..tasks import load_task
@@ -51,13 +52,13 @@ class Loaded:
     sampler: Sampler
 
 
-def load(which: Which, warn: Callable[[str], object] = lambda text: None) -> Loaded:
+def load(which: Which, screen: Screen) -> Loaded:
     """Raises ValueError in one line that names the file or the flag."""
     config = config_of(which)
     tokenizer = load_tokenizer(config.tokenizer)
-    task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
-    name, model = load_model(which.run, warn)
-    fit_model(model, name, config, tokenizer, warn)
+    task = load_task(config.task, seed=config.seed, history=config.history, data=config.data, listener=screen)
+    name, model = load_model(which.run, screen.warn)
+    fit_model(model, name, config, tokenizer, screen.warn)
     model = model.to(accel.pick_device(config.device, 0)).eval()
     return Loaded(name, config, task, Sampler(config, model, tokenizer))
 

@@ -113,7 +113,7 @@ def main() -> None:
     screen = Screen()
     try:
         arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.sample")
-        loaded = load(arguments, screen.warn)
+        loaded = load(arguments, screen)
         examples = questions(arguments, loaded)
         with screen.errors.status("sampling"):
             texts = complete(loaded, examples, arguments.n)
