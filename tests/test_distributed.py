@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(t
 
 def test_a_long_evaluation_does_not_trip_the_timeout(tmp_path: Path) -> None:
     """Rank 0 evaluates for longer than --pg-timeout, and rank 1 waits."""
-    process = start(out_dir=tmp_path / "run", pg_timeout=1, max_steps=2, eval_size=500, max_new_tokens=40)
+    process = start(out_dir=tmp_path / "run", pg_timeout=1, max_steps=2, eval_size=1500, max_new_tokens=60)
     output = finish(process)
     assert process.returncode == 0, output
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

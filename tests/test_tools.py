@@ -15,6 +15,7 @@ from rich.console import Console
 from minigrpo import GPT, Config, Trainer
 from minigrpo.checkpoint import path_of
 from minigrpo.evaluate import evaluate as evaluate_in_training
+from minigrpo.metrics import Screen
 from minigrpo.tools import boards, evaluate, export, sample
 from minigrpo.tools.evaluate import Z, mean, share
 from minigrpo.tools.loading import Which, load
@@ -43,17 +44,21 @@ def call(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> No
 # --- which weights -------------------------------------------------------------------------------------------------------
 
 
-def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(run: Path, tmp_path: Path) -> None:
+def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy, warned = Path(shutil.copytree(run, tmp_path / "copy")), list[str]()
+    screen = Screen(quiet=True)
+    monkeypatch.setattr(screen, "warn", warned.append)
     (copy / "model.safetensors").unlink()  # a run that was killed has none
-    newest = load(Which(copy), warned.append)
+    newest = load(Which(copy), screen)
     assert newest.name == str(path_of(copy / "checkpoints", 2)) and not warned
     final = GPT.from_pretrained(run)
     ids = torch.arange(30)[None]
     assert torch.equal(newest.sampler.model.logits(ids), final.logits(ids))
     assert newest.config.history == 2
     damage(path_of(copy / "checkpoints", 2) / "state.pt")
-    before = load(Which(copy), warned.append)
+    before = load(Which(copy), screen)
     assert before.name == str(path_of(copy / "checkpoints", 1)) and "step_000002" in warned[0]
     assert not torch.equal(before.sampler.model.logits(ids), final.logits(ids))
 
@@ -61,15 +66,15 @@ def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(run: Pat
 def test_without_checkpoints_it_is_model_safetensors_and_without_that_one_line(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "checkpoints")
-    assert load(Which(copy)).name == str(copy / "model.safetensors")
+    assert load(Which(copy), Screen(quiet=True)).name == str(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="without a whole checkpoint, and without model.safetensors"):
-        load(Which(copy))
+        load(Which(copy), Screen(quiet=True))
 
 
 def test_a_model_file_and_the_word_shipped_have_the_defaults(run: Path) -> None:
-    assert load(Which(run / "model.safetensors", history=2)).config == Config(history=2)
-    assert load(Which(Path("shipped"))).sampler.model.shape.width == 128
+    assert load(Which(run / "model.safetensors", history=2), Screen(quiet=True)).config == Config(history=2)
+    assert load(Which(Path("shipped")), Screen(quiet=True)).sampler.model.shape.width == 128
 
 
 # --- sample --------------------------------------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
 ) -> None:
     call(evaluate, monkeypatch, "shipped", "--n", 40, "--seed", 3, "--json", tmp_path / "made" / "out.json")
     result = json.loads((tmp_path / "made" / "out.json").read_text())
-    loaded = load(Which(Path("shipped"), seed=3))
+    loaded = load(Which(Path("shipped"), seed=3), Screen(quiet=True))
     trainer = Trainer(Config(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True)
     expected = evaluate_in_training(loaded.sampler, loaded.task, trainer.scorer, size=40, seed=3)
     everything, kinds = result["kinds"]["all"], result["kinds"].keys() - {"all"}

@@ -260,6 +260,7 @@ def test_asked_twice_it_stops_at_once_and_what_was_saved_is_whole(tmp_path: Path
     while not (manifest.exists() and marker.exists()):
         assert time.monotonic() < end
         time.sleep(0.05)
+    time.sleep(0.7)  # now it has saved, and waits for the example that never comes
     process.send_signal(signal.SIGINT)
     time.sleep(1.3)
     process.send_signal(signal.SIGINT)

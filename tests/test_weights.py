@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minigrpo import GPT, Config
 from minigrpo.config import ConfigError
+from minigrpo.decoders import CachedDecoder, UncachedDecoder
 from minigrpo.initial import build_model
 from minigrpo.model import GPTShape
 from minigrpo.sampling import generate
@@ -207,13 +208,13 @@ def test_an_export_gives_them_our_logits(tmp_path: Path, ours: GPT) -> None:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("kv_cache", [True, False])
-def test_greedy_generation_is_theirs_token_for_token(tmp_path: Path, kv_cache: bool) -> None:
+@pytest.mark.parametrize("decoder", [CachedDecoder, UncachedDecoder])
+def test_greedy_generation_is_theirs_token_for_token(tmp_path: Path, decoder: type) -> None:
     theirs = make_theirs()
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
     prompts, lengths = torch.randint(0, 60, (8, 9), generator=torch.Generator().manual_seed(1)), torch.arange(2, 10)
-    new = generate(ours, prompts, lengths, eos=60, max_new_tokens=20, kv_cache=kv_cache)
+    new = generate(ours, prompts, lengths, eos=60, max_new_tokens=20, decoder=decoder)
     for i, length in enumerate(lengths):
         alone = prompts[i : i + 1, :length]
         options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 60}
