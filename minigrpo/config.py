@@ -155,6 +155,8 @@ class Config:
     """repeated: the textbook way; shared: each prompt and each distinct completion runs once; tree: each distinct prefix."""
     kv_cache: bool = True
     """Keep keys and values while sampling."""
+    share_prompt_kv: bool = False
+    """While sampling, keep a prompt's keys and values once for all of its completions: less memory, more time."""
     draft_answers: bool = True
     """Guess ahead from the known answer while sampling: the same tokens in fewer rounds."""
     draft_window: int = 8

@@ -1,10 +1,10 @@
-"""The model while it writes: with a preallocated KV cache that holds each prompt once, and without, for comparison.
+"""The model while it writes: with a preallocated KV cache, and without, for comparison.
 
-Both run *cells*, ragged rows of tokens that each go on from one prompt; which completion a cell stands for is sampling.py's
-business.
+All run *cells*, ragged rows of tokens that each go on from one prompt; which completion a cell stands for is sampling.py's
+business. The caches differ in where a prompt's keys and values lie: once for its whole group, or once for each cell.
 """
 
-import itertools
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,45 +14,70 @@ from torch import Tensor
 from .layout import pad_rows, rows_of
 from .model import GPT, Attend, Causal, Stream
 
+Pair = tuple[Tensor, Tensor]  # keys and values
+
+
+class KVCache:
+    """Keys and values of cells, a pair `[room, H, length, D/H]` a layer; cells come and go without moving the others."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+
+    def add_layer(self, like: Tensor, room: int, length: int) -> None:
+        shape = (room, like.shape[1], length, like.shape[3])
+        self.pairs.append((like.new_zeros(shape), like.new_zeros(shape)))  # not empty: 0 times garbage may be NaN
+
+    def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor, num_columns: int) -> Pair:
+        """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; the first `num_columns` columns of all cells."""
+        cells = torch.arange(len(columns), device=columns.device)[:, None]
+        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
+            cache[cells, :, columns] = new
+        keys, values = (cache[: len(columns), :, :num_columns] for cache in self.pairs[layer])
+        return keys, values
+
+    def keep(self, cells: np.ndarray, num_columns: int, device: torch.device) -> None:
+        """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
+        if len(cells) > (room := len(self.pairs[0][0])):
+            self.pairs = [(_grown(k, max(len(cells), 2 * room)), _grown(v, max(len(cells), 2 * room))) for k, v in self.pairs]
+        moved = np.flatnonzero(cells != np.arange(len(cells)))
+        if len(moved):
+            to, source = (torch.from_numpy(x).to(device) for x in (moved, cells[moved]))
+            for cache in (cache for pair in self.pairs for cache in pair):
+                cache[to, :, :num_columns] = cache[source, :, :num_columns]
+
+
+def _grown(cache: Tensor, room: int) -> Tensor:
+    new = cache.new_zeros(room, *cache.shape[1:])
+    new[: len(cache)] = cache
+    return new
+
 
 class CachedDecoder:
-    """The model with a KV cache of two segments: each prompt once, and each cell's own tokens.
-
-    (Hydragen, arXiv 2402.05099: attention over a shared prefix as one matrix product per group, one softmax over both.)
-    """
+    """What both caches have in common: prompts run once, then a few tokens of every cell at a time."""
 
     def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
         """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples` cells a prompt."""
         self.model, self.length = model, length
-        self.prompt_ids = prompt_ids = prompt_ids[:, : int(prompt_len.max())]
-        columns = torch.arange(prompt_ids.shape[1], device=model.device)
-        self.prompt_len = prompt_len
-        self.in_prompt = columns < prompt_len[:, None]  # [P, Lp]
-        self.num_columns = 0  # how much of own_kv is in use
+        self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
+        self.cache = KVCache()
+        self.num_columns = 0  # of own tokens: how much of the cache has been written
         self.tokens_run = int(prompt_len.sum())
-        self.prompt_kv: list[tuple[Tensor, Tensor]] = []  # a layer: keys and values [P, H, Lp, D/H]
-        self.own_kv: list[tuple[Tensor, Tensor]] = []  # a layer: keys and values [C, H, length, D/H]
-        self._arrange(np.repeat(np.arange(len(prompt_ids)), num_samples))
+        self.group = np.repeat(np.arange(len(prompt_ids)), num_samples)  # [C] the prompt of each cell
+        self.prompt = torch.from_numpy(self.group).to(model.device)
 
-    def _arrange(self, group: np.ndarray) -> None:
-        """Lay out the cells by prompt: `group [C]`, ascending, is the prompt of each."""
-        counts = np.bincount(group)
-        starts = np.cumsum(counts) - counts
-        # where a prompt has fewer cells than the widest one, its last is attended for again, and nobody asks
-        grid = starts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        self.group, self.num_cells = group, len(group)
-        tensors = (torch.from_numpy(x).to(self.model.device) for x in (grid, group, np.arange(len(group)) - starts[group]))
-        self.grid, prompt, place = tensors  # [P, G] the cells of each prompt
-        self.place = prompt, place  # [C] and [C], where in the grid each cell is
+    @property
+    def num_cells(self) -> int:
+        return len(self.group)
 
     def prefill(self) -> Tensor:
         """Run the prompts, each once; the logits of the first new token, `[C, V]`."""
-        lengths = self.prompt_len.cpu().numpy()
+        lengths, width = self.prompt_len.cpu().numpy(), self.prompt_ids.shape[1]
         rows, unpad = (torch.from_numpy(x).to(self.model.device) for x in pad_rows(np.cumsum(lengths) - lengths, lengths))
-        positions = torch.arange(self.prompt_ids.shape[1], device=self.model.device).expand_as(self.prompt_ids)
-        stream = Stream(self.prompt_ids[self.in_prompt], positions[self.in_prompt])
-        hidden = self.model.hidden(stream, _Prefill(self, rows, unpad))
-        return self.model.head(hidden[self.prompt_len.cumsum(0) - 1])[self.place[0]]
+        columns = torch.arange(width, device=self.model.device)
+        in_prompt = columns < self.prompt_len[:, None]
+        stream = Stream(self.prompt_ids[in_prompt], columns.expand_as(self.prompt_ids)[in_prompt])
+        hidden = self.model.hidden(stream, _Prefill(self._remember, rows, unpad))
+        return self.model.head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
         """Run W tokens of every cell, at that cell's own column, and return the logits that follow each.
@@ -67,36 +92,121 @@ class CachedDecoder:
         """
         self.tokens_run += tokens.numel()
         self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [C, W]
-        for cache in itertools.chain.from_iterable(self.own_kv):  # seen for the first time: 0 times garbage may be NaN
-            cache[:, :, self.num_columns : num_columns] = 0
         self.num_columns = num_columns
-        of_prompt = ~self.in_prompt[self.place[0], None].expand(-1, tokens.shape[1], -1)
-        of_own = torch.arange(num_columns, device=tokens.device) > self.columns[..., None]
-        self.unseen = torch.cat([of_prompt, of_own], dim=-1)[:, None]  # [C, 1, W, Lp + columns]
-        positions = self.prompt_len[self.place[0], None] + self.columns
-        positions = positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
+        self.positions = self.prompt_len[self.prompt, None] + self.columns
+        self.unseen = self._unseen()
+        positions = self.positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
         hidden = self.model.hidden(Stream(tokens.flatten(), positions.flatten()), self)
         return self.model.head(hidden).unflatten(0, tokens.shape)
 
     def layer(self, number: int) -> Attend:
-        return partial(self._attend, number)
+        return partial(self._attend_flat, number)
+
+    def _attend_flat(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, self.columns.shape) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, W, H, D/H]
+        return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
+
+    def keep(self, cells: np.ndarray) -> None:
+        """Go on with `[C']` cells: number i from what was number `cells[i]`."""
+        self.cache.keep(cells, self._columns_in_use(), self.model.device)
+        self.group = self.group[cells]
+        self.prompt = torch.from_numpy(self.group).to(self.model.device)
+
+    # --- what they differ in ----------------------------------------------------------------------------------------------
+
+    def _remember(self, k: Tensor, v: Tensor) -> None:
+        """Keys and values of the prompts in the next layer, `[P, H, Lp, D/H]`."""
+        raise NotImplementedError
+
+    def _columns_in_use(self) -> int:
+        raise NotImplementedError
+
+    def _unseen(self) -> Tensor:
+        """`[C, 1, W, keys]` bool: what a token must not attend to."""
+        raise NotImplementedError
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (cells, window), (heads, size) = self.columns.shape, q.shape[1:]
-        prompt_k, prompt_v = self.prompt_kv[number]
-        own_k, own_v = self.own_kv[number]
-        rows = torch.arange(cells, device=q.device)[:, None]
-        own_k[rows, :, self.columns] = k.view(cells, window, heads, size)
-        own_v[rows, :, self.columns] = v.view(cells, window, heads, size)
-        own_k, own_v = own_k[:, :, : self.num_columns], own_v[:, :, : self.num_columns]
+        """`q [C, H, W, D/H]`, scaled, and new keys and values `[C, W, H, D/H]` -> `[C, H, W, D/H]`."""
+        raise NotImplementedError
 
-        by_cell = (q * size**-0.5).view(cells, window, heads, size).transpose(1, 2)  # [C, H, W, D/H]
-        to_prompt = self._by_group(by_cell) @ prompt_k.transpose(-1, -2)  # [P, H, G*W, Lp]
-        to_own = by_cell @ own_k.transpose(-1, -2)  # [C, H, W, columns]
-        scores = torch.cat([self._by_cell(to_prompt), to_own], dim=-1).masked_fill_(self.unseen, -torch.inf)
-        of_prompt, of_own = scores.softmax(-1).to(v.dtype).split([prompt_k.shape[2], self.num_columns], dim=-1)
-        out = self._by_cell(self._by_group(of_prompt) @ prompt_v) + of_own @ own_v  # [C, H, W, D/H]
-        return out.transpose(1, 2).reshape(-1, heads, size)
+
+class CopiedPrompts(CachedDecoder):
+    """Each cell has its prompt's keys and values in front of its own: more memory, and attention is two matrix products."""
+
+    def _remember(self, k: Tensor, v: Tensor) -> None:
+        width = self.prompt_ids.shape[1]
+        self.cache.add_layer(k, self.num_cells, width + self.length)
+        for cache, new in zip(self.cache.pairs[-1], (k, v), strict=True):
+            cache[:, :, :width] = new.index_select(0, self.prompt)
+
+    def _columns_in_use(self) -> int:
+        return self.prompt_ids.shape[1] + self.num_columns
+
+    def _unseen(self) -> Tensor:
+        columns = torch.arange(self._columns_in_use(), device=self.positions.device)
+        return (columns > self.positions[..., None])[:, None]
+
+    def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = self.cache.write(number, k, v, self.positions, self._columns_in_use())
+        scores = (q @ k.transpose(-1, -2)).masked_fill_(self.unseen, -torch.inf)
+        return scores.softmax(-1).to(v.dtype) @ v
+
+
+class SharedPrompts(CachedDecoder):
+    """Each prompt's keys and values are there once for all of its cells.
+
+    (Hydragen, arXiv 2402.05099: attention over a shared prefix as one matrix product per group, one softmax over both.)
+    """
+
+    def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
+        super().__init__(model, prompt_ids, prompt_len, num_samples, length)
+        self.prompt_kv: list[Pair] = []  # a layer: [P, H, Lp, D/H]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Lay out the cells by prompt."""
+        order = np.argsort(self.group, kind="stable")
+        counts = np.bincount(self.group, minlength=len(self.prompt_len))
+        starts = np.cumsum(counts) - counts
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order)) - starts[self.group[order]]
+        # where a prompt has fewer cells than the widest one, its last is attended for again, and nobody asks
+        padded = starts[:, None] + np.minimum(np.arange(counts.max()), np.maximum(counts, 1)[:, None] - 1)
+        grid = order[np.minimum(padded, len(order) - 1)]
+        self.grid, within = (torch.from_numpy(x).to(self.model.device) for x in (grid, rank))
+        # self.grid [P, G] is the cells of each prompt, self.place where in it each cell is
+        self.place = self.prompt, within
+
+    def keep(self, cells: np.ndarray) -> None:
+        super().keep(cells)
+        alive, self.group = np.unique(self.group, return_inverse=True)
+        if len(alive) < len(self.prompt_len):
+            prompts = torch.from_numpy(alive).to(self.model.device)
+            self.prompt_len, self.prompt = self.prompt_len[prompts], torch.from_numpy(self.group).to(self.model.device)
+            self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
+        self._arrange()
+
+    def _remember(self, k: Tensor, v: Tensor) -> None:
+        self.prompt_kv.append((k, v))
+        self.cache.add_layer(k, self.num_cells, self.length)
+
+    def _columns_in_use(self) -> int:
+        return self.num_columns
+
+    def _unseen(self) -> Tensor:
+        columns = torch.arange(self.prompt_ids.shape[1], device=self.columns.device)
+        of_prompt = (columns >= self.prompt_len[self.prompt, None])[:, None].expand(-1, self.columns.shape[1], -1)
+        of_own = torch.arange(self.num_columns, device=self.columns.device) > self.columns[..., None]
+        return torch.cat([of_prompt, of_own], dim=-1)[:, None]
+
+    def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        prompt_k, prompt_v = self.prompt_kv[number]
+        own_k, own_v = self.cache.write(number, k, v, self.columns, self.num_columns)
+        to_prompt = self._by_group(q) @ prompt_k.transpose(-1, -2)  # [P, H, G*W, Lp]
+        scores = torch.cat([self._by_cell(to_prompt), q @ own_k.transpose(-1, -2)], dim=-1)
+        weights = scores.masked_fill_(self.unseen, -torch.inf).softmax(-1).to(v.dtype)
+        of_prompt, of_own = weights.split([prompt_k.shape[2], self.num_columns], dim=-1)
+        return self._by_cell(self._by_group(of_prompt) @ prompt_v) + of_own @ own_v
 
     def _by_group(self, x: Tensor) -> Tensor:
         """`[C, H, W, E]` -> `[P, H, G*W, E]`, padded."""
@@ -106,38 +216,19 @@ class CachedDecoder:
         """`[P, H, G*W, E]` -> `[C, H, W, E]`, without the pads."""
         return x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)[self.place]
 
-    def keep(self, cells: np.ndarray) -> None:
-        """Go on with these cells, `[C']`, some of them perhaps twice, in ascending order."""
-        going_on = torch.from_numpy(cells).to(self.model.device)
-
-        def copy(cache: Tensor) -> Tensor:
-            new = cache.new_empty(len(cells), *cache.shape[1:])
-            new[:, :, : self.num_columns] = cache[:, :, : self.num_columns].index_select(0, going_on)
-            return new
-
-        self.own_kv = [(copy(k), copy(v)) for k, v in self.own_kv]
-        alive, group = np.unique(self.group[cells], return_inverse=True)
-        if len(alive) < len(self.prompt_len):
-            prompts = torch.from_numpy(alive).to(self.model.device)
-            self.prompt_len, self.in_prompt = self.prompt_len[prompts], self.in_prompt[prompts]
-            self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
-        self._arrange(group)
-
 
 class _Prefill:
-    """Causal attention over the prompts that leaves their keys and values in a decoder's cache."""
+    """Causal attention over the prompts, whose keys and values are handed on."""
 
-    def __init__(self, decoder: CachedDecoder, rows: Tensor, unpad: Tensor) -> None:
-        self.decoder, self.rows, self.unpad = decoder, rows, unpad
+    def __init__(self, remember: Callable[[Tensor, Tensor], None], rows: Tensor, unpad: Tensor) -> None:
+        self.remember, self.rows, self.unpad = remember, rows, unpad
 
     def layer(self, number: int) -> Attend:
         return self.attend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
-        own = (self.decoder.num_cells, k.shape[1], self.decoder.length, k.shape[3])
-        self.decoder.prompt_kv.append((k, v))
-        self.decoder.own_kv.append((k.new_empty(own), v.new_empty(own)))
+        self.remember(k, v)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .decoders import CachedDecoder, UncachedDecoder
+from .decoders import CachedDecoder, CopiedPrompts, SharedPrompts, UncachedDecoder
 from .distributed import DistContext
 from .encoding import decode, encode_answers, encode_prompts
 from .losses import KL_IN_REWARD, LOSSES, advantages
@@ -82,7 +82,8 @@ class Sampler:
     ) -> None:
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.eos = tokenizer.eot_token
-        self.decoder: type[CachedDecoder | UncachedDecoder] = CachedDecoder if config.kv_cache else UncachedDecoder
+        cached = SharedPrompts if config.share_prompt_kv else CopiedPrompts
+        self.decoder: type[CachedDecoder | UncachedDecoder] = cached if config.kv_cache else UncachedDecoder
         self.fitting = Fitting("--rollout-batch-size", 0, warn)
         self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
 

@@ -20,9 +20,9 @@ from .types import RolloutBatch
 
 # what may differ between a run and its continuation: stopping, evaluation, logging and speed; everything else changes results
 MAY_DIFFER = """max_steps stop_after eval_every eval_size eval_size_during save_every keep_last out_dir resume device
-    use_amp amp_dtype use_tf32 compile_model gradient_checkpointing layout kv_cache draft_answers draft_window fused_optimizer
-    parallel_rewards num_reward_workers overlap_rewards skip_dead_groups chunked_logprobs offload_reference micro_batch_size
-    rollout_batch_size pg_timeout"""
+    use_amp amp_dtype use_tf32 compile_model gradient_checkpointing layout kv_cache share_prompt_kv draft_answers draft_window
+    fused_optimizer parallel_rewards num_reward_workers overlap_rewards skip_dead_groups chunked_logprobs offload_reference
+    micro_batch_size rollout_batch_size pg_timeout"""
 
 
 def open_folder(config: Config) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .decoders import CachedDecoder, UncachedDecoder
+from .decoders import CachedDecoder, CopiedPrompts, UncachedDecoder
 from .logprobs import log_softmax
 from .model import GPT
 from .types import Completions
@@ -73,11 +73,19 @@ def regroup(cell: np.ndarray, said: np.ndarray) -> tuple[np.ndarray, np.ndarray,
         said: `[K, R]`, where rows of one cell no longer agree, they differ in this.
 
     Returns:
-        `[C]` the old cell that each new one goes on from, ascending; `[R]` the new cell of each row; `[C]` a row that each
-        cell stands for.
+        `[C]` the old cell that each new one goes on from, one that can stay in its place does; `[R]` the new cell of each
+        row; `[C]` a row that each cell stands for.
     """
-    _, first, inverse = np.unique(np.stack([cell, *said]), axis=1, return_index=True, return_inverse=True)
-    return cell[first], inverse.ravel(), first
+    key = cell
+    for number in said:
+        key = key * (number.max() + 1) + number
+    _, speaker, inverse = np.unique(key, return_index=True, return_inverse=True)
+    old, place = cell[speaker], np.arange(len(speaker))  # old ascends
+    stays = np.append(True, old[1:] != old[:-1]) & (old < len(old))
+    new = np.empty_like(place)
+    new[stays], new[~stays] = old[stays], np.setdiff1d(place, old[stays])
+    order = np.argsort(new)
+    return old[order], new[inverse], speaker[order]
 
 
 def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> Tensor:
@@ -206,7 +214,7 @@ def generate(
     num_samples: int = 1,
     u: Tensor | None = None,
     choice: Choice = Choice(),
-    decoder: type[CachedDecoder | UncachedDecoder] = CachedDecoder,
+    decoder: type[CachedDecoder | UncachedDecoder] = CopiedPrompts,
     drafts: Tensor | None = None,
     draft_window: int = 8,
     work: Counter[str] | None = None,

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from minigrpo.decoders import CachedDecoder, UncachedDecoder
+from minigrpo.decoders import CachedDecoder, CopiedPrompts, SharedPrompts, UncachedDecoder
 from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
@@ -13,6 +15,7 @@ from minigrpo.types import Completions
 from .conftest import EOS, VOCAB, make_completions
 
 LENGTH = 20
+DECODERS = [CopiedPrompts, SharedPrompts, UncachedDecoder]
 
 
 def sample(model: GPT, prompts: Completions, rows: list[int], **options: object) -> Completions:
@@ -35,11 +38,12 @@ def prompts() -> Completions:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("kind", DECODERS[:2])
 def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
-    model: GPT, prompts: Completions, temperature: float
+    model: GPT, prompts: Completions, kind: type, temperature: float
 ) -> None:
     everyone = list(range(6))
-    cached = sample(model, prompts, everyone, choice=Choice(temperature))
+    cached = sample(model, prompts, everyone, choice=Choice(temperature), decoder=kind)
     plain = sample(model, prompts, everyone, choice=Choice(temperature), decoder=UncachedDecoder)
     assert torch.equal(cached.completion_ids, plain.completion_ids)
     assert torch.equal(cached.completion_mask, plain.completion_mask)
@@ -50,7 +54,7 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
-@pytest.mark.parametrize("kind", [CachedDecoder, UncachedDecoder])
+@pytest.mark.parametrize("kind", DECODERS)
 def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
     model: GPT, prompts: Completions, window: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,15 +100,17 @@ def test_a_guess_is_what_follows_the_same_tokens_nearest_to_the_rows_own_column(
 def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(model: GPT, prompts: Completions) -> None:
     """What drafted decoding needs: rows stand at different columns, and run W tokens at once."""
     tokens = torch.randint(0, EOS, (12, 8), generator=torch.Generator().manual_seed(0))
-    decoders = [kind(model, prompts.prompt_ids, prompts.prompt_len, 2, 10) for kind in (CachedDecoder, UncachedDecoder)]
+    decoders = [kind(model, prompts.prompt_ids, prompts.prompt_len, 2, 10) for kind in DECODERS]
     first = [decoder.prefill() for decoder in decoders]
-    torch.testing.assert_close(*first, rtol=1e-10, atol=1e-12)
+    for other in first[1:]:
+        torch.testing.assert_close(first[0], other, rtol=1e-10, atol=1e-12)
     columns = torch.zeros(12, dtype=torch.int64)
     rows = torch.arange(12)[:, None]
     for _ in range(3):
         window = tokens[rows, columns[:, None] + torch.arange(3)]
         step = [decoder.step(window, columns, int(columns.max()) + 3) for decoder in decoders]
-        torch.testing.assert_close(*step, rtol=1e-10, atol=1e-12)
+        for other in step[1:]:
+            torch.testing.assert_close(step[0], other, rtol=1e-10, atol=1e-12)
         columns = columns + 1 + torch.arange(12) % 2  # some rows keep one of the three tokens, some two
 
 
@@ -228,9 +234,21 @@ def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> No
 def test_there_is_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
     # rows 0-2 in cell 0, of which row 2 went another way; row 3 in cell 1; row 4 in cell 5
     cells, cell, speakers = regroup(np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]]))
-    assert cells.tolist() == [0, 0, 1, 5]
-    assert cell.tolist() == [0, 0, 1, 2, 3]
-    assert speakers.tolist() == [0, 2, 3, 4]
+    assert cells.tolist() == [0, 1, 0, 5]  # cells 0 and 1 stay where they are, the others take what places are left
+    assert cell.tolist() == [0, 0, 2, 1, 3]
+    assert speakers.tolist() == [0, 3, 2, 4]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 20))
+def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    cell, said = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
+    cells, of_row, speakers = regroup(cell, said)
+    assert np.array_equal(cells[of_row], cell)
+    assert np.array_equal(of_row[speakers], np.arange(len(cells)))
+    assert len(cells) == len({(c, *s) for c, s in zip(cell.tolist(), said.T.tolist(), strict=True)})
+    for i, old in enumerate(cells):
+        assert i == old or old >= len(cells) or cells[old] == old  # where it comes from is not overwritten
 
 
 def test_while_they_agree_completions_of_a_prompt_are_run_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Four ways of writing k completions of each prompt, each with all logits at once 
     prompts repeated         each prompt runs once, its keys and values are copied for every completion
     one after the other      k passes over the prompts, one completion each
     repeated by the loader   k times as many prompts, as a data loader that repeats them gives them
-    stored once              ours: one copy of a prompt's keys and values for its group, and each prompt once in the update
+    stored once              ours, --share-prompt-kv: one copy of a prompt's keys and values; each prompt once in the update
 
 The first three train on repeated rows. All sample the same tokens and have the same loss on the same rollouts, or it stops.
 """
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import accel
-from ..decoders import CachedDecoder
+from ..decoders import CopiedPrompts, SharedPrompts
 from ..metrics import PhaseTimer
 from ..rollout import GREEDY, Sampler
 from ..sampling import Choice
@@ -38,21 +38,15 @@ LOOKS_PER_S = 500  # at the memory in use, for the timeline
 CLOSE = 1e-4  # relative difference of losses that are the same but for rounding
 
 
-class CopiedPrompts(CachedDecoder):
-    """A cache in which every completion has a copy of its prompt."""
-
-    def prefill(self) -> torch.Tensor:
-        logits = super().prefill()
-        cells = self.place[0]
-        self.prompt_kv = [(k[cells], v[cells]) for k, v in self.prompt_kv]
-        self.prompt_len, self.in_prompt = self.prompt_len[cells], self.in_prompt[cells]
-        self._arrange(np.arange(self.num_cells))
-        return logits
-
-
 class Repeated(Sampler):
     def complete(self, examples: Sequence[Example], **options: Any) -> Iterator[Completions]:
         self.decoder = CopiedPrompts
+        return super().complete(examples, **options)
+
+
+class Once(Sampler):
+    def complete(self, examples: Sequence[Example], **options: Any) -> Iterator[Completions]:
+        self.decoder = SharedPrompts
         return super().complete(examples, **options)
 
 
@@ -109,7 +103,7 @@ WAYS: dict[str, tuple[type[Sampler], str]] = {
     "prompts repeated": (Repeated, "repeated"),
     "one after the other": (InTurn, "repeated"),
     "repeated by the loader": (ByLoader, "repeated"),
-    "stored once (ours)": (Sampler, "shared"),
+    "stored once (ours)": (Once, "shared"),
 }
 
 
