@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from minigrpo.config import ConfigError, exit_with, parse
+from minigrpo.flags import ConfigError, exit_with, parse
 from minigrpo.tools.bench_memory import Memory
 from minigrpo.tools.bench_rewards import Rewards
 from minigrpo.tools.bench_scaling import Scaling

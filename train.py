@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 
 from minigrpo import Config, Trainer
-from minigrpo.config import ConfigError, exit_with
 from minigrpo.distributed import DistContext
+from minigrpo.flags import ConfigError, exit_with
 from minigrpo.learner import Diverged
 
 

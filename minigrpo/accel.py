@@ -1,14 +1,20 @@
 """The speed layers: one function and one flag each. Each can be deleted without touching the maths."""
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters as dynamo_counters
 from torch.utils.checkpoint import checkpoint
 
-from .config import Config, ConfigError
+from .config import Config
+from .flags import ConfigError
 from .logprobs import CHUNK
 from .model import GPT, Attend, Block
+
+STEPS_PROFILED = 3
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -64,6 +70,48 @@ def checkpoint_blocks(config: Config, model: GPT) -> None:
 def chunk_logprobs(config: Config, model: GPT) -> None:
     """--chunked-logprobs: the logits of a batch never exist at once, and are computed again in the backward pass."""
     model.logprob_chunk = CHUNK if config.chunked_logprobs else 0
+
+
+def low_precision_copy(config: Config, model: GPT) -> GPT:
+    """--low-precision-weights: a model that shares all but the matrices of its blocks, which are in --amp-dtype.
+
+    Autocast would cast them in every forward, to the same numbers. Without that flag the model itself.
+    """
+    if not config.low_precision_weights:
+        return model
+    memo = {id(parameter): parameter for parameter in model.parameters()}
+    for block in model.h:
+        for linear in (module for module in block.modules() if isinstance(module, nn.Linear)):
+            low = linear.weight.detach().to(getattr(torch, config.amp_dtype))
+            memo[id(linear.weight)] = nn.Parameter(low, requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+@torch.no_grad()
+def refresh(low: GPT, model: GPT) -> None:
+    """Bring such a copy up to date, in place."""
+    pairs = [(a, b) for a, b in zip(low.parameters(), model.parameters(), strict=True) if a is not b]
+    if pairs:
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def graphs_compiled() -> int:
+    """How many graphs torch.compile has made in this process; one more after the warm-up is a recompile."""
+    return int(dynamo_counters["stats"]["unique_graphs"])
+
+
+def profiler(config: Config, folder: Path, device: torch.device) -> "torch.profiler.profile | None":
+    """--profile: a trace of a few steps, its phases named, in the run's folder; `step()` after each. None without."""
+    if not config.profile:
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=2, warmup=1, active=STEPS_PROFILED, repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
+    )
 
 
 def compile_blocks(config: Config, model: GPT) -> None:

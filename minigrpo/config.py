@@ -5,21 +5,18 @@ What is not flat is not here: derived numbers are properties, and nothing else i
 """
 
 import argparse
-import contextlib
-import difflib
-import io
 import math
-import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
+import torch
 
+from .flags import ConfigError, did_you_mean, exit_with, flag, parse
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
 
 AT_LEAST = {
@@ -30,12 +27,22 @@ AT_LEAST = {
     "overlong_buffer",
 }
 ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
-Parsed = typing.TypeVar("Parsed")
+# what --fast turns on: on CPU as measured, on CUDA as reasoned (not measured yet)
+FAST: dict[str, dict[str, Any]] = {
+    "cpu": {"layout": "tree", "kv_cache": True, "draft_answers": True, "fused_optimizer": True, "skip_dead_groups": True},
+    "cuda": {
+        "use_amp": True,
+        "use_tf32": True,
+        "compile_model": True,
+        "low_precision_weights": True,
+        "layout": "tree",
+        "kv_cache": True,
+        "draft_answers": True,
+        "fused_optimizer": True,
+        "skip_dead_groups": True,
+    },
+}
 UNIONS = (types.UnionType, typing.Union)
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be: one line that names the flag and says what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +158,16 @@ class Config:
     """Compute logits in chunks and again in the backward pass: less memory for large vocabularies, more time."""
     offload_reference: bool = False
     """Keep the reference model of --kl-coef in host memory; its weights visit the GPU once a step."""
-    layout: Literal["repeated", "shared", "tree"] = "shared"
+    low_precision_weights: bool = False
+    """With --use-amp: the sampler and the reference keep the blocks' matrices in --amp-dtype; the same numbers."""
+    layout: Literal["repeated", "shared", "tree"] = "tree"
     """repeated: the textbook way; shared: each prompt and each distinct completion runs once; tree: each distinct prefix."""
     kv_cache: bool = True
     """Keep keys and values while sampling."""
     share_prompt_kv: bool = False
     """While sampling, keep a prompt's keys and values once for all of its completions: less memory, more time."""
+    cuda_graphs: bool = False
+    """Record the rounds of sampling as CUDA graphs, and replay them."""
     draft_answers: bool = True
     """Guess ahead from the known answer while sampling: the same tokens in fewer rounds."""
     draft_window: int = 8
@@ -176,9 +187,16 @@ class Config:
     rollout_batch_size: int = 0
     """Prompts that are sampled together; 0: all of them."""
 
+    fast: bool = False
+    """Turn on the layers that help on the device at hand, but those that are set; the run says which."""
+
     # --- the run ---
     out_dir: str = ""
     """The run's folder; empty: runs/<time>-<loss>."""
+    plan: bool = False
+    """Print what a step would take, tokens, FLOPs and memory, and run nothing."""
+    profile: bool = False
+    """Write a torch.profiler trace of steps 4 to 6 into the run's folder."""
     pg_timeout: float = 600.0
     """Seconds after which a process that waits for the others gives up."""
     resume: str = ""
@@ -209,6 +227,10 @@ class Config:
             raise ConfigError(f"--top-p must be at most 1, got {self.top_p}")
         if self.overlong == "punish" and self.overlong_buffer > self.max_new_tokens:
             raise ConfigError(f"--overlong-buffer must be at most --max-new-tokens, got {self.overlong_buffer}")
+        if self.cuda_graphs and (not self.kv_cache or self.share_prompt_kv):
+            raise ConfigError("--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv")
+        if self.low_precision_weights and not self.use_amp:
+            raise ConfigError("--low-precision-weights goes with --use-amp, which says what precision")
         if self.supervised and self.kl_coef:
             raise ConfigError(f"--kl-coef must be 0 with --loss {self.loss}, which samples nothing, got {self.kl_coef}")
         for name in ("micro_batch_size", "rollout_batch_size"):
@@ -243,6 +265,11 @@ class Config:
         """Whether completions are the true ones, one a prompt."""
         return not LOSSES[self.loss].needs_group
 
+    def with_fast_layers(self, given: Collection[str] = ()) -> "Config":
+        """What --fast means on the device at hand, but for settings that are `given`."""
+        kind = "cuda" if self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()) else "cpu"
+        return replace(self, **{name: value for name, value in FAST[kind].items() if name not in given})
+
     @classmethod
     def from_toml(cls, path: str | Path) -> "Config":
         """Raises ConfigError for an unreadable file, an unknown key or a bad value."""
@@ -260,7 +287,10 @@ class Config:
                 defaults = cls(**values)
             except ConfigError as error:
                 raise ConfigError(f"--config {', '.join(chosen.config)}: {error}") from None
-            return _parse_flags(defaults, rest)
+            config = _parse_flags(defaults, rest)
+            words = [word.partition("=")[0].replace("-", "_").replace("__no_", "__") for word in rest]
+            given = {*values, *(word.removeprefix("__") for word in words)}
+            return config.with_fast_layers(given) if config.fast else config
         except (ConfigError, argparse.ArgumentError) as error:
             exit_with(error)
 
@@ -268,14 +298,11 @@ class Config:
         return asdict(self)
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def exit_with(error: Exception) -> typing.NoReturn:
-    """One line on stderr, exit code 2."""
-    sys.stderr.write(f"error: {error}\n")
-    raise SystemExit(2)
+def as_flags(config: Config, names: Iterable[str]) -> list[str]:
+    """Some of a config's settings as a user would type them."""
+    on_off = {True: "", False: "no_"}
+    values = {name: getattr(config, name) for name in names}
+    return [flag(on_off[x] + name) if isinstance(x, bool) else f"{flag(name)} {x}" for name, x in values.items()]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -294,11 +321,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         if key not in known:
             raise ConfigError(f"--config {path}: unknown key {key!r}{did_you_mean(key, known)}")
     return values
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else "; --help lists what is allowed"
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
@@ -320,26 +342,3 @@ def _parse_flags(defaults: Config, argv: list[str]) -> Config:
             raise ConfigError(f"unknown flag {name}{did_you_mean(name, sorted(names))}")
     description = "Group Relative Policy Optimization. --config FILE.toml sets any of these; flags override it."
     return parse(Config, argv, default=defaults, description=description)
-
-
-def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
-    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that do not read."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=argv, **options)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ConfigError(_first_paragraph(complaint.getvalue())) from None
-
-
-def _first_paragraph(panel: str) -> str:
-    """What tyro says in its framed panel, as one line."""
-    words: list[str] = []
-    for line in panel.splitlines()[1:]:
-        text = line.strip("│╭╮╰╯ ")
-        if words and (not text or set(text) <= {"─"}):
-            break
-        words.append(text)
-    return " ".join(words).removeprefix("Error parsing Config: ") + " (--help lists what is allowed)"

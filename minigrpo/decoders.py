@@ -6,6 +6,7 @@ business. The caches differ in where a prompt's keys and values lie: once for it
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,21 @@ from .layout import pad_rows, rows_of
 from .model import GPT, Attend, Causal, Stream
 
 Pair = tuple[Tensor, Tensor]  # keys and values
+
+
+class Decoder(Protocol):
+    """Cells that write; see CachedDecoder."""
+
+    tokens_run: int
+
+    @property
+    def num_cells(self) -> int: ...
+
+    def prefill(self) -> Tensor: ...
+
+    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor: ...
+
+    def keep(self, cells: np.ndarray) -> None: ...
 
 
 class KVCache:
@@ -35,10 +51,13 @@ class KVCache:
         keys, values = (cache[: len(columns), :, :num_columns] for cache in self.pairs[layer])
         return keys, values
 
+    def make_room(self, room: int) -> None:
+        self.pairs = [(_grown(k, room), _grown(v, room)) for k, v in self.pairs]
+
     def keep(self, cells: np.ndarray, num_columns: int, device: torch.device) -> None:
         """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
         if len(cells) > (room := len(self.pairs[0][0])):
-            self.pairs = [(_grown(k, max(len(cells), 2 * room)), _grown(v, max(len(cells), 2 * room))) for k, v in self.pairs]
+            self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
             to, source = (torch.from_numpy(x).to(device) for x in (moved, cells[moved]))
@@ -93,9 +112,13 @@ class CachedDecoder:
         self.tokens_run += tokens.numel()
         self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [C, W]
         self.num_columns = num_columns
-        self.positions = self.prompt_len[self.prompt, None] + self.columns
+        return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
+
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens `[C, W]` at their positions; the logits that follow each."""
+        self.positions = positions
         self.unseen = self._unseen()
-        positions = self.positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
+        positions = positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
         hidden = self.model.hidden(Stream(tokens.flatten(), positions.flatten()), self)
         return self.model.head(hidden).unflatten(0, tokens.shape)
 
@@ -103,7 +126,7 @@ class CachedDecoder:
         return partial(self._attend_flat, number)
 
     def _attend_flat(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self.columns.shape) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, W, H, D/H]
+        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, W, H, D/H]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 
     def keep(self, cells: np.ndarray) -> None:
@@ -241,8 +264,11 @@ class UncachedDecoder:
         self.prompt_len = prompt_len.repeat_interleave(num_samples)
         room = prompt_ids.new_zeros(len(prompt_ids), length)
         self.ids = torch.cat([prompt_ids, room], dim=1).repeat_interleave(num_samples, dim=0)  # [R, Lp + length]
-        self.num_cells = len(self.ids)
         self.tokens_run = 0
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.ids)
 
     def prefill(self) -> Tensor:
         return self._logits_after(self.prompt_len[:, None] - 1)[:, 0]
@@ -262,4 +288,4 @@ class UncachedDecoder:
 
     def keep(self, cells: np.ndarray) -> None:
         going_on = torch.from_numpy(cells).to(self.ids.device)
-        self.ids, self.prompt_len, self.num_cells = self.ids[going_on], self.prompt_len[going_on], len(cells)
+        self.ids, self.prompt_len = self.ids[going_on], self.prompt_len[going_on]

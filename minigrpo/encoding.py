@@ -12,7 +12,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from .config import ConfigError
+from .flags import ConfigError
 from .types import Completions, Example
 
 

@@ -5,7 +5,8 @@ from importlib.resources import files
 
 import tiktoken
 
-from .config import Config, ConfigError
+from .config import Config
+from .flags import ConfigError
 from .model import GPT, GPTShape
 
 MOST_PADDING = 8  # a model may have one token in so many more than its tokenizer: vocabularies are padded to round numbers

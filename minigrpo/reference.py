@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from .layout import Layout
+from .logprobs import at_least_fp32
 from .memory import Fitting
 from .model import GPT
 from .types import Completions
@@ -56,7 +57,10 @@ class FrozenReference:
 
     @torch.no_grad()
     def logp(self, completions: Completions) -> Tensor | None:
+        with self.autocast():  # which may be over, if the guard has gone back to float32
+            low = torch.is_autocast_enabled(self.device.type)
         weights = {name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()}
+        weights = weights if low else {name: at_least_fp32(x) for name, x in weights.items()}
 
         def in_pieces(size: int) -> Tensor:
             logps = []

@@ -15,10 +15,12 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from . import accel
 from .config import Config
-from .decoders import CachedDecoder, CopiedPrompts, SharedPrompts, UncachedDecoder
+from .decoders import CopiedPrompts, Decoder, SharedPrompts, UncachedDecoder
 from .distributed import DistContext
 from .encoding import decode, encode_answers, encode_prompts
+from .graphs import Graphs
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .memory import Fitting
 from .metrics import PhaseTimer
@@ -83,7 +85,10 @@ class Sampler:
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.eos = tokenizer.eot_token
         cached = SharedPrompts if config.share_prompt_kv else CopiedPrompts
-        self.decoder: type[CachedDecoder | UncachedDecoder] = cached if config.kv_cache else UncachedDecoder
+        self.decoder: Callable[..., Decoder] = cached if config.kv_cache else UncachedDecoder
+        if config.cuda_graphs:
+            self.decoder = Graphs().decoder
+        self.low = accel.low_precision_copy(config, model)
         self.fitting = Fitting("--rollout-batch-size", 0, warn)
         self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
 
@@ -105,12 +110,13 @@ class Sampler:
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
         drafts = encode_answers(self.tokenizer, examples)[0] if config.draft_answers else None
         done = 0
+        accel.refresh(self.low, self.model)
 
         def some(size: int) -> Completions:
             cut = slice(done, done + size)
             with self.autocast():
                 return generate(
-                    self.model,
+                    self.low if torch.is_autocast_enabled(device.type) else self.model,
                     prompt_ids[cut].to(device),
                     prompt_len[cut].to(device),
                     eos=self.eos,

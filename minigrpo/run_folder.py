@@ -14,15 +14,16 @@ from typing import IO, Any
 
 import torch
 
-from .config import Config, ConfigError, flag
+from .config import Config
 from .distributed import DistContext
+from .flags import ConfigError, flag
 from .types import RolloutBatch
 
 # what may differ between a run and its continuation: stopping, evaluation, logging and speed; everything else changes results
 MAY_DIFFER = """max_steps stop_after eval_every eval_size eval_size_during save_every keep_last out_dir resume device
-    use_amp amp_dtype use_tf32 compile_model gradient_checkpointing layout kv_cache share_prompt_kv draft_answers draft_window
-    fused_optimizer parallel_rewards num_reward_workers overlap_rewards skip_dead_groups chunked_logprobs offload_reference
-    micro_batch_size rollout_batch_size pg_timeout"""
+    fast plan profile use_amp amp_dtype low_precision_weights use_tf32 compile_model cuda_graphs gradient_checkpointing layout
+    kv_cache share_prompt_kv draft_answers draft_window fused_optimizer parallel_rewards num_reward_workers overlap_rewards
+    skip_dead_groups chunked_logprobs offload_reference micro_batch_size rollout_batch_size pg_timeout"""
 
 
 def open_folder(config: Config) -> Path:

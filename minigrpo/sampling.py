@@ -7,13 +7,14 @@ The model runs *cells*: completions of a prompt that agree so far share one, and
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .decoders import CachedDecoder, CopiedPrompts, UncachedDecoder
+from .decoders import CopiedPrompts, Decoder
 from .logprobs import log_softmax
 from .model import GPT
 from .types import Completions
@@ -165,7 +166,7 @@ class _Rows:
         self.lengths[self.rows] += self.kept
         self.most += logp.shape[1]
 
-    def regroup(self, decoder: CachedDecoder | UncachedDecoder) -> bool:
+    def regroup(self, decoder: Decoder) -> bool:
         """Let those who have finished leave, and give those who no longer agree cells of their own; False: nobody is left."""
         lengths = self.lengths[self.rows]
         last = self.ids[self.rows, lengths - 1]
@@ -214,7 +215,7 @@ def generate(
     num_samples: int = 1,
     u: Tensor | None = None,
     choice: Choice = Choice(),
-    decoder: type[CachedDecoder | UncachedDecoder] = CopiedPrompts,
+    decoder: Callable[..., Decoder] = CopiedPrompts,
     drafts: Tensor | None = None,
     draft_window: int = 8,
     work: Counter[str] | None = None,

@@ -15,14 +15,15 @@ import torch
 
 from . import accel
 from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, path_of, save_checkpoint
-from .config import Config
+from .config import FAST, Config, as_flags
 from .distributed import DistContext
-from .encoding import encode_prompts
+from .encoding import encode_answers, encode_prompts
 from .evaluate import evaluate
 from .initial import build_model
 from .layout import LAYOUTS
 from .learner import Learner
 from .metrics import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
+from .plan import Measured, plan
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
 from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
@@ -67,7 +68,17 @@ class Trainer:
         self.model = build_model(config, self.tokenizer, self.screen.say).to(self.device)
         accel.chunk_logprobs(config, self.model)  # before the reference is copied from it
         probe = [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
-        encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)
+        prompt_len = encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)[1]
+        self.plan = plan(
+            config,
+            self.model.shape,
+            prompt_len=float(prompt_len.float().mean()),
+            answer_len=float(encode_answers(self.tokenizer, probe)[1].float().mean().clamp(max=config.max_new_tokens)),
+            world_size=self.dist.world_size,
+        )
+        if config.plan:
+            self.screen.table(f"a step of one of {self.dist.world_size} process(es)", ["", "planned"], self.plan.rows())
+            raise SystemExit(0)
         self.learner = Learner(config, self.model, self.dist, self.screen.warn, self._dump)
         self.reference = self._make_reference()
         self.lock: IO[str] | None = None
@@ -75,6 +86,7 @@ class Trainer:
         self.step = 0  # optimizer steps are counted from 0; this many are done
         self.saved_step = -1  # the step of the newest checkpoint
         self.stop_reason = ""
+        self.measured = Measured()
         self.dead_steps = 0  # in a row, without a group whose rewards differ
         self.first: dict[str, float] | None = None  # evaluations
         self.last: dict[str, float] | None = None
@@ -85,9 +97,10 @@ class Trainer:
             raise
         accel.use_tf32(config)
         accel.checkpoint_blocks(config, self.model)
-        accel.compile_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
         self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast, self.screen.warn)
+        for model in {self.model, self.sampler.low}:
+            accel.compile_blocks(config, model)
         self.source = self._make_source()
 
     def _open_folder(self) -> Path:
@@ -104,7 +117,7 @@ class Trainer:
         if not self.config.kl_coef:
             return NoReference()
         return FrozenReference(
-            self.model,
+            accel.low_precision_copy(self.config, self.model),
             layout=LAYOUTS[self.config.layout],
             temperature=self.config.temperature,
             fitting=self.learner.fitting,
@@ -146,10 +159,13 @@ class Trainer:
         evaluated = self.dist.on_main(lambda: self.log.evaluated)
         self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
         self._evaluate(config.eval_size if not evaluated else 0)
+        profiler = accel.profiler(config, self.folder, self.device) if self.dist.is_main else None
         end = min(config.stop_after or config.max_steps, config.max_steps)
         self.screen.start(config.max_steps, self.step)
         while self.step < end and not self.stop_reason:
             self.one_step()
+            if profiler:
+                profiler.step()
             if self.step < config.max_steps:
                 if config.eval_every and self.step % config.eval_every == 0:
                     self._evaluate(config.eval_size_during)
@@ -161,7 +177,7 @@ class Trainer:
 
     def one_step(self) -> None:
         """Draw a batch, learn from it, log it."""
-        start = time.perf_counter()
+        start, graphs = time.perf_counter(), accel.graphs_compiled()
         with self.dist.during(f"step {self.step + 1}"):
             batch = self.source.batch(self.step)
         with self.timer.phase("update"):
@@ -170,7 +186,10 @@ class Trainer:
         values = {**self.dist.combine(describe(batch, self.tokenizer.eot_token)), **learnt}
         values |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         values |= {"step_time": time.perf_counter() - start, "memory/peak_mib": peak_memory_mib(self.device)}
+        if self.config.compile_model:
+            values["recompiles"] = accel.graphs_compiled() - graphs  # the first steps are the warm-up
         self.log.step(self.step, values)
+        self.measured.see(values)
         self._look_for_a_signal(values)
         self._log_samples(batch)
         seen = f"exact {self.last['exact']:.1%}  " if self.last else ""
@@ -191,6 +210,8 @@ class Trainer:
             f"{share} prompts each in {micro} micro-batch{'es' if micro > 1 else ''}; "
             f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.1f} M parameters"
         )
+        if config.fast:
+            self.screen.say(f"--fast on {self.device.type}: {' '.join(as_flags(config, FAST[self.device.type]))}")
         if config.top_k or config.top_p < 1:
             self.screen.warn(
                 "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
@@ -237,6 +258,7 @@ class Trainer:
             "first_evaluation": self.first,
             "last_evaluation": self.last,
             "skipped_steps": self.learner.guard["skipped"],
+            "measured": self.measured.means(),
         }
         if self.dist.is_main:
             write_summary(self.folder, summary)
@@ -251,6 +273,9 @@ class Trainer:
             title = f"before -> after {self.step} steps, {self.last['n']:.0f} held-out examples, {seconds:.0f} s"
             rows = [[name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"] for name, first, last in ends]
             self.screen.table(title, ["", "before", "after", "change"], rows)
+        if self.measured.steps:
+            title = f"a step, {self.dist.world_size} x {self.device.type}, planned (nothing repeats) and measured"
+            self.screen.table(title, ["", "planned", "measured"], self.measured.beside(self.plan, self.device.type))
         self.screen.say(f"{status} ({reason}) at step {self.step}; saved {path_of(self.folder / 'checkpoints', self.step)}")
         if self.stop_reason:
             self.screen.say(f"go on with: --out-dir {self.folder} --resume auto")

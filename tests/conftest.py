@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minigrpo.config import ConfigError
+from minigrpo.flags import ConfigError
 from minigrpo.model import GPT, GPTShape
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from minigrpo import GPT, Trainer
-from minigrpo.config import Config, ConfigError, read_toml
+from minigrpo.config import Config, read_toml
+from minigrpo.flags import ConfigError
 from minigrpo.model import GPTShape
 from minigrpo.weights import export_gpt2
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 import minigrpo.trainer
 from minigrpo import Config, Trainer
 from minigrpo.checkpoint import State, save_checkpoint
-from minigrpo.config import ConfigError
+from minigrpo.flags import ConfigError
 from minigrpo.learner import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged
 
 from .gradients import TINY

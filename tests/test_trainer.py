@@ -15,7 +15,7 @@ import torch
 
 from minigrpo import GPT, Config, Trainer
 from minigrpo.checkpoint import load_checkpoint
-from minigrpo.config import ConfigError
+from minigrpo.flags import ConfigError
 from minigrpo.learner import Learner
 from minigrpo.model import GPTShape
 from minigrpo.optim import learning_rate_at

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import GPT, Config
-from minigrpo.config import ConfigError
 from minigrpo.decoders import CachedDecoder, UncachedDecoder
+from minigrpo.flags import ConfigError
 from minigrpo.initial import build_model
 from minigrpo.model import GPTShape
 from minigrpo.sampling import generate

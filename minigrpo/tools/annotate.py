@@ -23,7 +23,7 @@ import chess.engine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from ..config import ConfigError, exit_with, parse
+from ..flags import ConfigError, exit_with, parse
 from ..metrics import Screen
 from ..tasks import read_file
 from ..tasks.chess_env import HELD_OUT_SHARE, ChessEnv

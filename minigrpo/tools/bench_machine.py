@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import accel
-from ..config import Config, ConfigError, flag
+from ..config import Config
 from ..distributed import DistContext
 from ..encoding import encode_prompts
+from ..flags import ConfigError, flag
 from ..initial import build_model
 from ..layout import LAYOUTS
 from ..learner import Learner
@@ -193,7 +194,7 @@ class Machine:
             reference = FullLogitsReference(copy.deepcopy(self.model), config.temperature)
         elif config.kl_coef:
             reference = FrozenReference(
-                self.model,
+                accel.low_precision_copy(config, self.model),
                 layout=LAYOUTS[config.layout],
                 temperature=config.temperature,
                 fitting=Fitting("--micro-batch-size", config.micro_batch_size),
@@ -201,7 +202,8 @@ class Machine:
                 offload=config.offload_reference,
             )
         accel.checkpoint_blocks(config, self.model)
-        accel.compile_blocks(config, self.model)
+        for model in {self.model, self.sampler.low}:
+            accel.compile_blocks(config, model)
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
         examples = Ahead(work.task, config, dist, 0)

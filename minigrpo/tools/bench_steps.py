@@ -21,7 +21,8 @@ from rich.progress import track
 from torch import Tensor
 
 from .. import accel
-from ..config import Config, ConfigError
+from ..config import Config
+from ..flags import ConfigError
 from . import probe
 from .bench_machine import Machine, Sizes, Work
 from .bench_report import write_report

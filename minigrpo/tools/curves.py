@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..config import ConfigError, exit_with, parse
+from ..flags import ConfigError, exit_with, parse
 
 
 @dataclass(frozen=True)

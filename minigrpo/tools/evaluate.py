@@ -16,8 +16,8 @@ from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
-from ..config import ConfigError, exit_with, parse
 from ..evaluate import Graded, grade
+from ..flags import ConfigError, exit_with, parse
 from ..metrics import Screen
 from ..rewards import RewardScorer
 from ..tasks import load_rewards

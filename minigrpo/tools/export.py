@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from ..config import exit_with, parse
+from ..flags import exit_with, parse
 from ..metrics import Screen
 from ..weights import export_gpt2
 from .loading import load_model

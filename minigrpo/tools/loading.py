@@ -9,7 +9,8 @@ import tyro
 
 from .. import accel
 from ..checkpoint import CheckpointError, checkpoints, load_checkpoint
-from ..config import Config, ConfigError, read_toml
+from ..config import Config, read_toml
+from ..flags import ConfigError
 from ..initial import fit_model, load_pretrained
 from ..metrics import Screen
 from ..model import GPT, GPTShape

@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from ..config import ConfigError, exit_with, parse
 from ..encoding import decode
+from ..flags import ConfigError, exit_with, parse
 from ..metrics import Screen
 from ..randomness import uniforms
 from ..rollout import GREEDY

@@ -1,0 +1,54 @@
+"""Flags and what is said when they are wrong: one line that names the flag and what is allowed, exit code 2."""
+
+import contextlib
+import difflib
+import io
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+import tyro
+
+Parsed = TypeVar("Parsed")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: one line that names the flag and says what is allowed."""
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def exit_with(error: Exception) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(2)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else "; --help lists what is allowed"
+
+
+def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
+    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that do not read."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, args=argv, **options)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_first_paragraph(complaint.getvalue())) from None
+
+
+def _first_paragraph(panel: str) -> str:
+    """What tyro says in its framed panel, as one line."""
+    words: list[str] = []
+    for line in panel.splitlines()[1:]:
+        text = line.strip("│╭╮╰╯ ")
+        if words and (not text or set(text) <= {"─"}):
+            break
+        words.append(text)
+    return " ".join(words).removeprefix("Error parsing Config: ") + " (--help lists what is allowed)"

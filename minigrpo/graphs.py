@@ -1,0 +1,112 @@
+"""Decoding under CUDA graphs: a round of the cached decoder is recorded once per shape and then replayed as one launch.
+
+Graphs want the same memory and the same shapes every time. So the cache outlives a rollout, the number of cells is rounded up
+(what is too many computes garbage into places that nobody reads), and so is the number of columns. The numbers are those of
+`CopiedPrompts`. Off CUDA the same code runs its rounds instead of replaying them, which is how it is tested.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .decoders import CopiedPrompts, KVCache
+from .model import GPT
+
+CELLS, COLUMNS = 16, 32  # rounded up to multiples of these
+
+
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Graphs:
+    """What stays from rollout to rollout: the cache, and the recorded rounds."""
+
+    def __init__(self) -> None:
+        self.cache = KVCache()
+        self.rounds: dict[tuple[int, ...], _Round] = {}
+        self.shape: tuple[int, ...] = ()
+        self.pool: object = None
+
+    def fit(self, shape: tuple[int, ...]) -> None:
+        """Forget everything if there is not room for `shape`: cells, columns."""
+        if any(new > old for new, old in zip(shape, self.shape or (0,) * len(shape), strict=True)):
+            self.cache, self.rounds, self.shape = KVCache(), {}, shape
+
+    def decoder(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> "GraphedDecoder":
+        return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
+
+
+class _Round:
+    """One recorded round: its inputs and its output stay where they are."""
+
+    def __init__(self, tokens: Tensor, positions: Tensor, run: Callable[[Tensor, Tensor], Tensor], graphs: Graphs) -> None:
+        self.tokens, self.positions = tokens.clone(), positions.clone()
+        device, call = tokens.device, lambda: run(self.tokens, self.positions)
+        # autocast must not remember a weight that it cast before the recording: the weights change, the memory goes
+        low = torch.is_autocast_enabled(device.type)
+        with torch.autocast(device.type, torch.get_autocast_dtype(device.type), enabled=low, cache_enabled=False):
+            if device.type == "cuda":
+                graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
+                side = torch.cuda.Stream(device)
+                side.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(side):
+                    call()  # libraries set themselves up; what is written is what is written again
+                torch.cuda.current_stream(device).wait_stream(side)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=graphs.pool):  # type: ignore[arg-type]
+                    self.logits = call()
+                self.replay: Callable[[], object] = graph.replay
+            else:
+                self.logits = torch.empty_like(call())
+                self.replay = lambda: self.logits.copy_(call())
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        self.replay()
+        return self.logits
+
+
+class GraphedDecoder(CopiedPrompts):
+    """`CopiedPrompts` whose rounds are recorded."""
+
+    def __init__(
+        self, graphs: Graphs, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+    ) -> None:
+        super().__init__(model, prompt_ids, prompt_len, num_samples, length)
+        graphs.fit((up(self.num_cells, CELLS), up(self.prompt_ids.shape[1] + length, COLUMNS)))
+        self.graphs, self.cache, self.layers_seen = graphs, graphs.cache, 0
+
+    def _remember(self, k: Tensor, v: Tensor) -> None:
+        if len(self.cache.pairs) == self.layers_seen:
+            self.cache.add_layer(k, *self.graphs.shape)
+        for cache, new in zip(self.cache.pairs[self.layers_seen], (k, v), strict=True):
+            cache[: self.num_cells, :, : k.shape[2]] = new.index_select(0, self.prompt)
+        self.layers_seen += 1
+
+    def keep(self, cells: np.ndarray) -> None:
+        if len(cells) > (room := self.graphs.shape[0]):  # more room is other memory: what was recorded is void
+            self.graphs.rounds.clear()
+            self.graphs.shape = (up(max(len(cells), 2 * room), CELLS), *self.graphs.shape[1:])
+            self.cache.make_room(self.graphs.shape[0])
+        super().keep(cells)
+
+    def _columns_in_use(self) -> int:
+        return min(up(self.prompt_ids.shape[1] + self.num_columns, COLUMNS), self.graphs.shape[1])
+
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        cells, columns = up(len(tokens), CELLS), self.num_columns
+        key = (cells, tokens.shape[1], self._columns_in_use())
+        # a cell too many writes into its own place, at its first columns
+        tokens, positions = (torch.nn.functional.pad(x, (0, 0, 0, cells - len(x))) for x in (tokens, positions))
+
+        def run(tokens: Tensor, positions: Tensor) -> Tensor:
+            self.num_columns = columns
+            return super(GraphedDecoder, self)._run(tokens, positions)
+
+        if key not in self.graphs.rounds:
+            self.graphs.rounds[key] = _Round(tokens, positions, run, self.graphs)
+        return self.graphs.rounds[key](tokens, positions)[: self.num_cells]

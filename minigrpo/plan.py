@@ -1,0 +1,124 @@
+"""What a step will take, before anything is run: parameters, tokens, FLOPs, and memory by kind.
+
+Tokens are those of completions as long as true answers of which no two are alike: what repeats costs less. FLOPs are 2 a
+parameter and token (6 with a backward pass), and 4 * width for each pair of tokens that attend, in each layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .config import Config
+from .logprobs import CHUNK
+from .losses import LOSSES
+from .model import GPTShape
+
+MIB = 2**20
+# bytes that autograd keeps of a token, a layer and a unit of width, counted with saved-tensor hooks: float32, autocast
+KEPT = {False: 66, True: 41}
+LOGIT_COPIES = 3.5  # float32 copies of a logit that log-softmax, its gradient and the entropy have at once
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One process's share of a step."""
+
+    parameters: int
+    micro_batches: int
+    tokens: Mapping[str, float]  # by phase
+    flops: Mapping[str, float]  # by phase
+    memory_mib: Mapping[str, float]  # by kind; not all of it at the same time
+    peak_mib: float
+
+    def rows(self) -> list[list[str]]:
+        """Two columns, for a table."""
+        rows = [["parameters", f"{self.parameters / 1e6:.2f} M"], ["micro-batches", str(self.micro_batches)]]
+        rows += [[f"tokens: {name}", f"{count:,.0f}"] for name, count in self.tokens.items()]
+        rows += [[f"GFLOP: {name}", f"{count / 1e9:,.1f}"] for name, count in self.flops.items()]
+        rows += [[f"MiB: {name}", f"{size:,.1f}"] for name, size in self.memory_mib.items()]
+        return [*rows, ["MiB: peak", f"{self.peak_mib:,.1f}"]]
+
+
+def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: float, world_size: int = 1) -> Plan:
+    """`prompt_len` and `answer_len` are means, in tokens."""
+    prompts = config.prompts_per_step // world_size
+    samples = 1 if config.supervised else config.group_size
+    micro = min(config.micro_batch_size or prompts, prompts)
+    at_once = min(config.rollout_batch_size or prompts, prompts)
+    once = config.layout != "repeated"
+    completions = prompts * samples * answer_len
+    update = prompts * prompt_len * (1 if once else samples) + completions
+    low = config.use_amp
+    size = 2 if low else 4  # bytes of an activation that a matrix product reads
+    blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
+    parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
+
+    tokens = {"update": update}
+    forward = (2 * blocks + 4 * shape.layers * shape.width * (prompt_len + answer_len / 2)) * update + 2 * head * completions
+    flops = {"update": 3 * forward}
+    if config.kl_coef:
+        tokens["reference"], flops["reference"] = update, forward
+    if LOSSES[config.loss].needs_group:
+        tokens["rollout"] = prompts * prompt_len + completions
+        flops["rollout"] = forward + 2 * head * (prompts * prompt_len if not once else 0)
+
+    part = micro / prompts
+    branches = micro * samples * (prompt_len + answer_len) * 2 * size if once else 0  # keys and values, the prompt's included
+    a_layer = (update * part * KEPT[low] + branches) * shape.width
+    activations = a_layer * shape.layers
+    if config.gradient_checkpointing:
+        activations = a_layer + 4 * update * part * shape.width * shape.layers
+    logits = min(CHUNK, completions * part) * 3 if config.chunked_logprobs else completions * part * LOGIT_COPIES
+    cells = at_once * samples
+    kv = (at_once if config.share_prompt_kv else cells) * prompt_len + cells * (config.max_new_tokens + config.draft_window)
+    frozen = 4.0 * parameters - (2.0 * blocks if config.low_precision_weights else 0)
+    memory = {
+        "weights": 4.0 * parameters,
+        "gradients": 4.0 * parameters,
+        "Adam": 8.0 * parameters,
+        "reference": frozen * bool(config.kl_coef),
+        "weights in low precision": 2.0 * blocks * low * (1 + config.low_precision_weights),
+        "KV cache": 2.0 * shape.layers * shape.width * size * kv * LOSSES[config.loss].needs_group,
+        "activations": activations,
+        "logits": 4.0 * logits * shape.vocab_size,
+    }
+    stays = ["weights", "Adam", "weights in low precision"] + ["reference"] * (not config.offload_reference)
+    updating = memory["gradients"] + memory["activations"] + memory["logits"]
+    peak = sum(memory[name] for name in stays) + max(updating, memory["KV cache"])
+    return Plan(
+        parameters=parameters,
+        micro_batches=-(-prompts // micro),
+        tokens=tokens,
+        flops=flops,
+        memory_mib={name: amount / MIB for name, amount in memory.items() if amount},
+        peak_mib=peak / MIB,
+    )
+
+
+class Measured:
+    """What steps took in the end, to be held against their plan."""
+
+    NAMES = ("tokens/run", "rollout/tokens", "rollout/rounds", "step_time", "memory/peak_mib")
+
+    def __init__(self) -> None:
+        self.steps, self.sums = 0, dict.fromkeys(self.NAMES, 0.0)
+
+    def see(self, values: Mapping[str, float]) -> None:
+        self.steps += 1
+        for name in self.NAMES[:-1]:
+            self.sums[name] += values.get(name, 0.0)
+        self.sums["memory/peak_mib"] = values["memory/peak_mib"]  # the largest so far
+
+    def means(self) -> dict[str, float]:
+        """Of a step; the peak is that of the run."""
+        return {name: total / (1 if name == "memory/peak_mib" else max(1, self.steps)) for name, total in self.sums.items()}
+
+    def beside(self, planned: Plan, device: str) -> list[list[str]]:
+        """Three columns, for a table."""
+        means = self.means()
+        rows = [["tokens: update", f"{planned.tokens['update']:,.0f}", f"{means['tokens/run']:,.0f}"]]
+        if "rollout" in planned.tokens:
+            rows.append(["tokens: rollout", f"{planned.tokens['rollout']:,.0f}", f"{means['rollout/tokens']:,.0f}"])
+            rows.append(["rounds of decoding", "", f"{means['rollout/rounds']:,.1f}"])
+        of_what = "allocated" if device == "cuda" else "the whole process"
+        rows.append([f"peak MiB ({of_what})", f"{planned.peak_mib:,.0f}", f"{means['memory/peak_mib']:,.0f}"])
+        return [*rows, ["seconds", "", f"{means['step_time']:.2f}"]]

@@ -1,0 +1,189 @@
+"""Speed layers: each gives the numbers of the plain path, or says that it cannot."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minigrpo import Config, Trainer, accel
+from minigrpo.config import FAST
+from minigrpo.flags import ConfigError
+from minigrpo.graphs import Graphs, _Round
+from minigrpo.layout import LAYOUTS
+from minigrpo.model import GPT, GPTShape
+from minigrpo.plan import KEPT, plan
+from minigrpo.randomness import uniforms
+from minigrpo.rollout import Sampler
+from minigrpo.sampling import generate
+from minigrpo.tokenizer import load_tokenizer
+from minigrpo.types import Completions, Example
+
+from .conftest import EOS, VOCAB, make_completions
+from .gradients import TINY
+
+LENGTH = 20
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(model: GPT, drafted: bool) -> None:
+    """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones, other weights."""
+    graphs = Graphs()
+    for turn, (prompts, width) in enumerate([(3, 7), (6, 7), (2, 5), (6, 9), (6, 9)]):
+        c = make_completions(turn, prompts=prompts, width=width)
+        u = torch.from_numpy(uniforms(0, "test", turn, np.arange(prompts), 5, LENGTH))
+        drafts = make_completions(turn, prompts=prompts, samples=3, length=LENGTH).completion_ids[:, 0] if drafted else None
+        options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u, "drafts": drafts, "draft_window": 4}
+        plain = generate(model, c.prompt_ids, c.prompt_len, **options)
+        recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+        assert torch.equal(recorded.completion_ids, plain.completion_ids)
+        torch.testing.assert_close(recorded.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
+        with torch.no_grad():
+            model.h[0].mlp.c_fc.weight.mul_(1.1)
+
+
+def test_a_round_is_recorded_once_for_a_shape(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, recorded = Graphs(), list[int]()
+    init = _Round.__init__
+    monkeypatch.setattr(_Round, "__init__", lambda self, *args: recorded.append(1) or init(self, *args))
+    c = make_completions(0, prompts=6)
+    for turn in range(3):
+        u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH))
+        options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+        generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+        if not turn:
+            recorded.clear()
+    assert not recorded
+
+
+@pytest.mark.gpu
+def test_recorded_rounds_on_cuda() -> None:
+    model = GPT(GPTShape(VOCAB, context=40, layers=2, width=32, heads=2), seed=1).cuda()
+    graphs = {amp: Graphs() for amp in (False, True)}
+    for turn in range(3):
+        c = make_completions(turn, prompts=6).to("cuda")
+        u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH)).cuda()
+        options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u, "drafts": c.completion_ids[:, 0]}
+        for amp in (False, True):
+            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                plain = generate(model, c.prompt_ids, c.prompt_len, **options)
+                recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs[amp].decoder, **options)
+            same = (recorded.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
+            assert same > 0.8 if amp else torch.equal(recorded.completion_ids, plain.completion_ids)
+        with torch.no_grad():
+            model.h[0].mlp.c_fc.weight.mul_(1.1)
+
+
+def options_of(folder: Path, **changes: object) -> Config:
+    return Config(**{**TINY, "prompts_per_step": 4, "group_size": 4, "reward_weights": "", **changes, "out_dir": str(folder)})  # type: ignore[arg-type]
+
+
+def test_low_precision_copies_have_the_numbers_of_autocast_to_the_bit(tmp_path: Path) -> None:
+    with_copies, without = (
+        Trainer(options_of(tmp_path / str(low), use_amp=True, low_precision_weights=low, kl_coef=0.1), quiet=True)
+        for low in (True, False)
+    )
+    low = with_copies.sampler.low
+    assert {p.dtype for p in low.parameters()} == {torch.float32, torch.bfloat16}
+    assert sum(a is b for a, b in zip(low.parameters(), with_copies.model.parameters(), strict=True)) > 0
+    for step in range(3):
+        a, b = with_copies.source.batch(step), without.source.batch(step)
+        assert a.texts == b.texts
+        assert a.completions.sampler_logp is not None and b.completions.sampler_logp is not None
+        assert torch.equal(a.completions.sampler_logp, b.completions.sampler_logp)
+        assert a.ref_logp is not None and b.ref_logp is not None
+        assert torch.equal(a.ref_logp, b.ref_logp)
+        with_copies.learner.learn(a, step)
+        without.learner.learn(b, step)
+    # and when the guard has gone back to float32, they are not used
+    for trainer in (with_copies, without):
+        trainer.learner.guard["halvings"] = 1
+    a, b = with_copies.source.batch(3), without.source.batch(3)
+    assert torch.equal(a.completions.sampler_logp, b.completions.sampler_logp)  # type: ignore[arg-type]
+    assert a.ref_logp is not None and a.ref_logp.dtype == torch.float32
+
+
+def test_cuda_graphs_and_low_precision_say_what_they_need() -> None:
+    with pytest.raises(ConfigError, match="--cuda-graphs needs --kv-cache"):
+        Config(cuda_graphs=True, kv_cache=False)
+    with pytest.raises(ConfigError, match="--low-precision-weights goes with --use-amp"):
+        Config(low_precision_weights=True)
+
+
+def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
+    a, b = (Trainer(options_of(tmp_path / str(on), cuda_graphs=on), quiet=True) for on in (True, False))
+    assert a.source.batch(0).texts == b.source.batch(0).texts
+
+
+def test_fast_turns_on_what_helps_here_but_not_what_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert Config.from_cli(["--layout", "repeated"]).layout == "repeated"
+    on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
+    assert (on_cpu.layout, on_cpu.kv_cache) == (FAST["cpu"]["layout"], False)
+    on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
+    assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
+    trainer = Trainer(options_of(tmp_path / "run", fast=True))
+    trainer._introduce()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--fast on cpu: --layout tree --kv-cache --draft-answers" in said
+
+
+@pytest.mark.parametrize("layout", ["repeated", "shared"])
+@pytest.mark.parametrize("amp", [False, True])
+def test_the_plan_counts_tokens_and_what_autograd_keeps(layout: str, amp: bool) -> None:
+    """On made-up work in which nothing repeats, where the plan is exact but for the head."""
+    prompts, samples, prompt_len, length = 4, 4, 40, 64
+    shape = GPTShape(256, prompt_len + length, layers=3, width=256, heads=4)
+    model, rng = GPT(shape), np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(0, 256, (prompts, samples, length)))
+    ids[:, :, 0] = torch.arange(samples)
+    prompt_ids, lengths = torch.zeros(prompts, prompt_len, dtype=torch.int64), torch.full((prompts,), prompt_len)
+    built = LAYOUTS[layout](Completions(prompt_ids, lengths, ids, torch.ones_like(ids, dtype=torch.bool)))
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        outputs = model(built.stream, built)
+    config = Config(
+        prompts_per_step=prompts, group_size=samples, max_new_tokens=length, layout=layout, use_amp=amp, init_from="scratch"
+    )
+    planned = plan(config, shape, prompt_len=prompt_len, answer_len=length)
+    assert planned.parameters == sum(p.numel() for p in model.parameters())
+    assert planned.tokens["update"] == pytest.approx(len(built.stream.ids), rel=0.02)  # last tokens are not run
+    head = len(built.targets) * shape.vocab_size * 4
+    low_weights = planned.memory_mib.get("weights in low precision", 0)
+    assert outputs[0].requires_grad and KEPT[amp]
+    assert planned.memory_mib["activations"] + low_weights == pytest.approx((sum(kept.values()) - head) / 2**20, rel=0.15)
+
+
+def test_plan_is_printed_and_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        Trainer(options_of(tmp_path / "run", plan=True))
+    assert stop.value.code == 0 and not (tmp_path / "run").exists()
+    assert "MiB: peak" in capsys.readouterr().out
+
+
+def test_profile_writes_a_trace_with_the_phases_named(tmp_path: Path) -> None:
+    Trainer(options_of(tmp_path / "run", profile=True, max_steps=6, eval_every=0), quiet=True).fit()
+    (trace,) = (tmp_path / "run" / "profile").glob("*.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"rollout", "reward", "update", "data"} <= names
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["measured"]["tokens/run"] > 0
+
+
+def test_without_amp_there_is_no_copy() -> None:
+    config = Config(**{**TINY, "out_dir": ""})
+    model = GPT(GPTShape(360))
+    assert accel.low_precision_copy(config, model) is model
+    sampler = Sampler(config, model, load_tokenizer("chess"))
+    (part,) = sampler.complete([Example("A: ", "x")])
+    assert len(part) == 1
