@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import Config
 from .flags import ConfigError
-from .logprobs import CHUNK
+from .logprobs import chunk_size
 from .model import GPT, Attend, Block
 
 STEPS_PROFILED = 3
@@ -69,7 +69,7 @@ def checkpoint_blocks(config: Config, model: GPT) -> None:
 
 def chunk_logprobs(config: Config, model: GPT) -> None:
     """--chunked-logprobs: the logits of a batch never exist at once, and are computed again in the backward pass."""
-    model.logprob_chunk = CHUNK if config.chunked_logprobs else 0
+    model.logprob_chunk = chunk_size(model.shape.vocab_size) if config.chunked_logprobs else 0
 
 
 def low_precision_copy(config: Config, model: GPT) -> GPT:

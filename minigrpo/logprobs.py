@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1024  # tokens whose logits exist at a time
+CHUNK = 1024  # tokens whose logits exist at a time, at most,
+LOGITS = 1 << 24  # and so many logits: 64 MiB of float32
+
+
+def chunk_size(vocab_size: int) -> int:
+    return max(1, min(CHUNK, LOGITS // vocab_size))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ class _Chunked(torch.autograd.Function):
         hidden, head = hidden.to(dtype), head.to(dtype)
         out = at_least_fp32(hidden.new_empty(3, len(hidden)))
         for part in _parts(len(hidden), chunk):
-            logits = at_least_fp32(hidden[part] @ head.t()) / temperature
+            logits = at_least_fp32(hidden[part] @ head.t()).div_(temperature)
             lse = logits.logsumexp(-1)
             chosen = logits.gather(-1, targets[part, None])[:, 0]
             mean = (logits - lse[:, None]).exp_().mul_(logits).sum(-1)
@@ -74,12 +79,14 @@ class _Chunked(torch.autograd.Function):
         hidden, head, targets, lse = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), at_least_fp32(torch.zeros_like(head))
         for part in _parts(len(hidden), ctx.chunk):
-            logits = at_least_fp32(hidden[part] @ head.t()) / ctx.temperature
-            slope = (logits - lse[part, None]).exp_().neg_()
+            slope = at_least_fp32(hidden[part] @ head.t()).div_(ctx.temperature).sub_(lse[part, None]).exp_().neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
-            slope = (slope * (grad[part, None] / ctx.temperature)).to(hidden.dtype)
+            slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
-            grad_head += slope.t() @ hidden[part]
+            if slope.dtype == grad_head.dtype:
+                grad_head.addmm_(slope.t(), hidden[part])  # no second gradient of the head's size
+            else:
+                grad_head += slope.t() @ hidden[part]
         hidden_dtype, head_dtype = ctx.dtypes
         return grad_hidden.to(hidden_dtype), grad_head.to(head_dtype), None, None, None
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .config import Config
-from .logprobs import CHUNK
+from .logprobs import chunk_size
 from .losses import LOSSES
 from .model import GPTShape
 
@@ -67,7 +67,9 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     activations = a_layer * shape.layers
     if config.gradient_checkpointing:
         activations = a_layer + 4 * update * part * shape.width * shape.layers
-    logits = min(CHUNK, completions * part) * 3 if config.chunked_logprobs else completions * part * LOGIT_COPIES
+    logits = completions * part * LOGIT_COPIES
+    if config.chunked_logprobs:
+        logits = min(chunk_size(shape.vocab_size), completions * part) * 2
     cells = at_once * samples
     kv = (at_once if config.share_prompt_kv else cells) * prompt_len + cells * (config.max_new_tokens + config.draft_window)
     frozen = 4.0 * parameters - (2.0 * blocks if config.low_precision_weights else 0)

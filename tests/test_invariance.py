@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from minigrpo import Config, Trainer, accel
+from minigrpo import Config, Trainer, logprobs
 from minigrpo.rollout import OnPolicy
 from minigrpo.types import RolloutBatch
 
@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tens
 def test_the_gradient_does_not_depend_on(
     way: str, loss: str, whole: dict[str, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accel, "CHUNK", 5)
+    monkeypatch.setattr(logprobs, "CHUNK", 5)
     assert_same(first_gradient(tmp_path / "run", loss=loss, **LOSSES[loss], **WAYS[way]), whole[loss])
 
 

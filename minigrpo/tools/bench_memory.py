@@ -26,6 +26,7 @@ from rich.progress import Progress
 
 from .. import accel
 from ..decoders import CopiedPrompts, SharedPrompts
+from ..logprobs import chunk_size, token_logprobs
 from ..metrics import PhaseTimer
 from ..rollout import GREEDY, Sampler
 from ..sampling import Choice
@@ -170,9 +171,34 @@ class Memory(Sizes):
                             timelines[way] = {"group_size": size, "seen": seen}
                         progress.advance(bar)
         result = {**probe.describe_machine(device), "measures": probe.PeakMemory(device).measures, "work": first.to_dict()}
-        result |= {"rows": rows, "timelines": timelines}
+        with console.status("log-probs alone"):
+            result |= {"rows": rows, "timelines": timelines, "logprobs": logprobs_alone(device)}
         write_memory(result, self.out_dir, console)
         return result
+
+
+def logprobs_alone(device: torch.device, tokens: int = 2048, vocab_size: int = 50257, width: int = 768) -> dict[str, Any]:
+    """Peak memory and seconds of log-probs and their gradient at GPT-2's sizes, all logits at once and in chunks."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, width, generator=generator).to(device) for n in (tokens, vocab_size))
+    targets = torch.randint(vocab_size, (tokens,), generator=generator).to(device)
+    gradients, rows = list[list[torch.Tensor]](), list[dict[str, Any]]()
+    for name, chunk in (("all", 0), ("in chunks", chunk_size(vocab_size))):
+        inputs = [(0.05 * x).requires_grad_() for x in (hidden, head)]
+
+        def once(inputs: list[torch.Tensor] = inputs, chunk: int = chunk) -> None:
+            inputs[0].grad = inputs[1].grad = None
+            logp, _ = token_logprobs(inputs[0], inputs[1], targets, 1.0, chunk)
+            (logp * logp.detach()).sum().backward()
+
+        took = probe.seconds(once, device, repeats=2)
+        inputs[0].grad = inputs[1].grad = None
+        with probe.PeakMemory(device) as peak:
+            once()
+        rows.append({"logits": name, "peak_mib": peak.mib, "seconds": took})
+        gradients.append([x.grad for x in inputs if x.grad is not None])
+    apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True)]
+    return {"tokens": tokens, "vocab_size": vocab_size, "width": width, "rows": rows, "gradient_difference": max(apart)}
 
 
 class _Same:

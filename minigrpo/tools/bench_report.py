@@ -115,10 +115,14 @@ def write_report(result: dict[str, Any], out_dir: Path | None, console: Console)
 
 
 def _remarks(rows: Sequence[Mapping[str, Any]]) -> str:
-    best = min((row for row in rows if row["s_per_step"]), key=lambda row: row["s_per_step"])
+    done = [row for row in rows if row["s_per_step"]]
+    if not done:
+        return "no row could run here"
+    best = min(done, key=lambda row: row["s_per_step"])
+    faster = f"{best['speedup']:.1f}x the naive step" if best["speedup"] else "the naive step could not run"
     texts = [
-        f"best: {best['name']}, {best['speedup']:.1f}x the naive step, {best['flops_multiple']:.1f}x the time of its FLOPs "
-        f"at the probed matmul rate; memory is {rows[0]['memory_measures']}"
+        f"best: {best['name']}: {faster}, {best['flops_multiple']:.1f}x the time of its FLOPs at the probed matmul rate; "
+        f"memory is {rows[0]['memory_measures']}"
     ]
     different = {row["name"]: row["different_completions"] for row in rows if row["different_completions"]}
     if different:
@@ -151,9 +155,10 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str, console: Con
         widths = [row[phase] or 0.0 for row in shown]
         axes.barh(range(len(shown)), widths, left=left, color=color, label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    longest = max(left)
+    longest = max(left, default=1.0)
     for i, row in enumerate(shown):
-        axes.text(left[i] + longest / 100, i, f"{row['s_per_step']:.2f} s  {row['speedup']:.1f}x", va="center", fontsize=8)
+        faster = f"  {row['speedup']:.1f}x" if row["speedup"] else ""
+        axes.text(left[i] + longest / 100, i, f"{row['s_per_step']:.2f} s{faster}", va="center", fontsize=8)
     axes.set_yticks(range(len(shown)), [row["name"] for row in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.18)
@@ -178,12 +183,24 @@ MEMORY: tuple[Column, ...] = (
 )
 
 
+LOGPROBS: tuple[Column, ...] = (
+    ("logits", "logits", str),
+    ("peak MiB", "peak_mib", _number("{:,.0f}")),
+    ("seconds", "seconds", _number("{:.2f}")),
+)
+
+
 def write_memory(result: dict[str, Any], out_dir: Path | None, console: Console) -> None:
     """The table and the charts of `benchmark.py memory`."""
     folder = folder_for(result, out_dir)
     title = f"Memory is {result['measures']}; all have the same loss on the same rollouts"
     print_table(console, title, result["rows"], MEMORY)
-    text = f"# {result['device']}\n\n{result['work']['text']}\n\n{markdown(title, result['rows'], MEMORY)}"
+    alone = result["logprobs"]
+    sizes = f"Log-probs alone, {alone['tokens']:,} tokens of {alone['vocab_size']:,}, width {alone['width']}"
+    heading = f"{sizes}; gradients differ by {alone['gradient_difference']:.1e} of their largest entry"
+    print_table(console, heading, alone["rows"], LOGPROBS)
+    tables = [markdown(title, result["rows"], MEMORY), markdown(heading, alone["rows"], LOGPROBS)]
+    text = "\n".join([f"# {result['device']}\n\n{result['work']['text']}\n", *tables])
     (folder / "memory.md").write_text(text)
     (folder / "memory.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     draw_memory(result, folder / "memory.png", console)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..encoding import encode_prompts
 from ..learner import Learner
+from ..logprobs import log_softmax
 from ..model import GPT, Attend, Stream
 from ..rewards import PendingRewards, RewardScorer
 from ..rollout import GREEDY, Sampler
@@ -50,7 +51,7 @@ def write_one(
     for s in range(max_new_tokens):
         positions = torch.arange(start, start + len(ids), device=ids.device)
         logits = model.head(model.hidden(Stream(ids, positions), cache))
-        logp = F.log_softmax(logits[-1].float() / choice.temperature, dim=-1)
+        logp = log_softmax(logits[-1], choice.temperature)
         cdf = logp.exp().cumsum(-1)
         token = torch.searchsorted(cdf, u[s] * cdf[-1], right=True).clamp(max=len(logp) - 1).view(1)
         tokens.append(token)
@@ -101,7 +102,7 @@ def full_logits(model: GPT, completions: Completions, temperature: float) -> tup
     rows = prompt_ids[:, None].repeat(1, samples, 1)
     where = places[:, None].expand(-1, samples, -1)
     rows = rows.scatter(2, where, completions.completion_ids.to(model.device)).flatten(0, 1)
-    logp = F.log_softmax(model.logits(rows).float() / temperature, dim=-1)  # [P*G, T, V]
+    logp = log_softmax(model.logits(rows), temperature)  # [P*G, T, V]
     predicted = logp[:, :-1].gather(2, rows[:, 1:, None])[..., 0].unflatten(0, (prompts, samples)).gather(2, where - 1)
     entropy = -(logp.detach().exp() * logp.detach()).sum(-1).unflatten(0, (prompts, samples)).gather(2, where - 1)
     mask = completions.completion_mask.to(model.device)
