@@ -240,8 +240,14 @@ class OnPolicy:
             advantages=self._advantages(torch.from_numpy(rewards.total), rolled.completions, ref_logp),
             ref_logp=ref_logp,
             counts_in_loss=self._ended(rolled.completions) if config.overlong == "mask" else None,
-            metrics=metrics | {f"rollout/{name}": float(count) for name, count in self.sampler.work.items()},
+            metrics=metrics | self._work(),
         )
+
+    def _work(self) -> dict[str, float]:
+        """How long decoding took: rounds of the batch and of a completion, and tokens that the model ran."""
+        work = self.sampler.work
+        each = work["row_rounds"] / max(1, work["rows"])
+        return {"rollout/rounds": float(work["rounds"]), "rollout/rounds_each": each, "rollout/tokens": float(work["tokens"])}
 
     def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:
         """Completions of a step's examples; each depends on nothing but its prompt, seed, step and the weights."""

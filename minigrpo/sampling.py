@@ -138,6 +138,7 @@ class _Rows:
         self.cell = self.rows // rows_per_cell  # [rows] the decoder's cell of each of them
         self.speakers = self.rows[::rows_per_cell]  # [cells] a row that each cell stands for
         self.lengths = torch.zeros_like(self.rows)  # [R] how many tokens each completion has
+        self.row_rounds = 0  # rounds of all rows
         self.most = 0  # on the host: no completion has more tokens than that
         # a window more than there is room for, so that what is guessed beyond the end needs no special case
         self.ids = torch.zeros(num_rows, length + self.widest, dtype=torch.int64, device=device)
@@ -193,6 +194,7 @@ class _Rows:
 
     def next_tokens(self) -> tuple[Tensor, Tensor]:
         """What the decoder runs next: `[cells, W]`, the last token of each cell and guesses, and `[cells]`, its column."""
+        self.row_rounds += len(self.rows)
         columns = self.lengths[self.speakers]
         tokens = self.ids[self.speakers, columns - 1][:, None]
         if self.drafts is not None and self.window > 1:
@@ -233,7 +235,8 @@ def generate(
         drafts: `[P, L]` int64, what completions of each prompt probably look like: the known answer.
         draft_window: W.
         decoder: how the model is run: with or without a cache.
-        work: is told how many `rounds` there were after the prompts, and how many `tokens` the model ran.
+        work: is told how many `rounds` there were after the prompts, how many `tokens` the model ran, and `row_rounds` of how
+            many `rows`: rounds until a completion was done, summed over them.
 
     Returns:
         Completions on the model's device with G = num_samples and S = the longest completion. A completion ends with EOS,
@@ -254,7 +257,8 @@ def generate(
         logits = cells.step(tokens, columns, min(progress.most - 1 + progress.window, room))
 
     if work is not None:
-        work.update(rounds=turn - 1, tokens=cells.tokens_run)
+        each = {"row_rounds": progress.row_rounds, "rows": len(progress.lengths)}
+        work.update(rounds=turn - 1, tokens=cells.tokens_run, **each)
     longest = int(progress.lengths.max())
     log_kept = progress.log_kept
     return Completions(

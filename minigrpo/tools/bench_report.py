@@ -43,6 +43,7 @@ COSTS: tuple[Column, ...] = (
     ("x roofline", "roofline_multiple", _number("{:.1f}")),
     ("x FLOPs", "flops_multiple", _number("{:.1f}")),
     ("rounds", "rounds", _number("{:,.0f}")),
+    ("of each", "rounds_each", _number("{:,.1f}")),
     ("tokens: rollout", "tokens_rollout", _number("{:,.0f}")),
     ("update", "tokens_update", _number("{:,.0f}")),
     ("J", "joules", _number("{:.1f}")),

@@ -300,6 +300,7 @@ def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
             "roofline_multiple": seconds / least,
             "flops_multiple": seconds / least_flops,
             "rounds": row.middle("rollout/rounds"),
+            "rounds_each": row.middle("rollout/rounds_each"),
             "tokens_rollout": row.middle("rollout/tokens"),
             "tokens_update": row.middle("tokens/run"),
             "different_completions": row.different,

@@ -86,7 +86,7 @@ class OneAtATime(Sampler):
             tokens, logps = write_one(self.model, prompt, torch.from_numpy(u[p, g]).to(device), **options)  # type: ignore[arg-type]
             lengths[p, g] = n = len(tokens)
             ids[p, g, :n], logp[p, g, :n] = tokens.cpu(), logps.cpu()
-            self.work.update(rounds=n, tokens=len(prompt) + n - 1)
+            self.work.update(rounds=n, tokens=len(prompt) + n - 1, row_rounds=n, rows=1)
         longest = int(lengths.max())
         mask = torch.arange(longest) < lengths[..., None]
         yield Completions(prompt_ids, prompt_len, ids[..., :longest], mask, logp[..., :longest])
