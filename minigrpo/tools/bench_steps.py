@@ -45,6 +45,9 @@ NAIVE = frozenset({"sampler", "head", "rewards"})
 PLAIN = {
     "layout": "repeated",
     "kv_cache": True,
+    "share_prompt_kv": False,
+    "cuda_graphs": False,
+    "low_precision_weights": False,
     "draft_answers": False,
     "fused_optimizer": False,
     "parallel_rewards": False,
@@ -60,10 +63,10 @@ PLAIN = {
     "rollout_batch_size": 0,
 }
 EVERYWHERE = ("cpu", "cuda")
-LEAN = {"gradient_checkpointing": True, "chunked_logprobs": True, "offload_reference": True, "micro_batch_size": 1}
+LEAN = {"gradient_checkpointing": True, "chunked_logprobs": True, "offload_reference": True, "share_prompt_kv": True}
 LAYERS = (
     Layer("naive"),
-    Layer("one batch, prompts stored once", gives_up=frozenset({"sampler"})),
+    Layer("one batch, each prompt run once", gives_up=frozenset({"sampler"})),
     Layer("completion-only head, no old-logp pass", gives_up=frozenset({"head"})),
     Layer("distinct rewards once, in a pool", {"parallel_rewards": True}, gives_up=frozenset({"rewards"})),
     Layer("fused AdamW", {"fused_optimizer": True}),
@@ -73,12 +76,15 @@ LAYERS = (
     Layer("tree layout", {"layout": "tree"}),
     Layer("TF32", {"use_tf32": True}, needs="cuda"),
     Layer("bfloat16 autocast", {"use_amp": True}, aside=("cpu",)),
+    Layer("and matrices kept in bfloat16", {"use_amp": True, "low_precision_weights": True}, aside=("cpu",)),
     Layer("compiled blocks", {"compile_model": True}, aside=("cpu",)),
+    Layer("CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE),  # never run yet: not relied on
+    Layer("keys and values of prompts shared", {"share_prompt_kv": True}, aside=EVERYWHERE),
     Layer("overlapped rewards", {"overlap_rewards": True, "rollout_batch_size": 4}, aside=EVERYWHERE),
     Layer("chunked log-probs", {"chunked_logprobs": True}, aside=EVERYWHERE),
     Layer("checkpointing", {"gradient_checkpointing": True}, aside=EVERYWHERE),
     Layer("offloaded reference", {"offload_reference": True}, aside=EVERYWHERE),
-    Layer("lean: these three, one prompt at a time", LEAN, aside=EVERYWHERE),
+    Layer("lean: these four, one prompt at a time", {**LEAN, "micro_batch_size": 1}, aside=EVERYWHERE),
 )
 
 
