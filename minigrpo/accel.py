@@ -3,6 +3,7 @@
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from .flags import ConfigError
 from .logprobs import chunk_size
 from .model import GPT, Attend, Block
 
-STEPS_PROFILED = 3
+STEPS_NOT_PROFILED, STEPS_PROFILED = 3, 3
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -32,6 +33,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; cpu is allowed")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what does not name one means this one
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name}")
     return device
@@ -100,16 +103,23 @@ def graphs_compiled() -> int:
     return int(dynamo_counters["stats"]["unique_graphs"])
 
 
-def profiler(config: Config, folder: Path, device: torch.device) -> "torch.profiler.profile | None":
-    """--profile: a trace of a few steps, its phases named, in the run's folder; `step()` after each. None without."""
-    if not config.profile:
-        return None
+class NoProfiler(nullcontext[Any]):
+    def __enter__(self) -> "NoProfiler":
+        return self
+
+    def step(self) -> None: ...
+
+
+def profiler(config: Config, folder: Path, device: torch.device, here: bool) -> "NoProfiler | torch.profiler.profile":
+    """--profile: a trace of a few steps, its phases named, in the run's folder, of the process that is `here`."""
+    if not (config.profile and here):
+        return NoProfiler()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=2, warmup=1, active=STEPS_PROFILED, repeat=1),
+        schedule=torch.profiler.schedule(wait=STEPS_NOT_PROFILED - 1, warmup=1, active=STEPS_PROFILED, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
     )
 

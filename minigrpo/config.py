@@ -229,6 +229,8 @@ class Config:
             raise ConfigError(f"--overlong-buffer must be at most --max-new-tokens, got {self.overlong_buffer}")
         if self.cuda_graphs and (not self.kv_cache or self.share_prompt_kv):
             raise ConfigError("--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv")
+        if self.profile and (self.stop_after or self.max_steps) < 6:
+            raise ConfigError(f"--profile traces steps 4 to 6: --max-steps must be at least 6, got {self.max_steps}")
         if self.low_precision_weights and not self.use_amp:
             raise ConfigError("--low-precision-weights goes with --use-amp, which says what precision")
         if self.supervised and self.kl_coef:
@@ -268,12 +270,17 @@ class Config:
     def with_fast_layers(self, given: Collection[str] = ()) -> "Config":
         """What --fast means on the device at hand, but for settings that are `given`."""
         kind = "cuda" if self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()) else "cpu"
-        return replace(self, **{name: value for name, value in FAST[kind].items() if name not in given})
+        layers = {name: value for name, value in FAST[kind].items() if name not in given}
+        if not layers.get("use_amp", self.use_amp):
+            layers.pop("low_precision_weights", None)
+        return replace(self, **layers)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "Config":
         """Raises ConfigError for an unreadable file, an unknown key or a bad value."""
-        return cls(**read_toml(path))
+        values = read_toml(path)
+        config = cls(**values)
+        return config.with_fast_layers(values) if config.fast else config
 
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None) -> "Config":

@@ -125,6 +125,8 @@ class CachedDecoder:
     def layer(self, number: int) -> Attend:
         return partial(self._attend_flat, number)
 
+    # it differs from layer to layer: torch.compile would make each block again, and then, above its limit, none
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_flat(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, self.positions.shape) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, W, H, D/H]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
@@ -249,6 +251,7 @@ class _Prefill:
     def layer(self, number: int) -> Attend:
         return self.attend
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
         self.remember(k, v)

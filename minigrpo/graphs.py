@@ -25,15 +25,25 @@ class Graphs:
     """What stays from rollout to rollout: the cache, and the recorded rounds."""
 
     def __init__(self) -> None:
-        self.cache = KVCache()
+        self.forget()
+
+    def forget(self) -> None:
+        """Give all memory back. A pool whose graphs are gone must not be used again either."""
+        self.cache, self.shape, self.of = KVCache(), (0, 0), tuple[object, ...]()
+        self.forget_rounds()
+
+    def forget_rounds(self) -> None:
         self.rounds: dict[tuple[int, ...], _Round] = {}
-        self.shape: tuple[int, ...] = ()
         self.pool: object = None
 
-    def fit(self, shape: tuple[int, ...]) -> None:
-        """Forget everything if there is not room for `shape`: cells, columns."""
-        if any(new > old for new, old in zip(shape, self.shape or (0,) * len(shape), strict=True)):
-            self.cache, self.rounds, self.shape = KVCache(), {}, shape
+    def fit(self, cells: int, columns: int, of: tuple[object, ...]) -> None:
+        """Forget what there is not room in, or what was recorded `of` another model or precision."""
+        shape = max(cells, self.shape[0]), max(columns, self.shape[1])
+        if of != self.of or shape != self.shape:
+            self.forget()
+            self.shape, self.of = shape, of
+        for cache in (cache for pair in self.cache.pairs for cache in pair):
+            cache.zero_()  # what an overflow left would reach others: 0 times infinity
 
     def decoder(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> "GraphedDecoder":
         return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
@@ -50,14 +60,15 @@ class _Round:
         with torch.autocast(device.type, torch.get_autocast_dtype(device.type), enabled=low, cache_enabled=False):
             if device.type == "cuda":
                 graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
-                side = torch.cuda.Stream(device)
-                side.wait_stream(torch.cuda.current_stream(device))
-                with torch.cuda.stream(side):
-                    call()  # libraries set themselves up; what is written is what is written again
-                torch.cuda.current_stream(device).wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=graphs.pool):  # type: ignore[arg-type]
-                    self.logits = call()
+                with torch.cuda.device(device):
+                    side = torch.cuda.Stream(device)
+                    side.wait_stream(torch.cuda.current_stream(device))
+                    with torch.cuda.stream(side):
+                        call()  # libraries set themselves up; what is written is what is written again
+                    torch.cuda.current_stream(device).wait_stream(side)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=graphs.pool, stream=side):  # type: ignore[arg-type]
+                        self.logits = call()
                 self.replay: Callable[[], object] = graph.replay
             else:
                 self.logits = torch.empty_like(call())
@@ -77,7 +88,9 @@ class GraphedDecoder(CopiedPrompts):
         self, graphs: Graphs, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
     ) -> None:
         super().__init__(model, prompt_ids, prompt_len, num_samples, length)
-        graphs.fit((up(self.num_cells, CELLS), up(self.prompt_ids.shape[1] + length, COLUMNS)))
+        kind = model.device.type
+        of = (id(model), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        graphs.fit(up(self.num_cells, CELLS), up(self.prompt_ids.shape[1] + length, COLUMNS), of)
         self.graphs, self.cache, self.layers_seen = graphs, graphs.cache, 0
 
     def _remember(self, k: Tensor, v: Tensor) -> None:
@@ -89,9 +102,10 @@ class GraphedDecoder(CopiedPrompts):
 
     def keep(self, cells: np.ndarray) -> None:
         if len(cells) > (room := self.graphs.shape[0]):  # more room is other memory: what was recorded is void
-            self.graphs.rounds.clear()
-            self.graphs.shape = (up(max(len(cells), 2 * room), CELLS), *self.graphs.shape[1:])
-            self.cache.make_room(self.graphs.shape[0])
+            self.graphs.forget_rounds()
+            more = up(max(len(cells), 2 * room), CELLS)
+            self.cache.make_room(more)
+            self.graphs.shape = more, self.graphs.shape[1]
         super().keep(cells)
 
     def _columns_in_use(self) -> int:

@@ -49,7 +49,7 @@ class Learner:
         self.optimizer = make_optimizer(
             model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
         )
-        self.fitting = Fitting("--micro-batch-size", config.micro_batch_size, warn)
+        self.fitting = Fitting("update", "--micro-batch-size", config.micro_batch_size, warn)
         self.guard = {"skipped": 0, "in_a_row": 0, "halvings": 0}  # optimizer steps left out because of a NaN or an infinity
 
     def autocast(self) -> AbstractContextManager[object]:

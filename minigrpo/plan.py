@@ -52,9 +52,11 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
     parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
 
-    tokens = {"update": update}
+    tokens = {"update": update * config.num_iterations}
     forward = (2 * blocks + 4 * shape.layers * shape.width * (prompt_len + answer_len / 2)) * update + 2 * head * completions
-    flops = {"update": 3 * forward}
+    flops = {"update": 3 * forward * config.num_iterations}
+    if config.num_iterations > 1:
+        tokens["old log-probs"], flops["old log-probs"] = update, forward
     if config.kl_coef:
         tokens["reference"], flops["reference"] = update, forward
     if LOSSES[config.loss].needs_group:
@@ -114,13 +116,15 @@ class Measured:
         """Of a step; the peak is that of the run."""
         return {name: total / (1 if name == "memory/peak_mib" else max(1, self.steps)) for name, total in self.sums.items()}
 
-    def beside(self, planned: Plan, device: str) -> list[list[str]]:
+    def beside(self, planned: Plan, device: str, world_size: int) -> list[list[str]]:
         """Three columns, for a table."""
         means = self.means()
+        for name in ("tokens/run", "rollout/tokens"):  # which are of all processes
+            means[name] /= world_size
         rows = [["tokens: update", f"{planned.tokens['update']:,.0f}", f"{means['tokens/run']:,.0f}"]]
         if "rollout" in planned.tokens:
             rows.append(["tokens: rollout", f"{planned.tokens['rollout']:,.0f}", f"{means['rollout/tokens']:,.0f}"])
             rows.append(["rounds of decoding", "", f"{means['rollout/rounds']:,.1f}"])
-        of_what = "allocated" if device == "cuda" else "the whole process"
+        of_what = "allocated" if device == "cuda" else "measured: the whole process"
         rows.append([f"peak MiB ({of_what})", f"{planned.peak_mib:,.0f}", f"{means['memory/peak_mib']:,.0f}"])
         return [*rows, ["seconds", "", f"{means['step_time']:.2f}"]]

@@ -4,7 +4,7 @@ The trainer cannot tell the two apart but by the loss that it was given. Example
 that a step never waits for self-play. Scores are computed in the reward pool while the device goes on.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -86,10 +86,12 @@ class Sampler:
         self.eos = tokenizer.eot_token
         cached = SharedPrompts if config.share_prompt_kv else CopiedPrompts
         self.decoder: Callable[..., Decoder] = cached if config.kv_cache else UncachedDecoder
+        self.graphs = Graphs()
         if config.cuda_graphs:
-            self.decoder = Graphs().decoder
+            self.decoder = self.graphs.decoder
         self.low = accel.low_precision_copy(config, model)
-        self.fitting = Fitting("--rollout-batch-size", 0, warn)
+        # how many prompts fit, by how many samples each gets: training and evaluation differ
+        self.fittings: defaultdict[int, Fitting] = defaultdict(lambda: Fitting("sampling", "--rollout-batch-size", 0, warn))
         self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
 
     def complete(
@@ -132,7 +134,7 @@ class Sampler:
 
         while done < len(examples):
             left = len(examples) - done
-            part = self.fitting.run(some, min(batch_size or left, left))
+            part = self.fittings[num_samples].run(some, min(batch_size or left, left), self.graphs.forget)
             done += len(part)
             yield part.to("cpu")
 

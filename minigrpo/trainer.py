@@ -77,7 +77,8 @@ class Trainer:
             world_size=self.dist.world_size,
         )
         if config.plan:
-            self.screen.table(f"a step of one of {self.dist.world_size} process(es)", ["", "planned"], self.plan.rows())
+            of_each = f", in each of {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
+            self.screen.table(f"a step, planned (nothing repeats){of_each}", ["", ""], self.plan.rows())
             raise SystemExit(0)
         self.learner = Learner(config, self.model, self.dist, self.screen.warn, self._dump)
         self.reference = self._make_reference()
@@ -159,19 +160,18 @@ class Trainer:
         evaluated = self.dist.on_main(lambda: self.log.evaluated)
         self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
         self._evaluate(config.eval_size if not evaluated else 0)
-        profiler = accel.profiler(config, self.folder, self.device) if self.dist.is_main else None
         end = min(config.stop_after or config.max_steps, config.max_steps)
         self.screen.start(config.max_steps, self.step)
-        while self.step < end and not self.stop_reason:
-            self.one_step()
-            if profiler:
+        with accel.profiler(config, self.folder, self.device, self.dist.is_main) as profiler:
+            while self.step < end and not self.stop_reason:
+                self.one_step()
                 profiler.step()
-            if self.step < config.max_steps:
-                if config.eval_every and self.step % config.eval_every == 0:
-                    self._evaluate(config.eval_size_during)
-                if self.step % config.save_every == 0:
-                    self.save(must=False)
-            self.stop_reason = request.agreed(self.dist)
+                if self.step < config.max_steps:
+                    if config.eval_every and self.step % config.eval_every == 0:
+                        self._evaluate(config.eval_size_during)
+                    if self.step % config.save_every == 0:
+                        self.save(must=False)
+                self.stop_reason = request.agreed(self.dist)
         if self.step < config.max_steps and not self.stop_reason:
             self.stop_reason = "stop_after"
 
@@ -212,6 +212,8 @@ class Trainer:
         )
         if config.fast:
             self.screen.say(f"--fast on {self.device.type}: {' '.join(as_flags(config, FAST[self.device.type]))}")
+        if config.cuda_graphs and self.device.type != "cuda":
+            self.screen.warn("--cuda-graphs: no CUDA device, so rounds are run and not recorded: slower, same tokens")
         if config.top_k or config.top_p < 1:
             self.screen.warn(
                 "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
@@ -274,8 +276,9 @@ class Trainer:
             rows = [[name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"] for name, first, last in ends]
             self.screen.table(title, ["", "before", "after", "change"], rows)
         if self.measured.steps:
-            title = f"a step, {self.dist.world_size} x {self.device.type}, planned (nothing repeats) and measured"
-            self.screen.table(title, ["", "planned", "measured"], self.measured.beside(self.plan, self.device.type))
+            title = "a step of one process, planned (nothing repeats, no guess is wrong) and measured"
+            rows = self.measured.beside(self.plan, self.device.type, self.dist.world_size)
+            self.screen.table(title, ["", "planned", "measured"], rows)
         self.screen.say(f"{status} ({reason}) at step {self.step}; saved {path_of(self.folder / 'checkpoints', self.step)}")
         if self.stop_reason:
             self.screen.say(f"go on with: --out-dir {self.folder} --resume auto")

@@ -9,10 +9,11 @@ import torch
 
 from minigrpo import Config, Trainer, accel
 from minigrpo.config import FAST
+from minigrpo.decoders import KVCache
 from minigrpo.flags import ConfigError
 from minigrpo.graphs import Graphs, _Round
 from minigrpo.layout import LAYOUTS
-from minigrpo.model import GPT, GPTShape
+from minigrpo.model import GPT, Block, GPTShape
 from minigrpo.plan import KEPT, plan
 from minigrpo.randomness import uniforms
 from minigrpo.rollout import Sampler
@@ -124,6 +125,10 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     assert (on_cpu.layout, on_cpu.kv_cache) == (FAST["cpu"]["layout"], False)
     on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
+    assert not Config.from_cli(["--fast", "--device", "cuda", "--no-use-amp"]).low_precision_weights
+    (tmp_path / "fast.toml").write_text("fast = true\ndevice = 'cuda'\nuse_tf32 = false\n")
+    from_toml = Config.from_toml(tmp_path / "fast.toml")
+    assert from_toml.use_amp and not from_toml.use_tf32
     trainer = Trainer(options_of(tmp_path / "run", fast=True))
     trainer._introduce()
     said = " ".join(capsys.readouterr().out.split())
@@ -187,3 +192,60 @@ def test_without_amp_there_is_no_copy() -> None:
     sampler = Sampler(config, model, load_tokenizer("chess"))
     (part,) = sampler.complete([Example("A: ", "x")])
     assert len(part) == 1
+
+
+def test_compiled_blocks_serve_sampling_and_the_update_and_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more layers than torch.compile makes versions of a function; the front end alone, or this would take minutes."""
+    compile_block = Block.compile
+    monkeypatch.setattr(Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options))
+    torch.compiler.reset()
+    trainer = Trainer(options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True)
+    made = [accel.graphs_compiled()]
+    for step in range(4):
+        batch = trainer.source.batch(step)
+        made.append(accel.graphs_compiled())
+        trainer.learner.learn(batch, step)
+        made.append(accel.graphs_compiled())
+    assert made[1] > made[0] and made[2] > made[1]  # one for sampling, one for the update
+    assert made[4:] == made[4:5] * (len(made) - 4)  # and none after the second step
+
+
+def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: GPT) -> None:
+    graphs, c = Graphs(), make_completions(0, prompts=6)
+    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 5, LENGTH))
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+    plain = generate(model, c.prompt_ids, c.prompt_len, **options)
+    weight = model.h[0].attn.c_attn.weight
+    with torch.no_grad():
+        kept = weight.clone()
+        weight.fill_(1e200)
+        generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+        weight.copy_(kept)
+    again = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+    assert torch.equal(again.completion_ids, plain.completion_ids)
+
+
+def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True}
+    trainer = Trainer(options_of(tmp_path / "run", **options), quiet=True)
+    trainer.source.batch(0)
+    trainer.learner.guard["halvings"] = 1
+    trainer.source.batch(1)
+    assert all(k.dtype == torch.float32 for k, _ in trainer.sampler.graphs.cache.pairs)
+
+    add_layer, rooms = KVCache.add_layer, list[int]()
+
+    def small(self: KVCache, like: torch.Tensor, room: int, length: int) -> None:
+        rooms.append(room)
+        if room > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        add_layer(self, like, room, length)
+
+    monkeypatch.setattr(KVCache, "add_layer", small)
+    trainer = Trainer(options_of(tmp_path / "small", cuda_graphs=True, draft_answers=False, group_size=8), quiet=True)
+    batch = trainer.source.batch(0)
+    assert len(batch) == 4 and rooms[0] == 32 and trainer.sampler.fittings[8].size == 2

@@ -19,18 +19,18 @@ def test_the_size_is_halved_until_it_fits_and_stays() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return size
 
-    fitting = Fitting("--micro-batch-size", 0, said.append)
+    fitting = Fitting("update", "--micro-batch-size", 0, said.append)
     assert fitting.run(work, 14) == 3
     assert fitting.run(work, 14) == 3
     assert fitting.run(work, 2) == 2
     assert tried == [14, 7, 3, 3, 2]
-    assert [text.rsplit("(", 1)[1] for text in said] == ["--micro-batch-size 7)", "--micro-batch-size 3)"]
+    assert ["from here on 7" in said[0], "from here on 3" in said[1], len(said)] == [True, True, 2]
 
     def never(size: int) -> None:
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError):
-        Fitting("--micro-batch-size", 0).run(never, 1)
+        Fitting("update", "--micro-batch-size", 0).run(never, 1)
 
 
 @pytest.mark.parametrize("options", [{"kl_coef": 0.1}, {"num_iterations": 2}])
@@ -48,8 +48,8 @@ def test_out_of_memory_in_an_update_leaves_the_gradient_as_it_is(
 
     monkeypatch.setattr(GPT, "forward", small)
     cut = first_gradient(tmp_path / "cut", **options)
-    assert "from here on 3 (--micro-batch-size 3)" in (said := " ".join(capsys.readouterr().err.split()))
-    assert "from here on 1 (--micro-batch-size 1)" in said
+    assert "from here on 3 (see --micro-batch-size)" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "from here on 1 (see --micro-batch-size)" in said
     for a, b in zip(cut, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -69,4 +69,4 @@ def test_out_of_memory_in_a_rollout_leaves_the_tokens_as_they_are(tmp_path: Path
     cut = trainer.source.batch(0)
     assert cut.texts == whole.texts
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]
-    assert trainer.sampler.fitting.size == 1
+    assert trainer.sampler.fittings[4].size == 1

@@ -52,14 +52,25 @@ def load_task(name: str, *, seed: int, history: int = 0, data: str = "", listene
     if not data and name == CHESS:
         return ChessEnv(seed, history)
     if name == CHESS and data.endswith(".jsonl") and "," not in data:
-        return Pairs(Path(data), seed)
+        pairs = Pairs(Path(data), seed)
+        if pairs.train(0).prompt.startswith("P: ") and listener:
+            listener.warn(f"--data {data}: looks annotated; with --task policy its moves are judged one by one")
+        return pairs
     paths = [path for path in data.split(",") if path]
+    try:
+        return _of_files(name, paths, seed, history, listener)
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith("--") else f"--data {error}") from None
+
+
+def _of_files(name: str, paths: list[str], seed: int, history: int, listener: Listener | None) -> Task:
     for path in paths:  # before any is read, which may take minutes
         reader_of(path)
         check_readable(Path(path))
     no_advice = ValueError(
-        f"--task {name} needs annotated positions, --data FILE.jsonl or FILE.txt with P lines, got {data or 'none'}; "
-        f"`{ANNOTATE} --out FILE.jsonl{' --positions FILE.pgn' if '.pgn' in data else ''}` makes them"
+        f"--task {name} needs annotated positions, --data FILE.jsonl or FILE.txt with P lines, got "
+        f"{','.join(paths) or 'none'}; "
+        f"`{ANNOTATE} --out FILE.jsonl{' --positions FILE.pgn' if '.pgn' in ' '.join(paths) else ''}` makes them"
     )
     if name != CHESS and not any(path.endswith(ADVISING) for path in paths):
         raise no_advice

@@ -107,8 +107,8 @@ class Shuffled:
         held_out = held_out[np.sort(np.unique(questions, return_index=True)[1])]
         if not len(train) or not len(held_out):
             raise ValueError(
-                f"{path}: {len(train)} examples for training and {len(held_out)} for evaluation, there must be some of each; "
-                f"one position in {HELD_OUT_SHARE} is held out"
+                f"{path}: {len(train)} usable examples for training and {len(held_out)} for evaluation; there must be some "
+                f"of each, and one position in {HELD_OUT_SHARE} is held out"
             )
         self.seed, self._train, self._held_out = seed, train, held_out
         self.num_train, self.num_held_out = len(train), len(held_out)

@@ -104,7 +104,8 @@ class Engines:
         finally:
             self.idle.put(engine)
         lines = [(info["pv"][0].uci(), pawns(info["score"].relative)) for info in infos if info.get("pv") and "score" in info]
-        return write(lines) if lines else ""
+        # a limit may end a search between two of its lines, which then are not in order
+        return write(sorted(lines, key=lambda line: -line[1])) if lines else ""
 
     def close(self) -> None:
         for engine in self.all:

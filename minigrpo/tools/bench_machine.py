@@ -3,10 +3,10 @@
 import copy
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tiktoken
@@ -35,6 +35,7 @@ from ..types import Example, RolloutBatch, Task
 from .bench_rewards import naive
 from .naive import FullLogits, FullLogitsReference, OneAtATime, OneByOne
 
+T = TypeVar("T")
 OF_THE_MODEL = ("layers", "width", "heads", "vocab_size", "prompt_len")  # a job with a model and prompts of its own has these
 OF_THE_STEP = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef")
 SIZES = OF_THE_MODEL + OF_THE_STEP
@@ -134,6 +135,8 @@ class Work:
             if wrong := [flag(name) for name in OF_THE_MODEL if name in given]:
                 raise ConfigError(f"{wrong[0]} goes with made-up work: a job has a model and prompts of its own")
             config = replace(Config.from_toml(asked.config) if asked.config else Config(), **given, max_steps=10**6)
+            if config.top_k or config.top_p < 1 or config.rewards:
+                raise ConfigError(f"--config {asked.config}: --top-k, --top-p and --rewards are not for a naive step")
             if config.supervised:
                 raise ConfigError(f"--config {asked.config}: --loss {config.loss} samples nothing")
             tokenizer = load_tokenizer(config.tokenizer)
@@ -170,6 +173,13 @@ class Work:
         return {**sizes, **ends, "text": self.describe()}
 
 
+class Rigid(Fitting):
+    """Does not try with less when memory runs out: a row must be what it says."""
+
+    def run(self, function: Callable[[int], T], there_are: int, forget: Callable[[], object] = lambda: None) -> T:
+        return function(self.of(there_are))
+
+
 class Machine:
     """A training step with some of its parts naive (`sampler`, `head`, `rewards`) and the flags of a config."""
 
@@ -183,10 +193,17 @@ class Machine:
         self.sampler = (OneAtATime if "sampler" in naive_parts else sampler)(
             config, self.model, work.tokenizer, self.learner.autocast
         )
+        self.learner.fitting = Rigid("update", "", config.micro_batch_size)
+        self.sampler.fittings.default_factory = lambda: Rigid("sampling", "", 0)
         if work.forced:
             self.sampler.eos = -1
         kind = OneByOne if "rewards" in naive_parts else RewardScorer
-        self.scorer = kind(work.task, workers=config.num_reward_workers if config.parallel_rewards else 0)
+        self.scorer = kind(
+            work.task,
+            weights=config.weights(),
+            workers=config.num_reward_workers if config.parallel_rewards else 0,
+            timeout_s=config.reward_timeout,
+        )
         if isinstance(self.scorer, OneByOne):
             self.scorer.judge = naive if isinstance(work.task, ChessEnv) else work.task.score
         reference: Reference = NoReference()
@@ -197,7 +214,7 @@ class Machine:
                 accel.low_precision_copy(config, self.model),
                 layout=LAYOUTS[config.layout],
                 temperature=config.temperature,
-                fitting=Fitting("--micro-batch-size", config.micro_batch_size),
+                fitting=self.learner.fitting,
                 autocast=self.learner.autocast,
                 offload=config.offload_reference,
             )
@@ -236,8 +253,9 @@ class Machine:
         """
         accel.use_tf32(self.config)
         with torch.no_grad():
-            logp = self.learner.forward(batch.completions)[0]
-        nll = -float(logp.double().sum()) / int(batch.completions.completion_mask.sum())
+            parts = batch.split(self.config.micro_batch_size or len(batch))
+            total = sum(float(self.learner.forward(part.completions)[0].double().sum()) for part in parts)
+        nll = -total / int(batch.completions.completion_mask.sum())
         batch, counts = self.learner.prepare(batch)
         self.learner.gradient(batch, counts)
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.model.parameters()]

@@ -220,19 +220,23 @@ def _take_turn(row: Row, turn: int, tokens: list[Tensor]) -> None:
 
 
 def _compare(rows: list[Row]) -> None:
-    """Loss and gradient of one and the same rollout, against the first row's, in float32."""
-    first = rows[0].machine
+    """Loss and gradient of one and the same rollout, against those of the first row that ran, in float32."""
+    first = next((row.machine for row in rows if row.machine is not None), None)
     if first is None:
         return
     batch = first.batch
     loss, gradient = first.gradient(batch)
     norm = sum(float(g.double().square().sum()) for g in gradient) ** 0.5
+
+    def compare(row: Row) -> None:
+        assert row.machine is not None
+        other, theirs = row.machine.gradient(batch)
+        row.loss_difference = abs(other - loss) / abs(loss) if loss else abs(other)
+        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(theirs, gradient, strict=True)) ** 0.5
+        row.grad_difference = apart / norm if norm else apart
+
     for row in rows:
-        if row.machine is not None:
-            other, theirs = row.machine.gradient(batch)
-            row.loss_difference = abs(other - loss) / abs(loss) if loss else abs(other)
-            apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(theirs, gradient, strict=True))
-            row.grad_difference = apart**0.5 / norm
+        _attempt(row, compare)
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,8 @@ class Roofline:
         a_token = 2 * blocks + 4 * shape.layers * shape.width * seen
         answers = row.middle("completions") * row.middle("completion_len")
         run = row.middle("rollout/tokens")
-        flops = run * (a_token + 2 * head)
+        copies = config.group_size if "sampler" in row.naive else 1
+        flops = run * a_token + 2 * head * (run - copies * config.prompts_per_step * (self.work.prompt_len - 1))
         flops += (3 + bool(config.kl_coef)) * (
             row.middle("tokens/run") * a_token + min(answers, row.middle("tokens/run")) * 2 * head
         )

@@ -14,6 +14,8 @@ from rich.table import Table
 
 from ..flags import ConfigError, exit_with, parse
 
+FORMATS = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -99,6 +101,8 @@ def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path) -> None
 def main() -> None:
     try:
         arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.curves")
+        if arguments.out and arguments.out.suffix not in FORMATS:
+            raise ConfigError(f"--out must end with {', '.join(FORMATS)}, got {arguments.out}")
         runs = {run: read(run) for run in arguments.runs}
         console = Console()
         console.print(table(runs))

@@ -30,9 +30,9 @@ class Which:
     tokenizer: str | None = None
     """chess, gpt2 or a path."""
     task: str | None = None
-    """chess-env, or a Python file with a task."""
+    """As for train.py."""
     data: str | None = None
-    """A .jsonl file with prompts and answers."""
+    """Files of questions, as for train.py."""
     history: int | None = None
     """How many earlier moves the prompt tells."""
     max_new_tokens: int | None = None

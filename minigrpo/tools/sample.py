@@ -5,7 +5,7 @@ python -m minigrpo.tools.sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --mo
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import chess
 import numpy as np
@@ -70,7 +70,7 @@ def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
         raise ConfigError("--fen and --move go together, and --before with them")
     if arguments.fen:
         if not isinstance(loaded.task, ChessEnv):
-            raise ConfigError("--fen and --move are for --task chess-env")
+            raise ConfigError(f"--fen and --move are for --task chess-env, without --data; here it is {loaded.config.task}")
         return [question(arguments, loaded.config.history)]
     size = min(arguments.examples, getattr(loaded.task, "num_held_out", None) or arguments.examples)
     return [loaded.task.held_out(i) for i in range(size)]
@@ -113,6 +113,8 @@ def main() -> None:
     screen = Screen()
     try:
         arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.sample")
+        if arguments.fen and arguments.data is None:
+            arguments = replace(arguments, data="")  # a question of one's own needs no file that the run had
         loaded = load(arguments, screen)
         examples = questions(arguments, loaded)
         with screen.errors.status("sampling"):
