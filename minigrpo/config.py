@@ -60,7 +60,7 @@ class Config:
     """How many earlier moves the prompt tells."""
     prompts_per_step: int = 16
     """Prompts in one step."""
-    group_size: int = 8
+    group_size: int = 16
     """Completions of each prompt."""
     max_new_tokens: int = 96
     """Longest completion, end of text included."""
@@ -132,7 +132,7 @@ class Config:
     """That cap."""
     num_iterations: int = 1
     """Optimizer steps on each rollout."""
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises."""

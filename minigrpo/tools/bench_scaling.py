@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..config import Config
+
 WARM_UP = 3  # steps that are not counted
 
 
@@ -45,7 +47,9 @@ class Scaling:
             row["efficiency"] = one / (row["processes"] * row["s/step"])
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
         table = Table(
-            title=f"16 prompts x 8 completions a step, {where}, {self.threads} thread(s) a process", title_justify="left"
+            title=f"{Config().prompts_per_step} prompts x {Config().group_size} completions a step, {where}, "
+            f"{self.threads} thread(s) a process",
+            title_justify="left",
         )
         for name in rows[0]:
             table.add_column(name, justify="right")
