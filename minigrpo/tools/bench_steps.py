@@ -98,8 +98,7 @@ class Row:
     status: str = "ok"
     machine: Machine | None = None
     steps: list[dict[str, float]] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-    resident_mib: float = 0.0
+    peak_mib: float = math.nan
     warm_up_s: float = 0.0
     recompiles: int = 0
     different: int = 0  # completions that are not the naive ones
@@ -199,18 +198,20 @@ def _build(row: Row, work: Work) -> None:
         row.machine = Machine(replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive)
         row.machine.step(0)
         row.warm_up_s = time.perf_counter() - start
-    if work.device.type == "cuda":
-        row.resident_mib = torch.cuda.memory_allocated(work.device) / 2**20 - memory.before
+    resident = torch.cuda.memory_allocated(work.device) / 2**20 - memory.before if work.device.type == "cuda" else 0.0
+    with probe.PeakMemory(
+        work.device
+    ) as peak:  # in a step that is not timed: looking gives freed memory back, which takes time
+        row.machine.step(0)
+    row.peak_mib = peak.mib + resident
 
 
 def _take_turn(row: Row, turn: int, tokens: list[Tensor]) -> None:
     """One step of a row; `tokens` are the first row's of this turn, which the others should have too."""
     assert row.machine is not None
     graphs, before = probe.recompiles(), probe.energy_joules(row.machine.device)
-    with probe.PeakMemory(row.machine.device) as peak:
-        row.steps.append(row.machine.step(turn))
+    row.steps.append(row.machine.step(turn))
     after = probe.energy_joules(row.machine.device)
-    row.peaks.append(peak.mib + row.resident_mib)
     row.recompiles += probe.recompiles() - graphs
     if before is not None and after is not None:
         row.joules.append(after - before)
@@ -304,7 +305,7 @@ def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
             **{name: row.middle(name) if done else math.nan for name in ("rollout", "reward", "reference", "update")},
             "tokens_per_s": tokens / seconds,
             "speedup": naive / seconds,
-            "peak_mib": max(row.peaks, default=math.nan),
+            "peak_mib": row.peak_mib,
             "memory_measures": probe.PeakMemory(roof.work.device).measures,
             "loss_difference": row.loss_difference,
             "grad_difference": row.grad_difference,
