@@ -61,7 +61,7 @@ class Rewards:
 
     def run(self, console: Console) -> dict[str, Any]:
         with TemporaryDirectory() as folder:
-            trainer = Trainer(Config(out_dir=f"{folder}/run", max_steps=10**6), quiet=True)
+            trainer = Trainer(Config(out_dir=f"{folder}/run", max_steps=10**6, group_size=GROUP), quiet=True)
             rows = []
             for size in self.sizes:
                 now, before = (_completions(trainer, max(1, size // GROUP), seed, console) for seed in (0, 1))
@@ -198,7 +198,13 @@ def _worst_hostile() -> float:
 
 def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
     """Seconds a step, alternating, with four rollout batches a step and a reference to overlap with."""
-    options: dict[str, Any] = {"rollout_batch_size": 4, "kl_coef": 0.05, "max_steps": 10**6, "warmup_steps": 10**6}
+    options: dict[str, Any] = {
+        "group_size": GROUP,
+        "rollout_batch_size": 4,
+        "kl_coef": 0.05,
+        "max_steps": 10**6,
+        "warmup_steps": 10**6,
+    }
     variants: dict[str, dict[str, Any]] = {
         "overlapped": {"overlap_rewards": True},
         "not overlapped": {"overlap_rewards": False},
