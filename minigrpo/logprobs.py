@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # tokens whose logits exist at a time, at most,
-LOGITS = 1 << 24  # and so many logits: 64 MiB of float32
+LOGITS = 1 << 22  # and so many logits: 16 MiB of float32
 
 
 def chunk_size(vocab_size: int) -> int:
