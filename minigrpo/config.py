@@ -28,19 +28,10 @@ AT_LEAST = {
 }
 ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
 # what --fast turns on: on CPU as measured, on CUDA as reasoned (not measured yet)
+ALWAYS = {"layout": "tree", "kv_cache": True, "draft_answers": True, "fused_optimizer": True, "skip_dead_groups": True}
 FAST: dict[str, dict[str, Any]] = {
-    "cpu": {"layout": "tree", "kv_cache": True, "draft_answers": True, "fused_optimizer": True, "skip_dead_groups": True},
-    "cuda": {
-        "use_amp": True,
-        "use_tf32": True,
-        "compile_model": True,
-        "low_precision_weights": True,
-        "layout": "tree",
-        "kv_cache": True,
-        "draft_answers": True,
-        "fused_optimizer": True,
-        "skip_dead_groups": True,
-    },
+    "cpu": ALWAYS,
+    "cuda": {**ALWAYS, "use_amp": True, "use_tf32": True, "compile_model": True, "low_precision_weights": True},
 }
 UNIONS = (types.UnionType, typing.Union)
 
