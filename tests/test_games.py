@@ -134,9 +134,9 @@ def test_an_example_is_a_pure_function_of_file_seed_and_number(tmp_path: Path) -
     ("name", "content", "words"),
     [
         ("none.pgn", None, "none.pgn: cannot be read .No such file"),
-        ("empty.pgn", b"", "empty.pgn: 0 examples for training and 0 for"),
-        ("one.pgn", b"1. e4", "one.pgn: [01] examples for training and [01] for evaluation, .*; one position in 4"),
-        ("noise.pgn", bytes(range(256)) * 40, "noise.pgn: 0 examples for training and 0 for"),
+        ("empty.pgn", b"", "empty.pgn: 0 usable examples for training and 0 for"),
+        ("one.pgn", b"1. e4", "one.pgn: [01] usable examples for training and [01] for evaluation; .* one position in 4"),
+        ("noise.pgn", bytes(range(256)) * 40, "noise.pgn: 0 usable examples for training and 0 for"),
         ("not.pgn.gz", b"1. e4", "not.pgn.gz: cannot be read .Not a gzipped file"),
         ("cut.pgn.gz", gzip.compress(SMALL.read_bytes())[:-300], "cut.pgn.gz: cannot be read .Compressed file ended"),
         ("games.doc", b"1. e4", "must end with .pgn, .pgn.gz, .txt, .jsonl, got .*games.doc"),

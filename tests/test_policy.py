@@ -121,7 +121,7 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(tmp_pat
         ("policy", "", "--task policy needs annotated positions, .* got none; `python -m minigrpo.tools.annotate --out"),
         ("chess-env+policy", "", "--task chess-env.policy needs annotated positions"),
         ("policy", str(SMALL), "small.pgn; .*annotate --out FILE.jsonl --positions FILE.pgn` makes them"),
-        ("policy", str(ROOT / "examples" / "sums.jsonl"), "sums.jsonl: 0 examples for training and 0 for"),
+        ("policy", str(ROOT / "examples" / "sums.jsonl"), "sums.jsonl: 0 usable examples for training and 0 for"),
         ("chess-env", f"{SMALL},missing.txt", "missing.txt: cannot be read"),
         ("chess-env+policy", "LINES.txt", "--task chess-env.policy needs annotated positions, .* got .*LINES.txt"),
     ],
