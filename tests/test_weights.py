@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import GPT, Config
-from minigrpo.decoders import CachedDecoder, UncachedDecoder
+from minigrpo.decoders import CopiedPrompts, SharedPrompts, UncachedDecoder
 from minigrpo.flags import ConfigError
 from minigrpo.initial import build_model
 from minigrpo.model import GPTShape
@@ -208,7 +208,7 @@ def test_an_export_gives_them_our_logits(tmp_path: Path, ours: GPT) -> None:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("decoder", [CachedDecoder, UncachedDecoder])
+@pytest.mark.parametrize("decoder", [CopiedPrompts, SharedPrompts, UncachedDecoder])
 def test_greedy_generation_is_theirs_token_for_token(tmp_path: Path, decoder: type) -> None:
     theirs = make_theirs()
     theirs.save_pretrained(tmp_path)
