@@ -1,21 +1,21 @@
 """The speed layers: one function and one flag each. Each can be deleted without touching the maths."""
 
 import copy
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters as dynamo_counters
 from torch.utils.checkpoint import checkpoint
 
-from .config import Config
+from .config import PROFILED, Config
+from .decoders import CachedDecoder, Prefill
 from .flags import ConfigError
 from .logprobs import chunk_size
 from .model import GPT, Attend, Block
-
-STEPS_NOT_PROFILED, STEPS_PROFILED = 3, 3
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -100,7 +100,8 @@ def refresh(low: GPT, model: GPT) -> None:
 
 def graphs_compiled() -> int:
     """How many graphs torch.compile has made in this process; one more after the warm-up is a recompile."""
-    return int(dynamo_counters["stats"]["unique_graphs"])
+    dynamo = sys.modules.get("torch._dynamo.utils")  # which takes a second or two to import: not for this
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
 class NoProfiler(nullcontext[Any]):
@@ -114,18 +115,27 @@ def profiler(config: Config, folder: Path, device: torch.device, here: bool) -> 
     """--profile: a trace of a few steps, its phases named, in the run's folder, of the process that is `here`."""
     if not (config.profile and here):
         return NoProfiler()
+    first, last = PROFILED
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=STEPS_NOT_PROFILED - 1, warmup=1, active=STEPS_PROFILED, repeat=1),
+        schedule=torch.profiler.schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
     )
+
+
+@cache
+def leave_decoders_out() -> None:
+    """Their attention differs by layer: torch.compile would make a block again for each, and above its limit none."""
+    CachedDecoder.attend_flat = torch.compiler.disable(CachedDecoder.attend_flat)  # type: ignore[method-assign]
+    Prefill.attend = torch.compiler.disable(Prefill.attend)  # type: ignore[method-assign]
 
 
 def compile_blocks(config: Config, model: GPT) -> None:
     """--compile-model: torch.compile each block in place; names in the state dict stay as they are."""
     if config.compile_model:
+        leave_decoders_out()
         for block in model.h:
             block.compile(dynamic=True)

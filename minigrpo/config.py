@@ -27,6 +27,7 @@ AT_LEAST = {
     "overlong_buffer",
 }
 ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
+PROFILED = 4, 6  # first and last step that --profile traces
 # what --fast turns on: on CPU as measured, on CUDA as reasoned (not measured yet)
 ALWAYS = {"layout": "tree", "kv_cache": True, "draft_answers": True, "fused_optimizer": True, "skip_dead_groups": True}
 FAST: dict[str, dict[str, Any]] = {
@@ -220,8 +221,10 @@ class Config:
             raise ConfigError(f"--overlong-buffer must be at most --max-new-tokens, got {self.overlong_buffer}")
         if self.cuda_graphs and (not self.kv_cache or self.share_prompt_kv):
             raise ConfigError("--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv")
-        if self.profile and (self.stop_after or self.max_steps) < 6:
-            raise ConfigError(f"--profile traces steps 4 to 6: --max-steps must be at least 6, got {self.max_steps}")
+        if self.profile and min(self.stop_after or self.max_steps, self.max_steps) < PROFILED[1]:
+            raise ConfigError(
+                f"--profile traces steps {PROFILED[0]} to {PROFILED[1]}: --max-steps and --stop-after are too few"
+            )
         if self.low_precision_weights and not self.use_amp:
             raise ConfigError("--low-precision-weights goes with --use-amp, which says what precision")
         if self.supervised and self.kl_coef:

@@ -4,6 +4,7 @@ All run *cells*, ragged rows of tokens that each go on from one prompt; which co
 business. The caches differ in where a prompt's keys and values lie: once for its whole group, or once for each cell.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -71,7 +72,7 @@ def _grown(cache: Tensor, room: int) -> Tensor:
     return new
 
 
-class CachedDecoder:
+class CachedDecoder(ABC):
     """What both caches have in common: prompts run once, then a few tokens of every cell at a time."""
 
     def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
@@ -95,7 +96,7 @@ class CachedDecoder:
         columns = torch.arange(width, device=self.model.device)
         in_prompt = columns < self.prompt_len[:, None]
         stream = Stream(self.prompt_ids[in_prompt], columns.expand_as(self.prompt_ids)[in_prompt])
-        hidden = self.model.hidden(stream, _Prefill(self._remember, rows, unpad))
+        hidden = self.model.hidden(stream, Prefill(self._remember, rows, unpad))
         return self.model.head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
@@ -123,11 +124,9 @@ class CachedDecoder:
         return self.model.head(hidden).unflatten(0, tokens.shape)
 
     def layer(self, number: int) -> Attend:
-        return partial(self._attend_flat, number)
+        return partial(self.attend_flat, number)
 
-    # it differs from layer to layer: torch.compile would make each block again, and then, above its limit, none
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _attend_flat(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_flat(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, self.positions.shape) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, W, H, D/H]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 
@@ -139,20 +138,21 @@ class CachedDecoder:
 
     # --- what they differ in ----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _remember(self, k: Tensor, v: Tensor) -> None:
         """Keys and values of the prompts in the next layer, `[P, H, Lp, D/H]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _columns_in_use(self) -> int:
-        raise NotImplementedError
+        """How much of the cache there is to look at."""
 
+    @abstractmethod
     def _unseen(self) -> Tensor:
         """`[C, 1, W, keys]` bool: what a token must not attend to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [C, H, W, D/H]`, scaled, and new keys and values `[C, W, H, D/H]` -> `[C, H, W, D/H]`."""
-        raise NotImplementedError
 
 
 class CopiedPrompts(CachedDecoder):
@@ -242,7 +242,7 @@ class SharedPrompts(CachedDecoder):
         return x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)[self.place]
 
 
-class _Prefill:
+class Prefill:
     """Causal attention over the prompts, whose keys and values are handed on."""
 
     def __init__(self, remember: Callable[[Tensor, Tensor], None], rows: Tensor, unpad: Tensor) -> None:
@@ -251,7 +251,6 @@ class _Prefill:
     def layer(self, number: int) -> Attend:
         return self.attend
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
         self.remember(k, v)

@@ -23,7 +23,7 @@ from .initial import build_model
 from .layout import LAYOUTS
 from .learner import Learner
 from .metrics import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
-from .plan import Measured, plan
+from .plan import Measured, Plan, plan
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
 from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
@@ -67,15 +67,7 @@ class Trainer:
         )
         self.model = build_model(config, self.tokenizer, self.screen.say).to(self.device)
         accel.chunk_logprobs(config, self.model)  # before the reference is copied from it
-        probe = [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
-        prompt_len = encode_prompts(self.tokenizer, probe, self.model.shape.context - config.max_new_tokens)[1]
-        self.plan = plan(
-            config,
-            self.model.shape,
-            prompt_len=float(prompt_len.float().mean()),
-            answer_len=float(encode_answers(self.tokenizer, probe)[1].float().mean().clamp(max=config.max_new_tokens)),
-            world_size=self.dist.world_size,
-        )
+        self.plan = self._make_plan()
         if config.plan:
             of_each = f", in each of {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
             self.screen.table(f"a step, planned (nothing repeats){of_each}", ["", ""], self.plan.rows())
@@ -103,6 +95,18 @@ class Trainer:
         for model in {self.model, self.sampler.low}:
             accel.compile_blocks(config, model)
         self.source = self._make_source()
+
+    def _make_plan(self) -> Plan:
+        """From the lengths of some examples. Raises ConfigError if a prompt is too long."""
+        config, some = self.config, [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
+        prompt_len = encode_prompts(self.tokenizer, some, self.model.shape.context - config.max_new_tokens)[1]
+        return plan(
+            config,
+            self.model.shape,
+            prompt_len=float(prompt_len.float().mean()),
+            answer_len=float(encode_answers(self.tokenizer, some)[1].float().mean().clamp(max=config.max_new_tokens)),
+            world_size=self.dist.world_size,
+        )
 
     def _open_folder(self) -> Path:
         folder = open_folder(self.config)

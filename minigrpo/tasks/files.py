@@ -5,6 +5,7 @@ The pass keeps no text, only where or what each example is; what is damaged is s
 
 import hashlib
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -91,7 +92,7 @@ def readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-class Shuffled:
+class Shuffled(ABC):
     """Two splits of finitely many examples; each epoch of training shows each once, in an order of its own.
 
     What is asked often, as openings are, trains often, but is asked only once in an evaluation.
@@ -114,8 +115,9 @@ class Shuffled:
         self.num_train, self.num_held_out = len(train), len(held_out)
         self._order = lru_cache(maxsize=3)(self._shuffle)
 
+    @abstractmethod
     def example(self, key: int, index: int) -> Example:
-        raise NotImplementedError
+        """What stands at a key, as example number `index`."""
 
     def train(self, number: int) -> Example:
         epoch, place = divmod(number, self.num_train)

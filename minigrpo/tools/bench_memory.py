@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import accel
-from ..decoders import CopiedPrompts, SharedPrompts
 from ..logprobs import chunk_size, token_logprobs
 from ..metrics import PhaseTimer
 from ..rollout import GREEDY, Sampler
@@ -36,19 +35,8 @@ from .bench_machine import Machine, Sizes, Work
 from .bench_report import write_memory
 
 LOOKS_PER_S = 500  # at the memory in use, for the timeline
+POINTS = 100  # of a timeline that are kept
 CLOSE = 1e-4  # relative difference of losses that are the same but for rounding
-
-
-class Repeated(Sampler):
-    def complete(self, examples: Sequence[Example], **options: Any) -> Iterator[Completions]:
-        self.decoder = CopiedPrompts
-        return super().complete(examples, **options)
-
-
-class Once(Sampler):
-    def complete(self, examples: Sequence[Example], **options: Any) -> Iterator[Completions]:
-        self.decoder = SharedPrompts
-        return super().complete(examples, **options)
 
 
 class InTurn(Sampler):
@@ -100,11 +88,12 @@ def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Com
     return Completions(one_each.prompt_ids[first], one_each.prompt_len[first], **fields)
 
 
-WAYS: dict[str, tuple[type[Sampler], str]] = {
-    "prompts repeated": (Repeated, "repeated"),
-    "one after the other": (InTurn, "repeated"),
-    "repeated by the loader": (ByLoader, "repeated"),
-    "stored once (ours)": (Once, "shared"),
+REPEATED: dict[str, Any] = {"layout": "repeated"}
+WAYS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
+    "prompts repeated": (Sampler, REPEATED),
+    "one after the other": (InTurn, REPEATED),
+    "repeated by the loader": (ByLoader, REPEATED),
+    "stored once (ours)": (Sampler, {"layout": "shared", "share_prompt_kv": True}),
 }
 
 
@@ -129,7 +118,8 @@ class Timeline(PhaseTimer):
 
         def watch() -> None:
             while not done.wait(1 / LOOKS_PER_S):
-                self.seen.append((time.perf_counter() - start, probe.memory_in_use(self.device) - least, self.now))
+                used = probe.memory_in_use(self.device) - least
+                self.seen.append((round(time.perf_counter() - start, 4), round(used, 1), self.now))
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -221,8 +211,8 @@ def _measure(
     work: Work, way: str, chunked: bool, repeats: int, same: _Same
 ) -> tuple[dict[str, Any], list[tuple[float, float, str]]]:
     """A row, and the memory over time of one step."""
-    sampler, layout = WAYS[way]
-    flags: dict[str, Any] = {"layout": layout, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
+    sampler, flags = WAYS[way]
+    flags = {**flags, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
     row: dict[str, Any] = {"name": way, "logits": "in chunks" if chunked else "all", "group_size": work.config.group_size}
     try:
         with probe.PeakMemory(work.device) as built:
@@ -239,7 +229,7 @@ def _measure(
         times = {name: median(step.get(name, 0.0) for step in steps) for name in ("seconds", "rollout", "update")}
         row |= {"peak_mib": peak_mib, "s_per_step": times.pop("seconds"), **times}
         row |= {"different_completions": same.check(machine, way), "status": "ok"}
-        return row, list(timeline.seen)
+        return row, timeline.seen[:: max(1, len(timeline.seen) // POINTS)]
     except (torch.OutOfMemoryError, MemoryError):
         torch.cuda.empty_cache()
         return {**row, "status": "out of memory"}, []

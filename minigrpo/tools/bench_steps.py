@@ -209,10 +209,10 @@ def _build(row: Row, work: Work) -> None:
 def _take_turn(row: Row, turn: int, tokens: list[Tensor]) -> None:
     """One step of a row; `tokens` are the first row's of this turn, which the others should have too."""
     assert row.machine is not None
-    graphs, before = probe.recompiles(), probe.energy_joules(row.machine.device)
+    graphs, before = accel.graphs_compiled(), probe.energy_joules(row.machine.device)
     row.steps.append(row.machine.step(turn))
     after = probe.energy_joules(row.machine.device)
-    row.recompiles += probe.recompiles() - graphs
+    row.recompiles += accel.graphs_compiled() - graphs
     if before is not None and after is not None:
         row.joules.append(after - before)
     ids = row.machine.tokens()

@@ -110,13 +110,6 @@ def energy_joules(device: torch.device) -> float | None:
         return None
 
 
-def recompiles() -> int:
-    """Graphs that torch.compile has made in this process."""
-    import torch._dynamo.utils
-
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def describe_machine(device: torch.device) -> dict[str, Any]:
     found = versions(1) | ({"cuda": str(torch.version.cuda)} if device.type == "cuda" else {})
     return {"device": device_name(device), "versions": found, "cpu_count": os.cpu_count()}
