@@ -222,9 +222,7 @@ class Config:
         if self.cuda_graphs and (not self.kv_cache or self.share_prompt_kv):
             raise ConfigError("--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv")
         if self.profile and min(self.stop_after or self.max_steps, self.max_steps) < PROFILED[1]:
-            raise ConfigError(
-                f"--profile traces steps {PROFILED[0]} to {PROFILED[1]}: --max-steps and --stop-after are too few"
-            )
+            raise ConfigError(f"--profile traces steps {PROFILED[0]} to {PROFILED[1]}, which this run does not reach")
         if self.low_precision_weights and not self.use_amp:
             raise ConfigError("--low-precision-weights goes with --use-amp, which says what precision")
         if self.supervised and self.kl_coef:
