@@ -212,7 +212,7 @@ class SharedPrompts(CachedDecoder):
         self._arrange()
 
     def _remember(self, k: Tensor, v: Tensor) -> None:
-        self.prompt_kv.append((k, v))
+        self.prompt_kv.append((k.contiguous(), v.contiguous()))  # else every product would copy them first
         self.cache.add_layer(k, self.num_cells, self.length)
 
     def _columns_in_use(self) -> int:

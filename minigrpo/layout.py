@@ -62,14 +62,11 @@ class Branches:
     """What completions add to the stream, as padded rows: each goes on from its prompt, or from a token of another row."""
 
     query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
-    key_rows: Tensor  # [R, K] into the stream: all tokens of the completion, those of other rows included
-    prompt_of_row: Tensor  # [R]
-    visible: Tensor  # [R, 1, T, Lp + K] bool: what each of those tokens may see of its prompt and of its completion
+    key_rows: Tensor  # [R, Lp + K] into the stream: its prompt, and the whole completion, other rows' tokens included
+    visible: Tensor  # [R, 1, T, Lp + K] bool: which of these each of those tokens may see
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = rows_of(q, self.query_rows), rows_of(k, self.key_rows), rows_of(v, self.key_rows)
-        k = torch.cat([prompt_k.index_select(0, self.prompt_of_row), k], dim=2)
-        v = torch.cat([prompt_v.index_select(0, self.prompt_of_row), v], dim=2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible)
 
     def to(self, device: torch.device | str) -> "Branches":
@@ -85,7 +82,7 @@ class SharedLayout(Layout):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
         outs = [F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)]
-        outs += [branches.attend(q, k, v, prompt_k, prompt_v) for branches in self.branches]
+        outs += [branches.attend(q, k, v) for branches in self.branches]
         return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).index_select(0, self.unpad)
 
 
@@ -231,10 +228,10 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
         steps = known[some, None] + np.arange(query_rows.shape[1])  # [R, T] columns of the queries
         of_prompt = in_prompt[rows.prompt[some], None].repeat(query_rows.shape[1], axis=1)
         of_own = columns[:longest] <= steps[..., None]
+        own = np.where(columns < inputs[some, None], keys[some], keys[some, :1])[:, :longest]
         fields = {
             "query_rows": query_rows,
-            "key_rows": np.where(columns < inputs[some, None], keys[some], keys[some, :1])[:, :longest],
-            "prompt_of_row": rows.prompt[some],
+            "key_rows": np.concatenate([prompt_rows[rows.prompt[some]], own], axis=1),
             "visible": np.concatenate([of_prompt, of_own], axis=-1)[:, None],
         }
         branches.append(Branches(**_tensors(fields)))
