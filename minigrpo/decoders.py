@@ -39,37 +39,49 @@ class KVCache:
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
+        self.columns = 0  # in use: further ones hold anything
 
     def add_layer(self, like: Tensor, room: int, length: int) -> None:
         shape = (room, like.shape[1], length, like.shape[3])
-        self.pairs.append((like.new_zeros(shape), like.new_zeros(shape)))  # not empty: 0 times garbage may be NaN
+        self.pairs.append((like.new_empty(shape), like.new_empty(shape)))
 
-    def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor, num_columns: int) -> Pair:
-        """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; the first `num_columns` columns of all cells."""
+    def begin(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The first columns of each cell: prompts, `[C, H, Lp, D/H]`."""
+        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
+            cache[: len(new), :, : new.shape[2]] = new
+        self.columns = k.shape[2]
+
+    def reach(self, num_cells: int, num_columns: int) -> None:
+        """So many columns are in use from now on. Values that nobody wrote must be numbers: 0 times anything may be NaN."""
+        for _, values in self.pairs:
+            values[:num_cells, :, self.columns : num_columns] = 0
+        self.columns = num_columns
+
+    def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> Pair:
+        """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; what is in use, of all cells."""
         cells = torch.arange(len(columns), device=columns.device)[:, None]
         for cache, new in zip(self.pairs[layer], (k, v), strict=True):
             cache[cells, :, columns] = new
-        keys, values = (cache[: len(columns), :, :num_columns] for cache in self.pairs[layer])
+        keys, values = (cache[: len(columns), :, : self.columns] for cache in self.pairs[layer])
         return keys, values
 
     def make_room(self, room: int) -> None:
-        self.pairs = [(_grown(k, room), _grown(v, room)) for k, v in self.pairs]
+        self.pairs = [(self._grown(k, room), self._grown(v, room)) for k, v in self.pairs]
 
-    def keep(self, cells: np.ndarray, num_columns: int, device: torch.device) -> None:
+    def _grown(self, cache: Tensor, room: int) -> Tensor:
+        new = cache.new_empty(room, *cache.shape[1:])
+        new[: len(cache), :, : self.columns] = cache[:, :, : self.columns]
+        return new
+
+    def keep(self, cells: np.ndarray, device: torch.device) -> None:
         """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
         if len(cells) > (room := len(self.pairs[0][0])):
             self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
             to, source = (torch.from_numpy(x).to(device) for x in (moved, cells[moved]))
-            for cache in (cache for pair in self.pairs for cache in pair):
-                cache[to, :, :num_columns] = cache[source, :, :num_columns]
-
-
-def _grown(cache: Tensor, room: int) -> Tensor:
-    new = cache.new_zeros(room, *cache.shape[1:])
-    new[: len(cache)] = cache
-    return new
+            for used in (cache[:, :, : self.columns] for pair in self.pairs for cache in pair):
+                used.index_copy_(0, to, used.index_select(0, source))
 
 
 class CachedDecoder(ABC):
@@ -113,6 +125,7 @@ class CachedDecoder(ABC):
         self.tokens_run += tokens.numel()
         self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [C, W]
         self.num_columns = num_columns
+        self.cache.reach(self.num_cells, self._columns_in_use())
         return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -132,7 +145,7 @@ class CachedDecoder(ABC):
 
     def keep(self, cells: np.ndarray) -> None:
         """Go on with `[C']` cells: number i from what was number `cells[i]`."""
-        self.cache.keep(cells, self._columns_in_use(), self.model.device)
+        self.cache.keep(cells, self.model.device)
         self.group = self.group[cells]
         self.prompt = torch.from_numpy(self.group).to(self.model.device)
 
@@ -159,10 +172,8 @@ class CopiedPrompts(CachedDecoder):
     """Each cell has its prompt's keys and values in front of its own: more memory, and attention is two matrix products."""
 
     def _remember(self, k: Tensor, v: Tensor) -> None:
-        width = self.prompt_ids.shape[1]
-        self.cache.add_layer(k, self.num_cells, width + self.length)
-        for cache, new in zip(self.cache.pairs[-1], (k, v), strict=True):
-            cache[:, :, :width] = new.index_select(0, self.prompt)
+        self.cache.add_layer(k, self.num_cells, self.prompt_ids.shape[1] + self.length)
+        self.cache.begin(-1, k[self.prompt], v[self.prompt])
 
     def _columns_in_use(self) -> int:
         return self.prompt_ids.shape[1] + self.num_columns
@@ -172,7 +183,7 @@ class CopiedPrompts(CachedDecoder):
         return (columns > self.positions[..., None])[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = self.cache.write(number, k, v, self.positions, self._columns_in_use())
+        k, v = self.cache.write(number, k, v, self.positions)
         scores = (q @ k.transpose(-1, -2)).masked_fill_(self.unseen, -torch.inf)
         return scores.softmax(-1).to(v.dtype) @ v
 
@@ -226,7 +237,7 @@ class SharedPrompts(CachedDecoder):
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_k, prompt_v = self.prompt_kv[number]
-        own_k, own_v = self.cache.write(number, k, v, self.columns, self.num_columns)
+        own_k, own_v = self.cache.write(number, k, v, self.columns)
         to_prompt = self._by_group(q) @ prompt_k.transpose(-1, -2)  # [P, H, G*W, Lp]
         scores = torch.cat([self._by_cell(to_prompt), q @ own_k.transpose(-1, -2)], dim=-1)
         weights = scores.masked_fill_(self.unseen, -torch.inf).softmax(-1).to(v.dtype)

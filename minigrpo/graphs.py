@@ -42,8 +42,6 @@ class Graphs:
         if of != self.of or shape != self.shape:
             self.forget()
             self.shape, self.of = shape, of
-        for cache in (cache for pair in self.cache.pairs for cache in pair):
-            cache.zero_()  # what an overflow left would reach others: 0 times infinity
 
     def decoder(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> "GraphedDecoder":
         return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
@@ -96,8 +94,7 @@ class GraphedDecoder(CopiedPrompts):
     def _remember(self, k: Tensor, v: Tensor) -> None:
         if len(self.cache.pairs) == self.layers_seen:
             self.cache.add_layer(k, *self.graphs.shape)
-        for cache, new in zip(self.cache.pairs[self.layers_seen], (k, v), strict=True):
-            cache[: self.num_cells, :, : k.shape[2]] = new.index_select(0, self.prompt)
+        self.cache.begin(self.layers_seen, k[self.prompt], v[self.prompt])
         self.layers_seen += 1
 
     def keep(self, cells: np.ndarray) -> None:

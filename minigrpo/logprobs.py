@@ -63,11 +63,15 @@ class _Chunked(torch.autograd.Function):
         ctx.dtypes, ctx.temperature, ctx.chunk = (hidden.dtype, head.dtype), temperature, chunk
         hidden, head = hidden.to(dtype), head.to(dtype)
         out = at_least_fp32(hidden.new_empty(3, len(hidden)))
+        room, more_room = out.new_empty(2, chunk, len(head))
         for part in _parts(len(hidden), chunk):
-            logits = at_least_fp32(hidden[part] @ head.t()).div_(temperature)
-            lse = logits.logsumexp(-1)
+            logits = _logits(hidden[part], head, temperature, room)
+            largest = logits.amax(-1, keepdim=True)
+            weights = torch.sub(logits, largest, out=more_room[: len(logits)]).exp_()
+            total = weights.sum(-1)
+            lse = total.log() + largest[:, 0]
             chosen = logits.gather(-1, targets[part, None])[:, 0]
-            mean = (logits - lse[:, None]).exp_().mul_(logits).sum(-1)
+            mean = weights.mul_(logits).sum(-1) / total
             out[:, part] = torch.stack([chosen - lse, lse - mean, lse])
         logp, entropy, lse = out
         ctx.save_for_backward(hidden, head, targets, lse)
@@ -78,8 +82,9 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets, lse = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), at_least_fp32(torch.zeros_like(head))
+        room = lse.new_empty(ctx.chunk, len(head))
         for part in _parts(len(hidden), ctx.chunk):
-            slope = at_least_fp32(hidden[part] @ head.t()).div_(ctx.temperature).sub_(lse[part, None]).exp_().neg_()
+            slope = _logits(hidden[part], head, ctx.temperature, room).sub_(lse[part, None]).exp_().neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
@@ -89,6 +94,16 @@ class _Chunked(torch.autograd.Function):
                 grad_head += slope.t() @ hidden[part]
         hidden_dtype, head_dtype = ctx.dtypes
         return grad_hidden.to(hidden_dtype), grad_head.to(head_dtype), None, None, None
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: float, room: Tensor) -> Tensor:
+    """Logits in the first rows of `room`, which is used again and again: what is freed is not always found again."""
+    logits = room[: len(hidden)]
+    if hidden.dtype == room.dtype:
+        torch.mm(hidden, head.t(), out=logits)
+    else:
+        logits.copy_(hidden @ head.t())
+    return logits.div_(temperature)
 
 
 def _parts(size: int, chunk: int) -> list[slice]:

@@ -53,16 +53,16 @@ def truncate(logp: Tensor, choice: Choice) -> Tensor:
     return logp
 
 
-def pick_token(logp: Tensor, u: Tensor | None) -> Tensor:
-    """The next token: inverse CDF of the uniform number `u [R]`, or the most likely token if `u` is None.
+def pick_token(logp: Tensor, u: Tensor | None, cell: Tensor) -> Tensor:
+    """The next token: inverse CDF of the uniform number, or the most likely token if `u` is None.
 
-    `logp [R, V]` -> `[R]` int64.
+    `logp [C, W, V]` of cells, `u [R, W]` and `cell [R]` of rows -> `[R, W]` int64.
     """
     if u is None:
-        return logp.argmax(-1)
-    cdf = logp.exp().cumsum(-1)
+        return logp.argmax(-1)[cell]
+    cdf = logp.exp().cumsum(-1)[cell]
     # u times the total, not u: rounding leaves the last entry off 1. And never beyond the last token.
-    picked = torch.searchsorted(cdf, (u.to(cdf.dtype) * cdf[:, -1])[:, None], right=True)[:, 0]
+    picked = torch.searchsorted(cdf, u[..., None].to(cdf.dtype) * cdf[..., -1:], right=True)[..., 0]
     return picked.clamp_(max=logp.shape[-1] - 1)
 
 
@@ -149,20 +149,20 @@ class _Rows:
 
     def accept(self, logits: Tensor) -> None:
         """Pick tokens from `[cells, W, V]`, and keep those up to the first that was not what had been guessed."""
-        logp = log_softmax(logits, self.choice.temperature)[self.cell]  # [rows, W, V]
+        logp = log_softmax(logits, self.choice.temperature)
         allowed = truncate(logp, self.choice)
         rows, starts = self.rows[:, None], self.lengths[self.rows][:, None]
-        places = starts + torch.arange(logp.shape[1], device=self.device)  # [rows, W]
-        u = None if self.u is None else self.u[rows, places].flatten()
-        picks = pick_token(allowed.flatten(0, 1), u).view(places.shape)
+        columns = torch.arange(logp.shape[1], device=self.device)
+        places = starts + columns  # [rows, W]
+        picks = pick_token(allowed, None if self.u is None else self.u[rows, places], self.cell)
         right = (picks[:, :-1] == self.guesses[self.cell]) & (picks[:, :-1] != self.eos)
         right = torch.cat([torch.ones_like(starts, dtype=torch.bool), right], dim=1)  # the first is right in any case
         running = (starts == 0) | (self.ids[rows, starts - 1] != self.eos)
         kept = right.cumprod(1).bool() & (places < self.length) & running
         self.ids[rows, places] = torch.where(kept, picks, 0)
-        self.logp[rows, places] = torch.where(kept, logp.gather(2, picks[..., None])[..., 0].float(), 0.0)
+        self.logp[rows, places] = torch.where(kept, logp[self.cell[:, None], columns, picks].float(), 0.0)
         if self.log_kept is not None:
-            self.log_kept[rows, places] = torch.where(kept, allowed.logsumexp(-1).float(), 0.0)
+            self.log_kept[rows, places] = torch.where(kept, allowed.logsumexp(-1)[self.cell].float(), 0.0)
         self.kept = kept.sum(1)
         self.lengths[self.rows] += self.kept
         self.most += logp.shape[1]

@@ -43,6 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cache has not written must reach nobody."""
+
+    def new_empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
+        return x.new_full(shape if len(shape) > 1 else shape[0], torch.nan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param

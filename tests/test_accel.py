@@ -27,6 +27,7 @@ from .gradients import TINY
 LENGTH = 20
 
 
+@pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("drafted", [False, True])
 def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(model: GPT, drafted: bool) -> None:
     """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones, other weights."""

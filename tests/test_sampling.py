@@ -15,6 +15,7 @@ from minigrpo.types import Completions
 from .conftest import EOS, VOCAB, make_completions
 
 LENGTH = 20
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 DECODERS = [CopiedPrompts, SharedPrompts, UncachedDecoder]
 
 
@@ -197,7 +198,9 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
     n = 100_000
     u = torch.from_numpy(stream(0, "chi-square").random(n, dtype=np.float32))
     allowed = truncate(logp[None], CHOICES[name])
-    found = torch.bincount(pick_token(allowed.expand(n, -1), u), minlength=VOCAB).tolist()
+    found = torch.bincount(
+        pick_token(allowed[None], u[:, None], torch.zeros(n, dtype=torch.int64))[:, 0], minlength=VOCAB
+    ).tolist()
     assert {i for i, count in enumerate(found) if count} <= set(expected)
     assert len(expected) == VOCAB if name in ("all", "more than there are") else len(expected) < VOCAB
     chi_square = sum((found[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
@@ -226,9 +229,9 @@ def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(mode
 
 
 def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> None:
-    logp = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1).expand(2, -1)
-    picked = pick_token(logp, torch.tensor([0.0, 1 - 2**-24]))
-    assert picked.tolist() == [1, 2]
+    logp = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1)
+    picked = pick_token(logp[None], torch.tensor([[0.0], [1 - 2**-24]]), torch.tensor([0, 0]))
+    assert picked.tolist() == [[1], [2]]
 
 
 def test_there_is_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
