@@ -19,7 +19,7 @@ from .logprobs import log_softmax
 from .model import GPT
 from .types import Completions
 
-STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished; asking is a device sync. Drafted: every round
+STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished, where it need not know; asking is a device sync
 POOR_DRAFTS = 1.5  # tokens kept a round and row, below which guessing is left alone for a while
 PATIENCE = 8  # rounds of that; twice as many each time
 DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
@@ -131,7 +131,7 @@ class _Rows:
         """`grid` is (P, G). With drafts, completions of a prompt share one cell until they differ."""
         self.eos, self.length, self.choice, self.drafts, self.device = eos, length, choice, drafts, device
         self.window = self.widest = window if drafts is not None else 1
-        self.rest = self.patience = PATIENCE
+        self.rounds, self.rests_until, self.patience = 0, 0, PATIENCE
         self.num_samples, num_rows = grid[1], grid[0] * grid[1]
         rows_per_cell = 1 if drafts is None else self.num_samples
         self.rows = torch.arange(num_rows, device=device)  # those that are still running, as of the last look
@@ -187,13 +187,18 @@ class _Rows:
     def _judge_drafts(self, kept: float) -> None:
         """Guess no more for a while if hardly a guess is right: the forward of a guess is not free."""
         if self.guesses.shape[1] and kept < POOR_DRAFTS:
-            self.window, self.rest, self.patience = 1, self.patience, 2 * self.patience
-        elif self.window < self.widest:
-            self.rest -= 1
-            self.window = 1 if self.rest else self.widest
+            self.window, self.rests_until, self.patience = 1, self.rounds + self.patience, 2 * self.patience
+        elif self.rounds >= self.rests_until:
+            self.window = self.widest
+
+    @property
+    def must_look(self) -> bool:
+        """Rows may have parted: by what was guessed, or in a cell that they share."""
+        return self.window > 1 or len(self.speakers) < len(self.rows)
 
     def next_tokens(self) -> tuple[Tensor, Tensor]:
         """What the decoder runs next: `[cells, W]`, the last token of each cell and guesses, and `[cells]`, its column."""
+        self.rounds += 1
         self.row_rounds += len(self.rows)
         columns = self.lengths[self.speakers]
         tokens = self.ids[self.speakers, columns - 1][:, None]
@@ -250,7 +255,7 @@ def generate(
     logits = cells.prefill()[:, None]
     for turn in itertools.count(1):
         progress.accept(logits)
-        look = drafts is not None or turn % STEPS_BETWEEN_LOOKS == 0 or progress.most >= max_new_tokens
+        look = progress.must_look or turn % STEPS_BETWEEN_LOOKS == 0 or progress.most >= max_new_tokens
         if look and not progress.regroup(cells):
             break
         tokens, columns = progress.next_tokens()

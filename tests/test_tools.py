@@ -1,4 +1,4 @@
-"""What people run on a run: sample, evaluate, export."""
+"""What people run on a run: sample, evaluate, export, curves."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from minigrpo import GPT, Config, Trainer
 from minigrpo.checkpoint import path_of
 from minigrpo.evaluate import evaluate as evaluate_in_training
 from minigrpo.metrics import Screen
-from minigrpo.tools import boards, evaluate, export, sample
+from minigrpo.tools import boards, curves, evaluate, export, sample
 from minigrpo.tools.evaluate import Z, mean, share
 from minigrpo.tools.loading import Which, load
 
@@ -228,3 +228,32 @@ def test_what_cannot_be_exported_is_one_line(
         call(export, monkeypatch, *argv, "--out", tmp_path / "out")
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    for name, shares in (("a", [0.25, 0.5, 0.75]), ("b", [0.25, 0.4])):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": 10 * i, "n": 8.0, "exact": share}) for i, share in enumerate(shares)]
+        (tmp_path / name / "eval.jsonl").write_text("\n".join(lines) + "\n")
+    drawn = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    monkeypatch.setattr("sys.argv", ["curves", *runs, "--out", str(tmp_path / "c.png"), "--difference"])
+    curves.main()
+    assert "+50.0" in capsys.readouterr().out
+    curve, apart = drawn[0].axes
+    assert [line.get_ydata()[-1] for line in curve.lines[::2]] == [75, 40]  # a line and its ends, each
+    assert [list(line.get_ydata()) for line in apart.lines] == [[0, 0, 0], [0, pytest.approx(-10)]]
+    for arguments, complaint in (
+        ([str(tmp_path)], "no readable eval.jsonl"),
+        ([*runs, "--out", "c.gif"], "--out must end with"),
+    ):
+        monkeypatch.setattr("sys.argv", ["curves", *arguments])
+        with pytest.raises(SystemExit):
+            curves.main()
+        assert complaint in " ".join(capsys.readouterr().err.split())

@@ -25,6 +25,8 @@ class Arguments:
     """Write a figure here (PNG, SVG or PDF); needs matplotlib."""
     metric: str = "exact"
     """What is drawn, a key of eval.jsonl."""
+    difference: bool = False
+    """Also draw, below, how far the other runs are from the first."""
     kinds: bool = False
     """Also show the last evaluation by kind of question, pooled over the runs."""
 
@@ -77,8 +79,8 @@ def table_of_kinds(runs: dict[Path, list[dict[str, Any]]]) -> Table:
     return out
 
 
-def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path) -> None:
-    """A line a run; the ends, evaluated on more examples, are marked."""
+def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path, difference: bool = False) -> None:
+    """A line a run; the ends, evaluated on more examples, are marked. Below, if asked for: each run less the first one."""
     try:
         import matplotlib
     except ImportError:
@@ -86,14 +88,27 @@ def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    ratios = [3, 1] if difference else [1]
+    figure, panels = plt.subplots(
+        len(ratios), figsize=(7, 4 + difference), layout="constrained", sharex=True, squeeze=False, height_ratios=ratios
+    )
+    axes, bottom = panels[0, 0], panels[-1, 0]
+    first: dict[int, float] = {}
     for run, records in runs.items():
         x, y = [record["step"] for record in records], [100 * record[metric] for record in records]
         (line,) = axes.plot(x, y, linewidth=1.2, label=f"{run.name}: {y[0]:.1f} → {y[-1]:.1f}")
         axes.plot([x[0], x[-1]], [y[0], y[-1]], "o", color=line.get_color())
-    axes.set(xlabel="step", ylabel=f"{metric}, % of held-out examples")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+        first = first or dict(zip(x, y, strict=True))
+        if difference:
+            both = [(step, value - first[step]) for step, value in zip(x, y, strict=True) if step in first]
+            bottom.plot(*zip(*both, strict=True), linewidth=1.2, color=line.get_color())
+    if difference:
+        bottom.set(ylabel="difference, points")
+    axes.set(ylabel=f"{metric}, % of held-out examples")
+    bottom.set(xlabel="step")
+    for panel in panels[:, 0]:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(out, dpi=140)
 
@@ -109,7 +124,7 @@ def main() -> None:
         if arguments.kinds:
             console.print(table_of_kinds(runs))
         if arguments.out:
-            draw(runs, arguments.metric, arguments.out)
+            draw(runs, arguments.metric, arguments.out, arguments.difference)
             console.print(f"wrote {arguments.out}")
     except ConfigError as error:
         exit_with(error)
