@@ -212,6 +212,7 @@ class SharedPrompts(CachedDecoder):
         self.grid, within = (torch.from_numpy(x).to(self.model.device) for x in (grid, rank))
         # self.grid [P, G] is the cells of each prompt, self.place where in it each cell is
         self.place = self.prompt, within
+        self.in_order = np.array_equal(grid.ravel(), np.arange(len(order)))
 
     def keep(self, cells: np.ndarray) -> None:
         super().keep(cells)
@@ -246,11 +247,13 @@ class SharedPrompts(CachedDecoder):
 
     def _by_group(self, x: Tensor) -> Tensor:
         """`[C, H, W, E]` -> `[P, H, G*W, E]`, padded."""
-        return x[self.grid].transpose(1, 2).flatten(2, 3)
+        grouped = x.unflatten(0, self.grid.shape) if self.in_order else x[self.grid]
+        return grouped.transpose(1, 2).flatten(2, 3)
 
     def _by_cell(self, x: Tensor) -> Tensor:
         """`[P, H, G*W, E]` -> `[C, H, W, E]`, without the pads."""
-        return x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)[self.place]
+        grouped = x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)
+        return grouped.flatten(0, 1) if self.in_order else grouped[self.place]
 
 
 class Prefill:
