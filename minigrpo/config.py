@@ -23,16 +23,16 @@ AT_LEAST = {
     0: "history eval_every stop_after seed warmup_steps micro_batch_size rollout_batch_size kl_coef weight_decay "
     "clip_low clip_high top_k resample_dead_groups",
     1: "prompts_per_step group_size max_new_tokens max_steps keep_last num_iterations layers width heads context "
-    "num_reward_workers eval_size eval_size_during save_every draft_window "
-    "overlong_buffer",
+    "num_reward_workers eval_size eval_size_during save_every draft_window overlong_buffer",
 }
 ABOVE_ZERO = "pg_timeout temperature learning_rate grad_clip ratio_cap top_p reward_timeout sampler_correction_cap"
 PROFILED = 4, 6  # first and last step that --profile traces
-# what --fast turns on: on CPU as measured, on CUDA as reasoned (not measured yet)
 ALWAYS = {"layout": "tree", "kv_cache": True, "draft_answers": True, "fused_optimizer": True, "skip_dead_groups": True}
-FAST: dict[str, dict[str, Any]] = {
+LOW = {"use_amp": True, "low_precision_weights": True}
+FAST: dict[str, dict[str, Any]] = {  # on CPU as measured, on CUDA as reasoned (not measured yet)
     "cpu": ALWAYS,
-    "cuda": {**ALWAYS, "use_amp": True, "use_tf32": True, "compile_model": True, "low_precision_weights": True},
+    "cpu with bfloat16": {**ALWAYS, **LOW},
+    "cuda": {**ALWAYS, **LOW, "use_tf32": True, "compile_model": True},
 }
 UNIONS = (types.UnionType, typing.Union)
 
@@ -259,10 +259,17 @@ class Config:
         """Whether completions are the true ones, one a prompt."""
         return not LOSSES[self.loss].needs_group
 
+    @property
+    def fast_on(self) -> str:
+        """The device at hand, as --fast sees it. Without instructions for it, bfloat16 is slower than float32."""
+        if self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()):
+            return "cuda"
+        found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        return "cpu with bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") else "cpu"
+
     def with_fast_layers(self, given: Collection[str] = ()) -> "Config":
         """What --fast means on the device at hand, but for settings that are `given`."""
-        kind = "cuda" if self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()) else "cpu"
-        layers = {name: value for name, value in FAST[kind].items() if name not in given}
+        layers = {name: value for name, value in FAST[self.fast_on].items() if name not in given}
         if not layers.get("use_amp", self.use_amp):
             layers.pop("low_precision_weights", None)
         return replace(self, **layers)

@@ -215,7 +215,7 @@ class Trainer:
             f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.1f} M parameters"
         )
         if config.fast:
-            self.screen.say(f"--fast on {self.device.type}: {' '.join(as_flags(config, FAST[self.device.type]))}")
+            self.screen.say(f"--fast on {config.fast_on}: {' '.join(as_flags(config, FAST[config.fast_on]))}")
         if config.cuda_graphs and self.device.type != "cuda":
             self.screen.warn("--cuda-graphs: no CUDA device, so rounds are run and not recorded: slower, same tokens")
         if config.top_k or config.top_p < 1:

@@ -122,8 +122,10 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert Config.from_cli(["--layout", "repeated"]).layout == "repeated"
-    on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
-    assert (on_cpu.layout, on_cpu.kv_cache) == (FAST["cpu"]["layout"], False)
+    for has in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False)
+        on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
+        assert (on_cpu.layout, on_cpu.kv_cache, on_cpu.use_amp) == (FAST["cpu"]["layout"], False, has)
     on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
     assert not Config.from_cli(["--fast", "--device", "cuda", "--no-use-amp"]).low_precision_weights
@@ -133,7 +135,7 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     trainer = Trainer(options_of(tmp_path / "run", fast=True))
     trainer._introduce()
     said = " ".join(capsys.readouterr().out.split())
-    assert "--fast on cpu: --layout tree --kv-cache --draft-answers" in said
+    assert "--fast on cpu with bfloat16: --layout tree --kv-cache --draft-answers" in said
 
 
 @pytest.mark.parametrize("layout", ["repeated", "shared"])
