@@ -264,7 +264,7 @@ class Config:
         """The device at hand, as --fast sees it. Without instructions for it, bfloat16 is slower than float32."""
         if self.device.startswith("cuda") or (self.device == "auto" and torch.cuda.is_available()):
             return "cuda"
-        found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if self.amp_dtype == "bfloat16" else {}
         return "cpu with bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") else "cpu"
 
     def with_fast_layers(self, given: Collection[str] = ()) -> "Config":

@@ -2,7 +2,7 @@
 
 The log-softmax is computed in float32 at least, whatever the model's precision: in bfloat16 it would be off by 2-3e-3, which
 is more than the ratios that a policy loss clips. Logits of M tokens are M * V floats, and autograd keeps several copies of
-them; in chunks, recomputed in the backward pass, only one chunk ever exists.
+them; in chunks, recomputed in the backward pass, there are at most two of them, for one chunk.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .logprobs import token_logprobs
+from .logprobs import at_least_fp32, token_logprobs
 from .weights import load_gpt2, save_gpt2
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each [N, H, D/H] -> [N, H, D/H]
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         # on CPU attention stays in float32: in bfloat16 torch's backward of it takes three times as long (measured)
         cpu = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
         with torch.autocast("cpu", enabled=False) if cpu else nullcontext():
-            out = attend(q.float(), k.float(), v.float()) if cpu else attend(q, k, v)
+            out = attend(*(at_least_fp32(x) for x in (q, k, v))) if cpu else attend(q, k, v)
         return self.c_proj(out.flatten(1))
 
 

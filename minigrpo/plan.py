@@ -38,8 +38,8 @@ class Plan:
         return [*rows, ["MiB: peak", f"{self.peak_mib:,.1f}"]]
 
 
-def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: float, world_size: int = 1) -> Plan:
-    """`prompt_len` and `answer_len` are means, in tokens."""
+def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: float, device: str, world_size: int = 1) -> Plan:
+    """`prompt_len` and `answer_len` are means, in tokens; `device` is a type, as cuda."""
     prompts = config.prompts_per_step // world_size
     samples = 1 if config.supervised else config.group_size
     micro = min(config.micro_batch_size or prompts, prompts)
@@ -48,7 +48,7 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     completions = prompts * samples * answer_len
     update = prompts * prompt_len * (1 if once else samples) + completions
     low = config.use_amp
-    size = 2 if low else 4  # bytes of an activation that a matrix product reads
+    size = 2 if low and device != "cpu" else 4  # bytes of a key or a value
     blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
     parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
 
@@ -65,7 +65,8 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
 
     part = micro / prompts
     branches = micro * samples * (prompt_len + answer_len) * 2 * size if once else 0  # keys and values, the prompt's included
-    a_layer = (update * part * KEPT[low] + branches) * shape.width
+    kept = KEPT[low] + 2 * (2 if once else 4) * (low and size == 4)  # attention in float32: queries, outputs and the like
+    a_layer = (update * part * kept + branches) * shape.width
     activations = a_layer * shape.layers
     if config.gradient_checkpointing:
         activations = a_layer + 4 * update * part * shape.width * shape.layers

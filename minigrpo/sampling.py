@@ -241,7 +241,7 @@ def generate(
         draft_window: W.
         decoder: how the model is run: with or without a cache.
         work: is told how many `rounds` there were after the prompts, how many `tokens` the model ran, and `row_rounds` of how
-            many `rows`: rounds until a completion was done, summed over them.
+            many `rows`: rounds until a completion was seen to be done, summed over them.
 
     Returns:
         Completions on the model's device with G = num_samples and S = the longest completion. A completion ends with EOS,

@@ -105,6 +105,7 @@ class Trainer:
             self.model.shape,
             prompt_len=float(prompt_len.float().mean()),
             answer_len=float(encode_answers(self.tokenizer, some)[1].float().mean().clamp(max=config.max_new_tokens)),
+            device=self.device.type,
             world_size=self.dist.world_size,
         )
 

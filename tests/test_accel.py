@@ -130,6 +130,7 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
     assert not Config.from_cli(["--fast", "--device", "cuda", "--no-use-amp"]).low_precision_weights
     (tmp_path / "fast.toml").write_text("fast = true\ndevice = 'cuda'\nuse_tf32 = false\n")
+    assert not Config.from_cli(["--fast", "--device", "cpu", "--amp-dtype", "float16"]).use_amp
     from_toml = Config.from_toml(tmp_path / "fast.toml")
     assert from_toml.use_amp and not from_toml.use_tf32
     trainer = Trainer(options_of(tmp_path / "run", fast=True))
@@ -163,13 +164,13 @@ def test_the_plan_counts_tokens_and_what_autograd_keeps(layout: str, amp: bool) 
     config = Config(
         prompts_per_step=prompts, group_size=samples, max_new_tokens=length, layout=layout, use_amp=amp, init_from="scratch"
     )
-    planned = plan(config, shape, prompt_len=prompt_len, answer_len=length)
+    planned = plan(config, shape, prompt_len=prompt_len, answer_len=length, device="cpu")
     assert planned.parameters == sum(p.numel() for p in model.parameters())
     assert planned.tokens["update"] == pytest.approx(len(built.stream.ids), rel=0.02)  # last tokens are not run
     head = len(built.targets) * shape.vocab_size * 4
     low_weights = planned.memory_mib.get("weights in low precision", 0)
     assert outputs[0].requires_grad and KEPT[amp]
-    assert planned.memory_mib["activations"] + low_weights == pytest.approx((sum(kept.values()) - head) / 2**20, rel=0.15)
+    assert planned.memory_mib["activations"] + low_weights == pytest.approx((sum(kept.values()) - head) / 2**20, rel=0.1)
 
 
 def test_plan_is_printed_and_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
