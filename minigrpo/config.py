@@ -72,7 +72,7 @@ class Config:
     """Tokens before --max-new-tokens over which --overlong punish grows from 0 to -1."""
     resample_dead_groups: int = 0
     """How often prompts whose completions all have the same reward are replaced by others; 0: never."""
-    max_steps: int = 700
+    max_steps: int = 1300
     """Steps to train for; the learning rate decays over them."""
     stop_after: int = 0
     """Stop after this step, as if interrupted; the learning rate still decays over --max-steps. 0: do not."""
