@@ -19,7 +19,7 @@ from .logprobs import log_softmax
 from .model import GPT
 from .types import Completions
 
-STEPS_BETWEEN_LOOKS = 8  # how often the host asks who has finished, where it need not know; asking is a device sync
+STEPS_BETWEEN_LOOKS = 4  # how often the host asks who has finished, where it need not know; asking is a device sync
 POOR_DRAFTS = 1.5  # tokens kept a round and row, below which guessing is left alone for a while
 PATIENCE = 8  # rounds of that; twice as many each time
 DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
