@@ -72,6 +72,7 @@ LAYERS = (
     Layer("fused AdamW", {"fused_optimizer": True}),
     Layer("dead groups left out", {"skip_dead_groups": True}),
     Layer("shared layout", {"layout": "shared"}),
+    Layer("keys and values of prompts shared", {"share_prompt_kv": True}, aside=EVERYWHERE),
     Layer("drafted decoding", {"draft_answers": True}),
     Layer("tree layout", {"layout": "tree"}),
     Layer("TF32", {"use_tf32": True}, needs="cuda"),
@@ -79,7 +80,6 @@ LAYERS = (
     Layer("and matrices kept in bfloat16", {"use_amp": True, "low_precision_weights": True}, aside=("cpu",)),
     Layer("compiled blocks", {"compile_model": True}, aside=("cpu",)),
     Layer("CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE),  # never run yet: not relied on
-    Layer("keys and values of prompts shared", {"share_prompt_kv": True}, aside=EVERYWHERE),
     Layer("overlapped rewards", {"overlap_rewards": True, "rollout_batch_size": 4}, aside=EVERYWHERE),
     Layer("chunked log-probs", {"chunked_logprobs": True}, aside=EVERYWHERE),
     Layer("checkpointing", {"gradient_checkpointing": True}, aside=EVERYWHERE),
