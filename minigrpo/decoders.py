@@ -73,13 +73,13 @@ class KVCache:
         new[: len(cache), :, : self.columns] = cache[:, :, : self.columns]
         return new
 
-    def keep(self, cells: np.ndarray, device: torch.device) -> None:
+    def keep(self, cells: np.ndarray) -> None:
         """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
         if len(cells) > (room := len(self.pairs[0][0])):
             self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
-            to, source = (torch.from_numpy(x).to(device) for x in (moved, cells[moved]))
+            to, source = (torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, cells[moved]))
             for used in (cache[:, :, : self.columns] for pair in self.pairs for cache in pair):
                 used.index_copy_(0, to, used.index_select(0, source))
 
@@ -145,7 +145,7 @@ class CachedDecoder(ABC):
 
     def keep(self, cells: np.ndarray) -> None:
         """Go on with `[C']` cells: number i from what was number `cells[i]`."""
-        self.cache.keep(cells, self.model.device)
+        self.cache.keep(cells)
         self.group = self.group[cells]
         self.prompt = torch.from_numpy(self.group).to(self.model.device)
 

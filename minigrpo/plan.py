@@ -48,7 +48,8 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     completions = prompts * samples * answer_len
     update = prompts * prompt_len * (1 if once else samples) + completions
     low = config.use_amp
-    size = 2 if low and device != "cpu" else 4  # bytes of a key or a value
+    attends_in_float32 = low and device == "cpu"
+    size = 2 if low and not attends_in_float32 else 4  # bytes of a key or a value
     blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
     parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
 
@@ -65,7 +66,9 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
 
     part = micro / prompts
     branches = micro * samples * (prompt_len + answer_len) * 2 * size if once else 0  # keys and values, the prompt's included
-    kept = KEPT[low] + 2 * (2 if once else 4) * (low and size == 4)  # attention in float32: queries, outputs and the like
+    kept = KEPT[low]
+    if attends_in_float32:  # queries and outputs, and keys and values where they are not in `branches`
+        kept += 2 * (2 if once else 4)
     a_layer = (update * part * kept + branches) * shape.width
     activations = a_layer * shape.layers
     if config.gradient_checkpointing:

@@ -242,18 +242,13 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
         (tmp_path / name / "eval.jsonl").write_text("\n".join(lines) + "\n")
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr("sys.argv", ["curves", *runs, "--out", str(tmp_path / "c.png"), "--difference"])
-    curves.main()
+    runs = tmp_path / "a", tmp_path / "b"
+    call(curves, monkeypatch, *runs, "--out", tmp_path / "c.png", "--difference")
     assert "+50.0" in capsys.readouterr().out
     curve, apart = drawn[0].axes
     assert [line.get_ydata()[-1] for line in curve.lines[::2]] == [75, 40]  # a line and its ends, each
     assert [list(line.get_ydata()) for line in apart.lines] == [[0, 0, 0], [0, pytest.approx(-10)]]
-    for arguments, complaint in (
-        ([str(tmp_path)], "no readable eval.jsonl"),
-        ([*runs, "--out", "c.gif"], "--out must end with"),
-    ):
-        monkeypatch.setattr("sys.argv", ["curves", *arguments])
+    for arguments, words in (([tmp_path], "no readable eval.jsonl"), ([*runs, "--out", "c.gif"], "--out must end with")):
         with pytest.raises(SystemExit):
-            curves.main()
-        assert complaint in " ".join(capsys.readouterr().err.split())
+            call(curves, monkeypatch, *arguments)
+        assert words in " ".join(capsys.readouterr().err.split())

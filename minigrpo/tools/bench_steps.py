@@ -76,7 +76,7 @@ LAYERS = (
     Layer("drafted decoding", {"draft_answers": True}),
     Layer("tree layout", {"layout": "tree"}),
     Layer("TF32", {"use_tf32": True}, needs="cuda"),
-    Layer("bfloat16 autocast", {"use_amp": True}, aside=("cpu",)),
+    Layer("bfloat16 autocast", {"use_amp": True}, aside=("cpu",)),  # there the rows below keep the naive one's completions
     Layer("and matrices kept in bfloat16", {"use_amp": True, "low_precision_weights": True}, aside=("cpu",)),
     Layer("compiled blocks", {"compile_model": True}, aside=("cpu",)),
     Layer("CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE),  # never run yet: not relied on
