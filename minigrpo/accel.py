@@ -1,10 +1,14 @@
 """The speed layers: one function and one flag each. Each can be deleted without touching the maths."""
 
 import copy
+import os
+import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import PROFILED, Config
-from .decoders import CachedDecoder, Prefill
 from .flags import ConfigError
+from .layout import Layout, SharedLayout
 from .logprobs import chunk_size
-from .model import GPT, Attend, Block
+from .model import GPT, Attend, Block, Causal
+
+COMPILERS = ("cc", "gcc", "clang")  # torch.compile makes C, also for CUDA, whose kernels are launched by it
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -35,6 +41,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         raise ConfigError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; cpu is allowed")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what does not name one means this one
+        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every length, for tenths of a second
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name}")
     return device
@@ -61,7 +68,7 @@ def use_tf32(config: Config) -> None:
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:
-    return checkpoint(block, x, attend, use_reentrant=False)
+    return checkpoint(block, x, attend, use_reentrant=False, preserve_rng_state=False)  # nothing is random in there
 
 
 def checkpoint_blocks(config: Config, model: GPT) -> None:
@@ -72,22 +79,25 @@ def checkpoint_blocks(config: Config, model: GPT) -> None:
 
 def chunk_logprobs(config: Config, model: GPT) -> None:
     """--chunked-logprobs: the logits of a batch never exist at once, and are computed again in the backward pass."""
-    model.logprob_chunk = chunk_size(model.shape.vocab_size) if config.chunked_logprobs else 0
+    model.logprob_chunk = chunk_size(model.shape.vocab_size, model.device.type) if config.chunked_logprobs else 0
 
 
 def low_precision_copy(config: Config, model: GPT) -> GPT:
-    """--low-precision-weights: a model that shares all but the matrices of its blocks, which are in --amp-dtype.
+    """--low-precision-weights: a model that shares all but the linear maps of its blocks, which are in --amp-dtype.
 
     Autocast would cast them in every forward, to the same numbers. Without that flag the model itself.
     """
     if not config.low_precision_weights:
         return model
-    memo = {id(parameter): parameter for parameter in model.parameters()}
-    for block in model.h:
-        for linear in (module for module in block.modules() if isinstance(module, nn.Linear)):
-            low = linear.weight.detach().to(getattr(torch, config.amp_dtype))
-            memo[id(linear.weight)] = nn.Parameter(low, requires_grad=False)
-    return copy.deepcopy(model, memo)
+    linears = [module for module in model.h.modules() if isinstance(module, nn.Linear)]
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
+    dtype = getattr(torch, config.amp_dtype)
+    return sharing_weights(model, {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in parameters})
+
+
+def sharing_weights(model: GPT, but: Mapping[int, nn.Parameter] = MappingProxyType({})) -> GPT:
+    """The same parameters, `but` those of some ids, in modules of their own: compiling one leaves the other."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()} | dict(but))
 
 
 @torch.no_grad()
@@ -127,15 +137,23 @@ def profiler(config: Config, folder: Path, device: torch.device, here: bool) -> 
 
 
 @cache
-def leave_decoders_out() -> None:
-    """Their attention differs by layer: torch.compile would make a block again for each, and above its limit none."""
-    CachedDecoder.attend_flat = torch.compiler.disable(CachedDecoder.attend_flat)  # type: ignore[method-assign]
-    Prefill.attend = torch.compiler.disable(Prefill.attend)  # type: ignore[method-assign]
+def leave_attention_out() -> None:
+    """Rows, lengths and lots differ from batch to batch: a block compiled with attention would be compiled over and over."""
+    for layout in (Causal, Layout, SharedLayout):
+        layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]
 
 
 def compile_blocks(config: Config, model: GPT) -> None:
-    """--compile-model: torch.compile each block in place; names in the state dict stay as they are."""
+    """--compile-model: torch.compile each block in place; names in the state dict stay as they are.
+
+    Raises ConfigError where there is nothing to compile with.
+    """
     if config.compile_model:
-        leave_decoders_out()
+        if not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
+            raise ConfigError(f"--compile-model needs a C compiler ({', '.join(COMPILERS)}), and there is none here")
+        leave_attention_out()
+        from torch import _dynamo
+
+        _dynamo.config.optimize_ddp = False  # which would cut blocks up to overlap what whole blocks overlap already
         for block in model.h:
             block.compile(dynamic=True)

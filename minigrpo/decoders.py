@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layout import pad_rows, rows_of
+from .layout import additive_mask, pad_rows, rows_of
 from .model import GPT, Attend, Causal, Stream
 
 Pair = tuple[Tensor, Tensor]  # keys and values
@@ -35,53 +35,52 @@ class Decoder(Protocol):
 
 
 class KVCache:
-    """Keys and values of cells, a pair `[room, H, length, D/H]` a layer; cells come and go without moving the others."""
+    """Keys and values of cells, in one tensor; cells come and go without moving the others."""
 
     def __init__(self) -> None:
-        self.pairs: list[Pair] = []
+        self.kv: Tensor | None = None  # [layers, 2, room, H, length, D/H]
         self.columns = 0  # in use: further ones hold anything
 
-    def add_layer(self, like: Tensor, room: int, length: int) -> None:
-        shape = (room, like.shape[1], length, like.shape[3])
-        self.pairs.append((like.new_empty(shape), like.new_empty(shape)))
-
-    def begin(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The first columns of each cell: prompts, `[C, H, Lp, D/H]`."""
-        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
-            cache[: len(new), :, : new.shape[2]] = new
+    def begin(self, layer: int, k: Tensor, v: Tensor, *, layers: int, room: int, length: int) -> None:
+        """The first columns of each cell: prompts, `[C, H, Lp, D/H]`. Makes room for cells of `length` if there is none."""
+        if self.kv is None:
+            self.kv = k.new_empty(layers, 2, room, k.shape[1], length, k.shape[3])
         self.columns = k.shape[2]
+        for which, new in enumerate((k, v)):
+            self.kv[layer, which, : len(new), :, : self.columns] = new
 
     def reach(self, num_cells: int, num_columns: int) -> None:
-        """So many columns are in use from now on. Values that nobody wrote must be numbers: 0 times anything may be NaN."""
-        for _, values in self.pairs:
-            values[:num_cells, :, self.columns : num_columns] = 0
+        """So many columns are in use from now on. What nobody wrote must be numbers: 0 times anything may be NaN."""
+        self._there[:, :, :num_cells, :, self.columns : num_columns] = 0
         self.columns = num_columns
 
     def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> Pair:
         """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; what is in use, of all cells."""
         cells = torch.arange(len(columns), device=columns.device)[:, None]
-        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
-            cache[cells, :, columns] = new
-        keys, values = (cache[: len(columns), :, : self.columns] for cache in self.pairs[layer])
+        for which, new in enumerate((k, v)):
+            self._there[layer, which][cells, :, columns] = new
+        keys, values = self._there[layer, :, : len(columns), :, : self.columns]
         return keys, values
 
     def make_room(self, room: int) -> None:
-        self.pairs = [(self._grown(k, room), self._grown(v, room)) for k, v in self.pairs]
-
-    def _grown(self, cache: Tensor, room: int) -> Tensor:
-        new = cache.new_empty(room, *cache.shape[1:])
-        new[: len(cache), :, : self.columns] = cache[:, :, : self.columns]
-        return new
+        old = self._there
+        self.kv = old.new_empty(*old.shape[:2], room, *old.shape[3:])
+        self.kv[:, :, : old.shape[2], :, : self.columns] = old[..., : self.columns, :]
 
     def keep(self, cells: np.ndarray) -> None:
         """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
-        if len(cells) > (room := len(self.pairs[0][0])):
+        if len(cells) > (room := self._there.shape[2]):
             self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
-            to, source = (torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, cells[moved]))
-            for used in (cache[:, :, : self.columns] for pair in self.pairs for cache in pair):
-                used.index_copy_(0, to, used.index_select(0, source))
+            used = self._there[..., : self.columns, :]
+            to, source = (torch.from_numpy(x).to(used.device) for x in (moved, cells[moved]))
+            used.index_copy_(2, to, used.index_select(2, source))
+
+    @property
+    def _there(self) -> Tensor:
+        assert self.kv is not None, "begin comes first"
+        return self.kv
 
 
 class CachedDecoder(ABC):
@@ -89,7 +88,7 @@ class CachedDecoder(ABC):
 
     def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
         """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples` cells a prompt."""
-        self.model, self.length = model, length
+        self.model, self.layers, self.length = model, model.shape.layers, length
         self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
         self.cache = KVCache()
         self.num_columns = 0  # of own tokens: how much of the cache has been written
@@ -131,7 +130,6 @@ class CachedDecoder(ABC):
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens `[C, W]` at their positions; the logits that follow each."""
         self.positions = positions
-        self.unseen = self._unseen()
         positions = positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
         hidden = self.model.hidden(Stream(tokens.flatten(), positions.flatten()), self)
         return self.model.head(hidden).unflatten(0, tokens.shape)
@@ -140,7 +138,9 @@ class CachedDecoder(ABC):
         return partial(self.attend_flat, number)
 
     def attend_flat(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, W, H, D/H]
+        if number == 0:
+            self.mask = additive_mask(self._visible(), q.dtype)
+        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [C, W, H, D/H]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 
     def keep(self, cells: np.ndarray) -> None:
@@ -152,40 +152,39 @@ class CachedDecoder(ABC):
     # --- what they differ in ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _remember(self, k: Tensor, v: Tensor) -> None:
-        """Keys and values of the prompts in the next layer, `[P, H, Lp, D/H]`."""
+    def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
+        """Keys and values of the prompts in a layer, `[P, H, Lp, D/H]`."""
 
     @abstractmethod
     def _columns_in_use(self) -> int:
         """How much of the cache there is to look at."""
 
     @abstractmethod
-    def _unseen(self) -> Tensor:
-        """`[C, 1, W, keys]` bool: what a token must not attend to."""
+    def _visible(self) -> Tensor:
+        """`[C, 1, W, keys]` bool: what a token may attend to; `self.mask` is that for attention."""
 
     @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [C, H, W, D/H]`, scaled, and new keys and values `[C, W, H, D/H]` -> `[C, H, W, D/H]`."""
+        """`q [C, H, W, D/H]` and new keys and values `[C, W, H, D/H]` -> `[C, H, W, D/H]`."""
 
 
 class CopiedPrompts(CachedDecoder):
-    """Each cell has its prompt's keys and values in front of its own: more memory, and attention is two matrix products."""
+    """Each cell has its prompt's keys and values in front of its own: more memory, and attention is one call."""
 
-    def _remember(self, k: Tensor, v: Tensor) -> None:
-        self.cache.add_layer(k, self.num_cells, self.prompt_ids.shape[1] + self.length)
-        self.cache.begin(-1, k[self.prompt], v[self.prompt])
+    def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
+        length = self.prompt_ids.shape[1] + self.length
+        self.cache.begin(number, k[self.prompt], v[self.prompt], layers=self.layers, room=self.num_cells, length=length)
 
     def _columns_in_use(self) -> int:
         return self.prompt_ids.shape[1] + self.num_columns
 
-    def _unseen(self) -> Tensor:
+    def _visible(self) -> Tensor:
         columns = torch.arange(self._columns_in_use(), device=self.positions.device)
-        return (columns > self.positions[..., None])[:, None]
+        return (columns <= self.positions[..., None])[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = self.cache.write(number, k, v, self.positions)
-        scores = (q @ k.transpose(-1, -2)).masked_fill_(self.unseen, -torch.inf)
-        return scores.softmax(-1).to(v.dtype) @ v
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
 
 class SharedPrompts(CachedDecoder):
@@ -223,25 +222,27 @@ class SharedPrompts(CachedDecoder):
             self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
         self._arrange()
 
-    def _remember(self, k: Tensor, v: Tensor) -> None:
+    def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         self.prompt_kv.append((k.contiguous(), v.contiguous()))  # else every product would copy them first
-        self.cache.add_layer(k, self.num_cells, self.length)
+        none = (x.new_zeros(self.num_cells, x.shape[1], 0, x.shape[3]) for x in (k, v))
+        self.cache.begin(number, *none, layers=self.layers, room=self.num_cells, length=self.length)
 
     def _columns_in_use(self) -> int:
         return self.num_columns
 
-    def _unseen(self) -> Tensor:
+    def _visible(self) -> Tensor:
         columns = torch.arange(self.prompt_ids.shape[1], device=self.columns.device)
-        of_prompt = (columns >= self.prompt_len[self.prompt, None])[:, None].expand(-1, self.columns.shape[1], -1)
-        of_own = torch.arange(self.num_columns, device=self.columns.device) > self.columns[..., None]
+        of_prompt = (columns < self.prompt_len[self.prompt, None])[:, None].expand(-1, self.columns.shape[1], -1)
+        of_own = torch.arange(self.num_columns, device=self.columns.device) <= self.columns[..., None]
         return torch.cat([of_prompt, of_own], dim=-1)[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_k, prompt_v = self.prompt_kv[number]
         own_k, own_v = self.cache.write(number, k, v, self.columns)
+        q = q * q.shape[-1] ** -0.5
         to_prompt = self._by_group(q) @ prompt_k.transpose(-1, -2)  # [P, H, G*W, Lp]
         scores = torch.cat([self._by_cell(to_prompt), q @ own_k.transpose(-1, -2)], dim=-1)
-        weights = scores.masked_fill_(self.unseen, -torch.inf).softmax(-1).to(v.dtype)
+        weights = scores.add_(self.mask).softmax(-1).to(v.dtype)
         of_prompt, of_own = weights.split([prompt_k.shape[2], self.num_columns], dim=-1)
         return self._by_cell(self._by_group(of_prompt) @ prompt_v) + of_own @ own_v
 
@@ -259,15 +260,15 @@ class SharedPrompts(CachedDecoder):
 class Prefill:
     """Causal attention over the prompts, whose keys and values are handed on."""
 
-    def __init__(self, remember: Callable[[Tensor, Tensor], None], rows: Tensor, unpad: Tensor) -> None:
+    def __init__(self, remember: Callable[[int, Tensor, Tensor], None], rows: Tensor, unpad: Tensor) -> None:
         self.remember, self.rows, self.unpad = remember, rows, unpad
 
     def layer(self, number: int) -> Attend:
-        return self.attend
+        return partial(self.attend, number)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
-        self.remember(k, v)
+        self.remember(number, k, v)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
 

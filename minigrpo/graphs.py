@@ -6,6 +6,7 @@ Graphs want the same memory and the same shapes every time. So the cache outlive
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ class Graphs:
     def forget_rounds(self) -> None:
         self.rounds: dict[tuple[int, ...], _Round] = {}
         self.pool: object = None
+        self.side: torch.cuda.Stream | None = None  # what is recorded is recorded there
+        self.output: Tensor | None = None
+
+    def room_for(self, logits: Tensor) -> Tensor:
+        """The output of a round, in memory that all share: each is read before the next one runs."""
+        if self.output is None or self.output.numel() < logits.numel():
+            self.output = logits.new_empty(logits.numel())  # rounds recorded before go on with what they have
+        return self.output[: logits.numel()].view(logits.shape)
 
     def fit(self, cells: int, columns: int, of: tuple[object, ...]) -> None:
         """Forget what there is not room in, or what was recorded `of` another model or precision."""
@@ -59,17 +68,21 @@ class _Round:
             if device.type == "cuda":
                 graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
                 with torch.cuda.device(device):
-                    side = torch.cuda.Stream(device)
+                    side = graphs.side = graphs.side or torch.cuda.Stream(device)
                     side.wait_stream(torch.cuda.current_stream(device))
                     with torch.cuda.stream(side):
-                        call()  # libraries set themselves up; what is written is what is written again
+                        logits = call()  # libraries set themselves up; what is written is what is written again
                     torch.cuda.current_stream(device).wait_stream(side)
+                    self.logits = graphs.room_for(logits)
+                    del logits
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=graphs.pool, stream=side):  # type: ignore[arg-type]
-                        self.logits = call()
+                    # thread_local: rewards in other threads may use the device meanwhile
+                    options: dict[str, Any] = {"pool": graphs.pool, "stream": side, "capture_error_mode": "thread_local"}
+                    with torch.cuda.graph(graph, **options):
+                        self.logits.copy_(call())
                 self.replay: Callable[[], object] = graph.replay
             else:
-                self.logits = torch.empty_like(call())
+                self.logits = graphs.room_for(call())
                 self.replay = lambda: self.logits.copy_(call())
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -89,13 +102,11 @@ class GraphedDecoder(CopiedPrompts):
         kind = model.device.type
         of = (id(model), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         graphs.fit(up(self.num_cells, CELLS), up(self.prompt_ids.shape[1] + length, COLUMNS), of)
-        self.graphs, self.cache, self.layers_seen = graphs, graphs.cache, 0
+        self.graphs, self.cache = graphs, graphs.cache
 
-    def _remember(self, k: Tensor, v: Tensor) -> None:
-        if len(self.cache.pairs) == self.layers_seen:
-            self.cache.add_layer(k, *self.graphs.shape)
-        self.cache.begin(self.layers_seen, k[self.prompt], v[self.prompt])
-        self.layers_seen += 1
+    def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
+        room, length = self.graphs.shape
+        self.cache.begin(number, k[self.prompt], v[self.prompt], layers=self.layers, room=room, length=length)
 
     def keep(self, cells: np.ndarray) -> None:
         if len(cells) > (room := self.graphs.shape[0]):  # more room is other memory: what was recorded is void

@@ -12,7 +12,7 @@ the same entries, and autograd adds their gradients. Layouts are built on the ho
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .logprobs import at_least_fp32
 from .model import Attend, Stream
 from .types import Completions
 
@@ -27,9 +28,18 @@ from .types import Completions
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """Tokens of a stream as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
 
-    By index_select, whose backward adds in parallel; x[rows] would go through a serial index_put.
+    By index_select, whose backward adds in parallel; x[rows] would go through a serial index_put. It adds in x's precision,
+    and a prompt's keys collect a gradient from each of its completions: in bfloat16 that would lose some, so not in bfloat16.
     """
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+    wide = at_least_fp32(x) if x.requires_grad else x
+    return wide.index_select(0, rows.flatten()).to(x.dtype).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible [..., keys]`, else -inf; rows lie in memory as CUDA's kernels want them, and would copy them to."""
+    *shape, keys = visible.shape
+    room = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
+    return room[..., :keys].masked_fill_(~visible, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -64,13 +74,20 @@ class Branches:
     query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
     key_rows: Tensor  # [R, Lp + K] into the stream: its prompt, and the whole completion, other rows' tokens included
     visible: Tensor  # [R, 1, T, Lp + K] bool: which of these each of those tokens may see
+    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # the same for attention, made when first asked for
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = rows_of(q, self.query_rows), rows_of(k, self.key_rows), rows_of(v, self.key_rows)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
+
+    def _mask(self, dtype: torch.dtype) -> Tensor:
+        """Once for all layers, each of which would make it of `visible` and keep it for its backward pass."""
+        if dtype not in self.masks:
+            self.masks[dtype] = additive_mask(self.visible, dtype)
+        return self.masks[dtype]
 
     def to(self, device: torch.device | str) -> "Branches":
-        return Branches(**{name: x.to(device) for name, x in vars(self).items()})
+        return Branches(self.query_rows.to(device), self.key_rows.to(device), self.visible.to(device))
 
 
 @dataclass(frozen=True)

@@ -147,11 +147,12 @@ class Learner:
         return totals
 
     def _backward(self, part: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
-        config = self.config
-        logp, entropy, ran = self.forward(part.completions)
-        mask = part.completions.completion_mask.to(self.device)
-        given = (part.advantages, part.old_logp, part.ref_logp, part.drawn_logp)
-        adv, old, ref, sampled = (x if x is None else x.to(self.device) for x in given)
+        config, completions = self.config, part.completions
+        given = (part.advantages, part.old_logp, part.ref_logp, part.drawn_logp, completions.sampler_logp)
+        # before the forward: a copy to the device waits for what was launched before it
+        adv, old, ref, sampled, written = (x if x is None else x.to(self.device) for x in given)
+        mask = completions.completion_mask.to(self.device)
+        logp, entropy, ran = self.forward(completions)
         weights = None
         if config.sampler_correction and sampled is not None:
             weights = truncated_importance_weights(
@@ -176,9 +177,9 @@ class Learner:
         # DDP averages over processes, and the loss is already this process's share of the whole
         self.scaler.scale(loss * self.dist.world_size).backward()
         values = {**metrics, "loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
-        values["tokens/run"] = logp.new_tensor(ran)
-        if part.completions.sampler_logp is not None:
-            gap = (logp.detach() - part.completions.sampler_logp.to(self.device)).masked_fill(~mask, 0).abs()
+        values["tokens/run"] = logp.new_full((), ran)
+        if written is not None:
+            gap = (logp.detach() - written).masked_fill(~mask, 0).abs()
             values |= {"gap/sum": gap.sum(), "gap/max": gap.max()}
         return values
 
@@ -204,10 +205,10 @@ class Learner:
     def load_state_dict(self, state: State) -> None:
         """Raises RuntimeError, ValueError or KeyError for the state of another model."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        fused = {"fused": self.config.fused_optimizer}  # a speed flag of now, not of the checkpoint
+        groups = [group | fused for group in state["optimizer"]["param_groups"]]
+        self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
         self.guard.update(state.get("guard", {}))
-        for group in self.optimizer.param_groups:
-            group["fused"] = self.config.fused_optimizer  # a speed flag of now, not of the checkpoint
         if self.scaler.is_enabled() and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 

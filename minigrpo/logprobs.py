@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # tokens whose logits exist at a time, at most,
-LOGITS = 1 << 22  # and so many logits: 16 MiB of float32
+# and so many logits: what a CPU's cache holds; a GPU reads the whole head and its gradient for each chunk, so there are few
+LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 
 
-def chunk_size(vocab_size: int) -> int:
-    return max(1, min(CHUNK, LOGITS // vocab_size))
+def chunk_size(vocab_size: int, device: str) -> int:
+    """`device` is a type, as cuda."""
+    return max(1, min(CHUNK, LOGITS[device] // vocab_size))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
         activations = a_layer + 4 * update * part * shape.width * shape.layers
     logits = completions * part * LOGIT_COPIES
     if config.chunked_logprobs:
-        logits = min(chunk_size(shape.vocab_size), completions * part) * 2
+        logits = min(chunk_size(shape.vocab_size, device), completions * part) * 2
     cells = at_once * samples
     kv = (at_once if config.share_prompt_kv else cells) * prompt_len + cells * (config.max_new_tokens + config.draft_window)
     frozen = 4.0 * parameters - (2.0 * blocks if config.low_precision_weights else 0)
@@ -91,7 +91,8 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     }
     stays = ["weights", "Adam", "weights in low precision"] + ["reference"] * (not config.offload_reference)
     updating = memory["gradients"] + memory["activations"] + memory["logits"]
-    peak = sum(memory[name] for name in stays) + max(updating, memory["KV cache"])
+    peak = sum(memory[name] for name in stays)
+    peak += updating + memory["KV cache"] if config.cuda_graphs else max(updating, memory["KV cache"])  # recorded: it stays
     return Plan(
         parameters=parameters,
         micro_batches=-(-prompts // micro),

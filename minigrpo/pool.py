@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 MAX_ABANDONED = 32  # threads that hang somewhere; after that their places stay empty
 
 
@@ -85,10 +87,14 @@ class WorkerPool:
         with self.lock:
             while self.alive < max(1, self.workers) and self.num_abandoned < MAX_ABANDONED:
                 self.alive += 1
-                threading.Thread(target=self._work, name=self.name, daemon=True).start()
+                # a new thread would begin on the first CUDA device, not on its process's own
+                device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+                threading.Thread(target=self._work, args=(device,), name=self.name, daemon=True).start()
             return self.alive > 0
 
-    def _work(self) -> None:
+    def _work(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
         while (job := self.queue.get()) is not None:
             job.run()
             with self.lock:

@@ -82,14 +82,15 @@ class Sampler:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         warn: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
+        self.config, self.tokenizer, self.autocast = config, tokenizer, autocast
+        self.model = accel.sharing_weights(model)  # never compiled: its shapes are others in every round
         self.eos = tokenizer.eot_token
         cached = SharedPrompts if config.share_prompt_kv else CopiedPrompts
         self.decoder: Callable[..., Decoder] = cached if config.kv_cache else UncachedDecoder
         self.graphs = Graphs()
         if config.cuda_graphs:
             self.decoder = self.graphs.decoder
-        self.low = accel.low_precision_copy(config, model)
+        self.low = accel.low_precision_copy(config, self.model)
         # how many prompts fit, by how many samples each gets: training and evaluation differ
         self.fittings: defaultdict[int, Fitting] = defaultdict(lambda: Fitting("sampling", "--rollout-batch-size", 0, warn))
         self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it

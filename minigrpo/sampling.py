@@ -172,13 +172,18 @@ class _Rows:
         lengths = self.lengths[self.rows]
         last = self.ids[self.rows, lengths - 1]
         running = (lengths < self.length) & (last != self.eos)
-        here = torch.stack([self.cell, lengths, last, self.kept])[:, running].cpu().numpy()
-        if not here.size:
+        # one copy there and one back: each makes the host wait for the device
+        here = torch.stack([self.cell, lengths, last, self.kept, running.long()]).cpu().numpy()
+        left = np.flatnonzero(here[4])
+        if not len(left):
             return False
+        here = here[:, left]
         self._judge_drafts(float(here[3].mean()))
         cells, cell_of_row, speakers = regroup(here[0], here[1:3])
-        self.rows, self.cell = self.rows[running], torch.from_numpy(cell_of_row).to(self.device)
-        self.speakers = self.rows[torch.from_numpy(speakers).to(self.device)]
+        places = torch.from_numpy(np.concatenate([left, cell_of_row, speakers])).to(self.device)
+        left_rows, self.cell, speaking = places.split([len(left), len(left), len(speakers)])
+        self.rows = self.rows[left_rows]
+        self.speakers = self.rows[speaking]
         if not np.array_equal(cells, np.arange(decoder.num_cells)):
             decoder.keep(cells)
         self.most = int(here[1].max())

@@ -92,8 +92,7 @@ class Trainer:
         accel.checkpoint_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
         self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast, self.screen.warn)
-        for model in {self.model, self.sampler.low}:
-            accel.compile_blocks(config, model)
+        accel.compile_blocks(config, self.model)
         self.source = self._make_source()
 
     def _make_plan(self) -> Plan:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.layout import LAYOUTS, repeated, shared, tree
+from minigrpo.layout import LAYOUTS, additive_mask, repeated, rows_of, shared, tree
 from minigrpo.model import GPT, GPTShape
 from minigrpo.types import Completions
 
@@ -142,3 +142,17 @@ def test_fp32_layouts_are_equal_on_this_device(device: str) -> None:
     one, *others = (build(c).to(device) for build in LAYOUTS.values())
     for other in others:
         torch.testing.assert_close(model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_group_reads_adds_up_in_float32() -> None:
+    """512 gradients of 1 are 512; summed in bfloat16 they would stay at 256."""
+    prompt = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    rows_of(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
+    assert prompt.grad is not None and prompt.grad.item() == 512
+
+
+def test_a_mask_lies_in_memory_as_cuda_wants_it() -> None:
+    visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask = additive_mask(visible, torch.float64)
+    assert torch.equal(mask == 0, visible) and torch.equal(mask == -torch.inf, ~visible)
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])

@@ -37,11 +37,12 @@ from .naive import FullLogits, FullLogitsReference, OneAtATime, OneByOne
 
 T = TypeVar("T")
 OF_THE_MODEL = ("layers", "width", "heads", "vocab_size", "prompt_len")  # a job with a model and prompts of its own has these
-OF_THE_STEP = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef")
+OF_THE_STEP = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef", "micro_batch_size")
 SIZES = OF_THE_MODEL + OF_THE_STEP
 PRESETS: dict[str, dict[str, float]] = {
-    "tiny": dict(zip(SIZES, (4, 128, 4, 512, 80, 8, 8, 80, 0.04), strict=True)),
-    "gpt2": dict(zip(SIZES, (12, 768, 12, 50257, 80, 8, 8, 144, 0.04), strict=True)),
+    "tiny": dict(zip(SIZES, (4, 128, 4, 512, 80, 8, 8, 80, 0.04, 0), strict=True)),
+    # two prompts at a time: all at once, the naive step would not go into 24 GB
+    "gpt2": dict(zip(SIZES, (12, 768, 12, 50257, 80, 8, 8, 144, 0.04, 2), strict=True)),
 }
 BEYOND_THE_END = 32  # tokens of a made-up answer that no completion reaches, so that no draft ends
 
@@ -111,6 +112,8 @@ class Sizes:
     """No end of text: every completion as long as that. Default: yes, but with --natural and --config."""
     kl_coef: float | None = None
     """Above 0: with a frozen reference."""
+    micro_batch_size: int | None = None
+    """Prompts of an update that go through the model at a time; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,15 @@ class Work:
     def shape(self) -> GPTShape:
         return self.model.shape
 
-    def describe(self) -> str:
+    def describe(self, group_size: str = "") -> str:
+        """In words; `group_size` if there are several."""
         c, s = self.config, self.shape
         ends = "all as long as that" if self.forced else "or to their end"
         return (
             f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.2f} M parameters ({s.layers} layers, width {s.width}, "
             f"{s.heads} heads, {s.vocab_size} tokens), {c.prompts_per_step} prompts of {self.prompt_len:.0f} tokens x "
-            f"{c.group_size} completions of {c.max_new_tokens}, {ends}; KL {c.kl_coef}"
+            f"{group_size or c.group_size} completions of {c.max_new_tokens}, {ends}; KL {c.kl_coef}"
+            + (f"; updates of {c.micro_batch_size} prompts at a time" if c.micro_batch_size else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,8 +224,7 @@ class Machine:
                 offload=config.offload_reference,
             )
         accel.checkpoint_blocks(config, self.model)
-        for model in {self.model, self.sampler.low}:
-            accel.compile_blocks(config, model)
+        accel.compile_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
         examples = Ahead(work.task, config, dist, 0)

@@ -146,7 +146,8 @@ class Memory(Sizes):
     def run(self, console: Console) -> dict[str, Any]:
         device = accel.pick_device(self.device)
         first = Work.of(replace(self, group_size=self.group_sizes[0]), device)
-        console.print(f"{probe.device_name(device)}: {first.describe()}", highlight=False)
+        text = first.describe(", ".join(map(str, self.group_sizes)))
+        console.print(f"{probe.device_name(device)}: {text}", highlight=False)
         rows, timelines = list[dict[str, Any]](), dict[str, Any]()
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("group sizes", total=2 * len(WAYS) * len(self.group_sizes))
@@ -160,7 +161,8 @@ class Memory(Sizes):
                         if not chunked and seen:
                             timelines[way] = {"group_size": size, "seen": seen}
                         progress.advance(bar)
-        result = {**probe.describe_machine(device), "measures": probe.PeakMemory(device).measures, "work": first.to_dict()}
+        result = {**probe.describe_machine(device), "measures": probe.PeakMemory(device).measures}
+        result["work"] = first.to_dict() | {"text": text}
         with console.status("log-probs alone"):
             result |= {"rows": rows, "timelines": timelines, "logprobs": logprobs_alone(device)}
         write_memory(result, self.out_dir, console)
@@ -173,7 +175,7 @@ def logprobs_alone(device: torch.device, tokens: int = 2048, vocab_size: int = 5
     hidden, head = (torch.randn(n, width, generator=generator).to(device) for n in (tokens, vocab_size))
     targets = torch.randint(vocab_size, (tokens,), generator=generator).to(device)
     gradients, rows = list[list[torch.Tensor]](), list[dict[str, Any]]()
-    for name, chunk in (("all", 0), ("in chunks", chunk_size(vocab_size))):
+    for name, chunk in (("all", 0), ("in chunks", chunk_size(vocab_size, device.type))):
         inputs = [(0.05 * x).requires_grad_() for x in (hidden, head)]
 
         def once(inputs: list[torch.Tensor] = inputs, chunk: int = chunk) -> None:
@@ -214,6 +216,7 @@ def _measure(
     sampler, flags = WAYS[way]
     flags = {**flags, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
     row: dict[str, Any] = {"name": way, "logits": "in chunks" if chunked else "all", "group_size": work.config.group_size}
+    machine: Machine | None = None
     try:
         with probe.PeakMemory(work.device) as built:
             machine = Machine(replace(work.config, **flags), work, sampler=sampler)
@@ -231,5 +234,7 @@ def _measure(
         row |= {"different_completions": same.check(machine, way), "status": "ok"}
         return row, timeline.seen[:: max(1, len(timeline.seen) // POINTS)]
     except (torch.OutOfMemoryError, MemoryError):
-        torch.cuda.empty_cache()
-        return {**row, "status": "out of memory"}, []
+        pass  # outside of the handler nothing holds on to the machine any more
+    machine = None
+    torch.cuda.empty_cache()
+    return {**row, "status": "out of memory"}, []

@@ -220,6 +220,7 @@ def draw_memory(result: Mapping[str, Any], path: Path, console: Console) -> None
             points = [row["group_size"] for row in rows], [row[key] for row in rows]
             axes.plot(*points, style, marker="o", ms=3, color=color, label=name if logits == "all" else None)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes := sorted({row["group_size"] for row in result["rows"]}), labels=map(str, sizes))
         axes.set_yscale("log")
         axes.set(xlabel="completions of a prompt", ylabel=label)
     peaks.legend(frameon=False, fontsize=8, title="dashed: logits in chunks", title_fontsize=8)

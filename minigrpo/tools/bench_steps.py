@@ -1,16 +1,18 @@
 """What each layer buys: `python benchmark.py`, or `python benchmark.py steps`.
 
 Rows add one layer each to the naive step of naive.py. All rows sample the same tokens for the same prompts and keep the same
-weights (a learning rate of next to nothing: everything is run, nothing moves), and take turns, A B C A B C, so that a machine
-that slows down slows all of them. Forced work (the default) is random text on random weights, every completion as long as
-allowed; --natural is the default job with its own model, lengths and rewards.
+weights (a learning rate of next to nothing: everything is run, nothing moves). On CPU they take turns, A B C A B C, so that a
+machine that slows down slows all of them. Forced work (the default) is random text on random weights, every completion as
+long as allowed; --natural is the default job with its own model, lengths and rewards.
 """
 
+import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor
 from .. import accel
 from ..config import Config
 from ..flags import ConfigError
+from ..types import RolloutBatch
 from . import probe
 from .bench_machine import Machine, Sizes, Work
 from .bench_report import write_report
@@ -59,7 +62,6 @@ PLAIN = {
     "gradient_checkpointing": False,
     "chunked_logprobs": False,
     "offload_reference": False,
-    "micro_batch_size": 0,
     "rollout_batch_size": 0,
 }
 EVERYWHERE = ("cpu", "cuda")
@@ -142,13 +144,14 @@ class Steps(Sizes):
     def _measure(self, work: Work, rows: list[Row], console: Console) -> list[dict[str, Any]]:
         if self.only:
             rows = [row for i, row in enumerate(rows) if not i or any(word in row.name for word in self.only)]
-        for row in track(rows, "warming up", console=console, transient=True):
-            _attempt(row, lambda row: _build(row, work))
-        for turn in track(range(1, self.repeats + 1), f"{len(rows)} rows", console=console, transient=True):
-            tokens = list[Tensor]()
-            for row in rows:
-                _attempt(row, lambda row: _take_turn(row, turn, tokens))  # noqa: B023 - called at once
-        _compare(rows)
+        jobs, same = list[tuple[Row, Callable[[Row], None]]](), _Same()
+        # rows take turns, so that drift is nobody's; on a GPU, which holds the models of a few at most, one after the other
+        for together in [rows] if work.device.type == "cpu" else [[row] for row in rows]:
+            jobs += [(row, partial(_build, work=work, same=same)) for row in together]
+            jobs += [(row, partial(_take_turn, turn=turn + 1, same=same)) for turn in range(self.repeats) for row in together]
+            jobs += [(row, _clear) for row in together]
+        for row, do in track(jobs, f"{len(rows)} rows", console=console, transient=True):
+            _attempt(row, do)
         roof = Roofline.probed(work)
         return list(_records(rows, roof))
 
@@ -188,11 +191,16 @@ def _attempt(row: Row, function: Any) -> None:
     except ConfigError as error:
         row.status = str(error)
     if row.status != "ok":
-        row.machine = None
-        torch.cuda.empty_cache()
+        _clear(row)
 
 
-def _build(row: Row, work: Work) -> None:
+def _clear(row: Row) -> None:
+    row.machine = None
+    gc.collect()  # compiled blocks refer to themselves
+    torch.cuda.empty_cache()
+
+
+def _build(row: Row, work: Work, same: "_Same") -> None:
     with probe.PeakMemory(work.device) as memory:
         start = time.perf_counter()
         row.machine = Machine(replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive)
@@ -204,10 +212,11 @@ def _build(row: Row, work: Work) -> None:
     ) as peak:  # in a step that is not timed: looking gives freed memory back, which takes time
         row.machine.step(0)
     row.peak_mib = peak.mib + resident
+    row.loss_difference, row.grad_difference = same.compare(row.machine)
 
 
-def _take_turn(row: Row, turn: int, tokens: list[Tensor]) -> None:
-    """One step of a row; `tokens` are the first row's of this turn, which the others should have too."""
+def _take_turn(row: Row, turn: int, same: "_Same") -> None:
+    """One timed step of a row."""
     assert row.machine is not None
     graphs, before = accel.graphs_compiled(), probe.energy_joules(row.machine.device)
     row.steps.append(row.machine.step(turn))
@@ -215,29 +224,31 @@ def _take_turn(row: Row, turn: int, tokens: list[Tensor]) -> None:
     row.recompiles += accel.graphs_compiled() - graphs
     if before is not None and after is not None:
         row.joules.append(after - before)
-    ids = row.machine.tokens()
-    tokens.append(ids)
-    row.different += int((ids != tokens[0]).any(-1).sum())
+    row.different += same.different(turn, row.machine.tokens())
 
 
-def _compare(rows: list[Row]) -> None:
-    """Loss and gradient of one and the same rollout, against those of the first row that ran, in float32."""
-    first = next((row.machine for row in rows if row.machine is not None), None)
-    if first is None:
-        return
-    batch = first.batch
-    loss, gradient = first.gradient(batch)
-    norm = sum(float(g.double().square().sum()) for g in gradient) ** 0.5
+class _Same:
+    """What the first row that ran gave, in float32; the others should give it too."""
 
-    def compare(row: Row) -> None:
-        assert row.machine is not None
-        other, theirs = row.machine.gradient(batch)
-        row.loss_difference = abs(other - loss) / abs(loss) if loss else abs(other)
-        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(theirs, gradient, strict=True)) ** 0.5
-        row.grad_difference = apart / norm if norm else apart
+    def __init__(self) -> None:
+        self.tokens: dict[int, Tensor] = {}  # by turn
+        self.first: tuple[RolloutBatch, float, list[Tensor]] | None = None
 
-    for row in rows:
-        _attempt(row, compare)
+    def different(self, turn: int, ids: Tensor) -> int:
+        """How many completions of a turn are others."""
+        return int((ids != self.tokens.setdefault(turn, ids)).any(-1).sum())
+
+    def compare(self, machine: Machine) -> tuple[float, float]:
+        """How far off loss and gradient are, of one and the same rollout, as parts of the first row's."""
+        batch = machine.batch if self.first is None else self.first[0]
+        loss, gradient = machine.gradient(batch)
+        gradient = [g.to("cpu", torch.float64) for g in gradient]
+        if self.first is None:
+            self.first = batch, loss, gradient
+        _, first_loss, first_gradient = self.first
+        norm = sum(float(g.square().sum()) for g in first_gradient) ** 0.5
+        apart = sum(float((a - b).square().sum()) for a, b in zip(gradient, first_gradient, strict=True)) ** 0.5
+        return abs(loss - first_loss) / (abs(first_loss) or 1), apart / (norm or 1)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ def energy_joules(device: torch.device) -> float | None:
             import pynvml  # type: ignore[import-not-found]
 
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+            # not by index: the library does not know which devices are visible here
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
         return int(RAPL.read_text()) / 1e6
     except Exception:  # no such library, no such counter, no right to read it
