@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from . import model as gpt
 from .config import PROFILED, Config
 from .flags import ConfigError
-from .layout import Layout, SharedLayout
 from .logprobs import chunk_size
-from .model import GPT, Attend, Block, Causal
+from .model import GPT, Attend, Block
 
 COMPILERS = ("cc", "gcc", "clang")  # torch.compile makes C, also for CUDA, whose kernels are launched by it
 
@@ -139,8 +139,7 @@ def profiler(config: Config, folder: Path, device: torch.device, here: bool) -> 
 @cache
 def leave_attention_out() -> None:
     """Rows, lengths and lots differ from batch to batch: a block compiled with attention would be compiled over and over."""
-    for layout in (Causal, Layout, SharedLayout):
-        layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]
+    gpt.attention = torch.compiler.disable(gpt.attention)
 
 
 def compile_blocks(config: Config, model: GPT) -> None:

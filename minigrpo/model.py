@@ -8,7 +8,6 @@ token is ever a pad, and what is shared is run once.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -78,20 +77,21 @@ class Causal:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
 
 
+def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """On CPU attention stays in float32: in bfloat16 torch's backward of it takes three times as long (measured)."""
+    if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return attend(q, k, v)
+    with torch.autocast("cpu", enabled=False):
+        return attend(at_least_fp32(q), at_least_fp32(k), at_least_fp32(v))
+
+
 class Attention(nn.Module):
+    """The linear maps before and after attention."""
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.heads = shape.heads
         self.c_attn = nn.Linear(shape.width, 3 * shape.width)
         self.c_proj = nn.Linear(shape.width, shape.width)
-
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.c_attn(x).view(len(x), 3, self.heads, -1).unbind(1)
-        # on CPU attention stays in float32: in bfloat16 torch's backward of it takes three times as long (measured)
-        cpu = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", enabled=False) if cpu else nullcontext():
-            out = attend(*(at_least_fp32(x) for x in (q, k, v))) if cpu else attend(q, k, v)
-        return self.c_proj(out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -107,13 +107,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
+        self.heads = shape.heads
         self.ln_1 = nn.LayerNorm(shape.width)
         self.attn = Attention(shape)
         self.ln_2 = nn.LayerNorm(shape.width)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attn(self.ln_1(x), attend)
+        qkv = self.attn.c_attn(self.ln_1(x)).view(len(x), 3, self.heads, -1)
+        x = x + self.attn.c_proj(attention(attend, *qkv.unbind(1)).flatten(1))
         return x + self.mlp(self.ln_2(x))
 
 
