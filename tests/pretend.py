@@ -1,0 +1,138 @@
+"""A CUDA device that is none: tensors stay in host memory, but know where they would be, and refuse what CUDA would refuse.
+
+A tensor's place is that of its storage. Python sees `cuda:0`; below it, every operation whose inputs are in both places is
+an error (numbers of no dimension may be anywhere, as in CUDA), and what it returns is where its inputs are.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.device("cuda:0")
+PLACES = {  # what asks a tensor, or would move it
+    "device": Tensor.device.__get__,  # type: ignore[attr-defined]
+    "is_cuda": Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+}
+
+
+class _There:
+    """Which storages are on the device. A weak reference keeps a storage's number from being given to another one."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, StorageWeakRef] = {}
+
+    def __contains__(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self.storages
+
+    def put(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        self.storages[storage._cdata] = StorageWeakRef(storage)
+        return x
+
+    def take(self, x: Tensor) -> Tensor:
+        self.storages.pop(x.untyped_storage()._cdata, None)
+        return x
+
+
+class _Operations(TorchDispatchMode):
+    """Those of the backward pass too."""
+
+    def __init__(self, there: _There) -> None:
+        super().__init__()
+        self.there = there
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        on_device = any(x in self.there for x in tensors)
+        if on_device and func is not torch.ops.aten.copy_.default and any(x.dim() and x not in self.there for x in tensors):
+            places = [f"{tuple(x.shape)} on {'cuda' if x in self.there else 'cpu'}" for x in tensors]
+            raise RuntimeError(f"{func}: tensors on two devices: {', '.join(places)}")
+        out = func(*args, **(kwargs or {}))
+        if on_device and func is not torch.ops.aten.copy_.default:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    self.there.put(x)
+        return out
+
+
+class _Python(TorchFunctionMode):
+    """What Python code says of devices."""
+
+    def __init__(self, there: _There) -> None:
+        super().__init__()
+        self.there = there
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in PLACES.values():
+            real = func(*args)
+            if args[0] not in self.there:
+                return real
+            return DEVICE if func == PLACES["device"] else True
+        if func is Tensor.numpy and args[0] in self.there:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is Tensor.pin_memory:
+            return args[0].clone()
+        if func is Tensor.cpu:
+            func, args = Tensor.to, (*args, "cpu")
+        if func is Tensor.cuda:
+            func, args = Tensor.to, (*args, DEVICE)
+        asked = [x for x in (*args[1:], kwargs.get("device")) if isinstance(x, torch.device | str)]
+        asked = asked if func is Tensor.to or "device" in kwargs else []
+        if not asked:
+            return func(*args, **kwargs)
+        where = torch.device(asked[0])
+        args = tuple("cpu" if x is asked[0] else x for x in args)
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        if func is not Tensor.to:
+            out = func(*args, **kwargs)
+            return self.there.put(out) if where.type == "cuda" else out
+        same = (args[0] in self.there) == (where.type == "cuda")
+        out = func(args[0] if same else args[0].clone(), *args[1:], **kwargs)
+        if where.type == "cpu" and not same:
+            return self.there.take(out)
+        return self.there.put(out) if where.type == "cuda" else out
+
+
+def _of_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, for a type of device that is not there."""
+
+    @functools.wraps(function)
+    def of_the_host(device_type: str = "cpu", *args: Any, **kwargs: Any) -> Any:
+        return function("cpu", *args, **kwargs)
+
+    return of_the_host
+
+
+def _backward(loss: Tensor) -> None:
+    """torch's own turns the modes off while it runs, and blocks are run again in there."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextmanager
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    there = _There()
+    answers: dict[str, Any] = dict.fromkeys(("set_device", "synchronize", "reset_peak_memory_stats"))
+    answers |= {"device_count": 1, "is_available": True, "is_bf16_supported": True, "get_device_name": "no device"}
+    answers |= {"memory_allocated": 2**20, "max_memory_allocated": 2**21}
+    monkeypatch.setattr(Tensor, "backward", _backward)
+    # what is kept of a block is looked at with the modes off, what is made again with them on
+    monkeypatch.setitem(torch.utils.checkpoint._allowed_determinism_checks_to_fns, "default", lambda x: {})
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
+        monkeypatch.setattr(torch, name, _of_the_host(getattr(torch, name)))
+    with _Operations(there), _Python(there):
+        yield
