@@ -1,13 +1,15 @@
 """A CUDA device that is none: tensors stay in host memory, but know where they would be, and refuse what CUDA would refuse.
 
 A tensor's place is that of its storage. Python sees `cuda:0`; below it, every operation whose inputs are in both places is
-an error (numbers of no dimension may be anywhere, as in CUDA), and what it returns is where its inputs are.
+an error (numbers of no dimension may be anywhere, as in CUDA), and what it returns is where its inputs are. CUDA graphs are
+lists of operations on the very tensors that they were recorded with.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,10 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda:0")
+WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}  # the host, for the device
 PLACES = {  # what asks a tensor, or would move it
     "device": Tensor.device.__get__,  # type: ignore[attr-defined]
     "is_cuda": Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
 }
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 class _There:
@@ -32,7 +39,7 @@ class _There:
         self.storages: dict[int, StorageWeakRef] = {}
 
     def __contains__(self, x: Tensor) -> bool:
-        return x.untyped_storage()._cdata in self.storages
+        return _memory(x) in self.storages
 
     def put(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
@@ -40,8 +47,31 @@ class _There:
         return x
 
     def take(self, x: Tensor) -> Tensor:
-        self.storages.pop(x.untyped_storage()._cdata, None)
+        self.storages.pop(_memory(x), None)
         return x
+
+
+class _Graph:
+    """Operations, to be run again."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            new = func(*args, **kwargs)
+            for old, again in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if isinstance(old, Tensor) and _memory(old) != _memory(again):  # else it has looked at some, or written to it
+                    old.copy_(again)
+        self.forget()
+
+    def forget(self) -> None:
+        """What is not written to memory from outside is nobody's business: graphs that share a pool write over it."""
+        for _, args, kwargs, out in self.calls:
+            given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and x.is_floating_point() and _memory(x) not in given:
+                    x.fill_(torch.nan)
 
 
 class _Operations(TorchDispatchMode):
@@ -50,6 +80,20 @@ class _Operations(TorchDispatchMode):
     def __init__(self, there: _There) -> None:
         super().__init__()
         self.there = there
+        self.graph: _Graph | None = None  # is being recorded
+
+    def may_wait(self, what: str) -> None:
+        if self.graph:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+
+    @contextmanager
+    def record(self, graph: _Graph, **_: Any) -> Iterator[None]:
+        self.graph = graph
+        try:
+            yield
+        finally:
+            self.graph = None
+        graph.forget()  # recording computes nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -57,7 +101,11 @@ class _Operations(TorchDispatchMode):
         if on_device and func is not torch.ops.aten.copy_.default and any(x.dim() and x not in self.there for x in tensors):
             places = [f"{tuple(x.shape)} on {'cuda' if x in self.there else 'cpu'}" for x in tensors]
             raise RuntimeError(f"{func}: tensors on two devices: {', '.join(places)}")
+        if func in WAITING and on_device:
+            self.may_wait(str(func))
         out = func(*args, **(kwargs or {}))
+        if self.graph:
+            self.graph.calls.append((func, args, kwargs or {}, out))
         if on_device and func is not torch.ops.aten.copy_.default:
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
@@ -68,9 +116,9 @@ class _Operations(TorchDispatchMode):
 class _Python(TorchFunctionMode):
     """What Python code says of devices."""
 
-    def __init__(self, there: _There) -> None:
+    def __init__(self, there: _There, operations: _Operations) -> None:
         super().__init__()
-        self.there = there
+        self.there, self.operations = there, operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -84,9 +132,9 @@ class _Python(TorchFunctionMode):
         if func is Tensor.pin_memory:
             return args[0].clone()
         if func is Tensor.cpu:
-            func, args = Tensor.to, (*args, "cpu")
+            func, args = Tensor.to, (args[0], "cpu")
         if func is Tensor.cuda:
-            func, args = Tensor.to, (*args, DEVICE)
+            func, args = Tensor.to, (args[0], DEVICE)
         asked = [x for x in (*args[1:], kwargs.get("device")) if isinstance(x, torch.device | str)]
         asked = asked if func is Tensor.to or "device" in kwargs else []
         if not asked:
@@ -99,6 +147,8 @@ class _Python(TorchFunctionMode):
             out = func(*args, **kwargs)
             return self.there.put(out) if where.type == "cuda" else out
         same = (args[0] in self.there) == (where.type == "cuda")
+        if not same:
+            self.operations.may_wait("a copy to another device")
         out = func(args[0] if same else args[0].clone(), *args[1:], **kwargs)
         if where.type == "cpu" and not same:
             return self.there.take(out)
@@ -134,5 +184,10 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
         monkeypatch.setattr(torch, name, _of_the_host(getattr(torch, name)))
-    with _Operations(there), _Python(there):
+    operations = _Operations(there)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph", operations.record)
+    for name in ("device", "stream", "graph_pool_handle", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: MagicMock())
+    with operations, _Python(there, operations):
         yield

@@ -4,14 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import benchmark
 from minigrpo import Config, Trainer, accel
+from minigrpo.graphs import Graphs
+from minigrpo.model import GPT, GPTShape
+from minigrpo.randomness import uniforms
+from minigrpo.sampling import generate
 from minigrpo.tools import probe
 from minigrpo.tools.bench_steps import LEAN
 
+from .conftest import EOS, VOCAB, make_completions
 from .gradients import TINY
 from .pretend import pretend_cuda
 from .test_benchmark import TINY as TINY_WORK
@@ -39,6 +45,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast": {"use_amp": True, "low_precision_weights": True, "kl_coef": 0.1},
     "lean": {**LEAN, "micro_batch_size": 2, "kl_coef": 0.1},
     "truncated": {"loss": "cispo", "sampler_correction": True, "top_k": 50, "top_p": 0.9, "resample_dead_groups": 1},
+    "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
+    "half": {"use_amp": True, "amp_dtype": "float16"},
     "supervised": {"loss": "nll", "group_size": 1, "fused_optimizer": False},
 }
 
@@ -67,3 +75,32 @@ def test_a_benchmark_has_nothing_on_two_devices(tmp_path: Path, monkeypatch: pyt
         benchmark.main([*what, *TINY_WORK[:-1], "cuda", *only, "--out-dir", str(tmp_path)])
     rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
     assert {row["status"] for row in rows} == {"ok"}
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_recorded_rounds_write_what_rounds_write(monkeypatch: pytest.MonkeyPatch, amp: bool) -> None:
+    """Rollout after rollout, of other prompts and weights; a round is recorded once for a shape, and never waits."""
+    with pretend_cuda(monkeypatch):
+        model, graphs = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).cuda(), Graphs()
+        with torch.no_grad():
+            model.wte.weight.mul_(3)  # surer of itself, so that completions part one by one, and cells become more
+        recorded = []
+        for turn in range(4):
+            c = make_completions(turn % 2, prompts=6).to("cuda")
+            u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, 9)).to("cuda")
+            options: dict[str, Any] = {
+                "eos": EOS,
+                "max_new_tokens": 9,
+                "num_samples": 5,
+                "u": u,
+                "drafts": c.completion_ids[:, 0],
+            }
+            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                plain = generate(model, c.prompt_ids, c.prompt_len, **options)
+                found = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+            assert torch.equal(found.completion_ids, plain.completion_ids)
+            assert torch.equal(found.completion_mask, plain.completion_mask)
+            recorded.append(set(graphs.rounds))
+            with torch.no_grad():
+                model.h[0].mlp.c_fc.weight.mul_(1.1)
+        assert {cells for cells, *_ in recorded[3]} == {16, 32} and recorded[2] <= recorded[3]
