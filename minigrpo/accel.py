@@ -1,4 +1,4 @@
-"""The speed layers: one function and one flag each. Each can be deleted without touching the maths."""
+"""The speed layers: one flag each. Each can be deleted without touching the maths."""
 
 import copy
 import os
@@ -21,8 +21,6 @@ from .flags import ConfigError
 from .logprobs import chunk_size
 from .model import GPT, Attend, Block
 
-COMPILERS = ("cc", "gcc", "clang")  # torch.compile makes C, also for CUDA, whose kernels are launched by it
-
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """--device; of several processes on a machine each gets a CUDA device of its own.
@@ -41,7 +39,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         raise ConfigError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; cpu is allowed")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what does not name one means this one
-        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every length, for tenths of a second
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length, and ours are all new
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name}")
     return device
@@ -60,6 +58,15 @@ def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
     if half and device.type != "cuda":
         raise ConfigError("--amp-dtype float16 needs a CUDA device; bfloat16 is allowed everywhere")
     return torch.amp.GradScaler(device.type, enabled=half)
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """--compile-model makes C++ on CPU, and C on CUDA to launch its kernels. Raises ConfigError if nothing here can."""
+    kind, names = ("C++", [os.environ.get("CXX", "g++")]) if device.type == "cpu" else ("C", ["gcc", "clang"])
+    if device.type == "cuda" and "CC" in os.environ:
+        names = [os.environ["CC"]]
+    if config.compile_model and not any(map(shutil.which, names)):
+        raise ConfigError(f"--compile-model needs a {kind} compiler, {' or '.join(names)}; --no-compile-model goes without")
 
 
 def use_tf32(config: Config) -> None:
@@ -143,13 +150,8 @@ def leave_attention_out() -> None:
 
 
 def compile_blocks(config: Config, model: GPT) -> None:
-    """--compile-model: torch.compile each block in place; names in the state dict stay as they are.
-
-    Raises ConfigError where there is nothing to compile with.
-    """
+    """--compile-model: torch.compile each block in place; names in the state dict stay as they are."""
     if config.compile_model:
-        if not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
-            raise ConfigError(f"--compile-model needs a C compiler ({', '.join(COMPILERS)}), and there is none here")
         leave_attention_out()
         from torch import _dynamo
 

@@ -143,7 +143,7 @@ class Config:
     use_tf32: bool = False
     """TF32 matrix products on CUDA."""
     compile_model: bool = False
-    """torch.compile each block; a minute or two of warm-up."""
+    """torch.compile the training blocks, but for attention; needs a C or C++ compiler and some warm-up."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     chunked_logprobs: bool = False
@@ -151,7 +151,7 @@ class Config:
     offload_reference: bool = False
     """Keep the reference model of --kl-coef in host memory; its weights visit the GPU once a step."""
     low_precision_weights: bool = False
-    """With --use-amp: the sampler and the reference keep the blocks' matrices in --amp-dtype; the same numbers."""
+    """With --use-amp: the sampler and the reference keep the blocks' linear maps in --amp-dtype; the same numbers."""
     layout: Literal["repeated", "shared", "tree"] = "tree"
     """repeated: the textbook way; shared: each prompt and each distinct completion runs once; tree: each distinct prefix."""
     kv_cache: bool = True

@@ -73,9 +73,9 @@ class KVCache:
             self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
-            used = self._there[..., : self.columns, :]
-            to, source = (torch.from_numpy(x).to(used.device) for x in (moved, cells[moved]))
-            used.index_copy_(2, to, used.index_select(2, source))
+            to, source = (torch.from_numpy(x).to(self._there.device) for x in (moved, cells[moved]))
+            for used in self._there[..., : self.columns, :]:  # a layer at a time, which is all the room that it takes
+                used.index_copy_(1, to, used.index_select(1, source))
 
     @property
     def _there(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 Graphs want the same memory and the same shapes every time. So the cache outlives a rollout, the number of cells is rounded up
 (what is too many computes garbage into places that nobody reads), and so is the number of columns. The numbers are those of
-`CopiedPrompts`. Off CUDA the same code runs its rounds instead of replaying them, which is how it is tested.
+`CopiedPrompts`. Off CUDA the same code runs its rounds instead of replaying them.
 """
 
 from collections.abc import Callable

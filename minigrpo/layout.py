@@ -28,15 +28,19 @@ from .types import Completions
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """Tokens of a stream as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
 
-    By index_select, whose backward adds in parallel; x[rows] would go through a serial index_put. It adds in x's precision,
-    and a prompt's keys collect a gradient from each of its completions: in bfloat16 that would lose some, so not in bfloat16.
+    By index_select, whose backward adds in parallel; x[rows] would go through a serial index_put.
     """
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def rows_that_share(x: Tensor, rows: Tensor) -> Tensor:
+    """`rows_of` where tokens stand in several rows: their gradients add up in float32; bfloat16 would lose some."""
     wide = at_least_fp32(x) if x.requires_grad else x
-    return wide.index_select(0, rows.flatten()).to(x.dtype).unflatten(0, rows.shape).transpose(1, 2)
+    return rows_of(wide, rows).to(x.dtype)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `visible [..., keys]`, else -inf; rows lie in memory as CUDA's kernels want them, and would copy them to."""
+    """0 where `visible [..., keys]`, else -inf. Rows begin at multiples of 8: CUDA's kernels want that, or copy the mask."""
     *shape, keys = visible.shape
     room = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
     return room[..., :keys].masked_fill_(~visible, -torch.inf)
@@ -74,10 +78,10 @@ class Branches:
     query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
     key_rows: Tensor  # [R, Lp + K] into the stream: its prompt, and the whole completion, other rows' tokens included
     visible: Tensor  # [R, 1, T, Lp + K] bool: which of these each of those tokens may see
-    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # the same for attention, made when first asked for
+    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible` as additive masks, made when first asked for
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = rows_of(q, self.query_rows), rows_of(k, self.key_rows), rows_of(v, self.key_rows)
+        q, k, v = rows_of(q, self.query_rows), rows_that_share(k, self.key_rows), rows_that_share(v, self.key_rows)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
 
     def _mask(self, dtype: torch.dtype) -> Tensor:

@@ -46,6 +46,7 @@ class Learner:
         self.device = model.device
         self.wrapped = self.dist.wrap(model)
         self.scaler = accel.grad_scaler(config, self.device)
+        accel.check_compiler(config, self.device)
         self.optimizer = make_optimizer(
             model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
         )
@@ -150,13 +151,13 @@ class Learner:
         config, completions = self.config, part.completions
         given = (part.advantages, part.old_logp, part.ref_logp, part.drawn_logp, completions.sampler_logp)
         # before the forward: a copy to the device waits for what was launched before it
-        adv, old, ref, sampled, written = (x if x is None else x.to(self.device) for x in given)
+        adv, old, ref, drawn_logp, sampler_logp = (x if x is None else x.to(self.device) for x in given)
         mask = completions.completion_mask.to(self.device)
         logp, entropy, ran = self.forward(completions)
         weights = None
-        if config.sampler_correction and sampled is not None:
+        if config.sampler_correction and drawn_logp is not None:
             weights = truncated_importance_weights(
-                logp.detach() if old is None else old, sampled, config.sampler_correction_cap
+                logp.detach() if old is None else old, drawn_logp, config.sampler_correction_cap
             )
         loss, metrics = policy_loss(
             logp,
@@ -178,8 +179,8 @@ class Learner:
         self.scaler.scale(loss * self.dist.world_size).backward()
         values = {**metrics, "loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
         values["tokens/run"] = logp.new_full((), ran)
-        if written is not None:
-            gap = (logp.detach() - written).masked_fill(~mask, 0).abs()
+        if sampler_logp is not None:
+            gap = (logp.detach() - sampler_logp).masked_fill(~mask, 0).abs()
             values |= {"gap/sum": gap.sum(), "gap/max": gap.max()}
         return values
 

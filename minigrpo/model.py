@@ -2,7 +2,7 @@
 
 Pre-LN blocks, learned positions, tanh-GELU, output head tied to the token embedding: GPT-2, with one departure. The blocks
 never see a `[batch, time]` rectangle. They see a stream `x [N, D]` of tokens, each with its position, and hand `(q, k, v)`
-to an *attend* function that knows which token belongs where (layout.py for training, sampling.py for decoding). So no
+to an *attend* function that knows which token belongs where (layout.py for training, decoders.py for decoding). So no
 token is ever a pad, and what is shared is run once.
 """
 
@@ -86,7 +86,7 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The linear maps before and after attention."""
+    """The linear maps before and after `attention`; Block calls them."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """A CUDA device that is none: tensors stay in host memory, but know where they would be, and refuse what CUDA would refuse.
 
 A tensor's place is that of its storage. Python sees `cuda:0`; below it, every operation whose inputs are in both places is
-an error (numbers of no dimension may be anywhere, as in CUDA), and what it returns is where its inputs are. CUDA graphs are
-lists of operations on the very tensors that they were recorded with.
+an error (numbers of no dimension may be anywhere, as in CUDA; indices may not, though CUDA would copy them), and what it
+returns is where its inputs are. CUDA graphs are lists of operations on the very tensors that they were recorded with.
 """
 
 import functools
@@ -21,6 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda:0")
+JOINING = {  # operations that want numbers of no dimension on the device too
+    torch.ops.aten.stack.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten._fused_adamw_.default,
+}
 WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}  # the host, for the device
 PLACES = {  # what asks a tensor, or would move it
     "device": Tensor.device.__get__,  # type: ignore[attr-defined]
@@ -98,10 +103,13 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on_device = any(x in self.there for x in tensors)
-        if on_device and func is not torch.ops.aten.copy_.default and any(x.dim() and x not in self.there for x in tensors):
+        joined = {id(x) for x in tree_leaves(args)} if func in JOINING else set()
+        astray = [x for x in tensors if x not in self.there and (x.dim() or id(x) in joined)]
+        if on_device and astray and (self.graph or func is not torch.ops.aten.copy_.default):
             places = [f"{tuple(x.shape)} on {'cuda' if x in self.there else 'cpu'}" for x in tensors]
             raise RuntimeError(f"{func}: tensors on two devices: {', '.join(places)}")
-        if func in WAITING and on_device:
+        by_choice = func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if (func in WAITING or by_choice) and on_device:
             self.may_wait(str(func))
         out = func(*args, **(kwargs or {}))
         if self.graph:

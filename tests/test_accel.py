@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import _dynamo
 
 from minigrpo import Config, Trainer, accel
+from minigrpo import model as gpt
 from minigrpo.config import FAST
 from minigrpo.decoders import KVCache
 from minigrpo.flags import ConfigError
@@ -19,6 +21,7 @@ from minigrpo.randomness import uniforms
 from minigrpo.rollout import Sampler
 from minigrpo.sampling import generate
 from minigrpo.tokenizer import load_tokenizer
+from minigrpo.tools.bench_steps import _stacked
 from minigrpo.types import Completions, Example
 
 from .conftest import EOS, VOCAB, make_completions
@@ -202,7 +205,10 @@ def test_compiled_blocks_serve_the_update_alone_and_are_made_once(tmp_path: Path
     """With more layers than torch.compile makes versions of a function; the front end alone, or this would take minutes."""
     compile_block = Block.compile
     monkeypatch.setattr(Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options))
-    monkeypatch.setenv("CC", "none is needed")
+    monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
+    monkeypatch.setattr(gpt, "attention", gpt.attention)  # to be put back, as it is without torch.compile
+    monkeypatch.setattr(_dynamo.config, "optimize_ddp", True)
+    accel.leave_attention_out.cache_clear()
     torch.compiler.reset()
     trainer = Trainer(options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True)
     made = [accel.graphs_compiled()]
@@ -215,11 +221,16 @@ def test_compiled_blocks_serve_the_update_alone_and_are_made_once(tmp_path: Path
     assert made[2:] == made[2:3] * (len(made) - 2)  # and none after the first step
 
 
-def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
+def test_without_a_compiler_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="--compile-model needs a C compiler"):
-        accel.compile_blocks(Config(compile_model=True), GPT(GPTShape(VOCAB)))
+    with pytest.raises(ConfigError, match=r"--compile-model needs a C\+\+ compiler, g\+\+; --no-compile-model"):
+        Trainer(options_of(tmp_path / "run", compile_model=True), quiet=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
+        accel.check_compiler(Config(compile_model=True), torch.device("cuda"))
+    assert [row.status for row in _stacked(torch.device("cpu")) if row.name == "(compiled blocks)"] != ["ok"]
 
 
 def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: GPT) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.layout import LAYOUTS, additive_mask, repeated, rows_of, shared, tree
+from minigrpo.layout import LAYOUTS, additive_mask, repeated, rows_that_share, shared, tree
 from minigrpo.model import GPT, GPTShape
 from minigrpo.types import Completions
 
@@ -147,7 +147,7 @@ def test_fp32_layouts_are_equal_on_this_device(device: str) -> None:
 def test_what_a_group_reads_adds_up_in_float32() -> None:
     """512 gradients of 1 are 512; summed in bfloat16 they would stay at 256."""
     prompt = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    rows_of(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
+    rows_that_share(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
     assert prompt.grad is not None and prompt.grad.item() == 512
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,6 +148,8 @@ class Work:
             model = build_model(config, tokenizer)
         else:
             sizes: dict[str, Any] = {**PRESETS[asked.preset], **given}
+            if "micro_batch_size" not in given:  # the preset's, as far as that divides the prompts asked for
+                sizes["micro_batch_size"] = math.gcd(sizes["micro_batch_size"], sizes["prompts_per_step"])
             vocab_size, prompt_len = sizes.pop("vocab_size"), sizes.pop("prompt_len")
             context = prompt_len + sizes["max_new_tokens"]
             config = Config(**sizes, context=context, init_from="scratch", max_steps=10**6)

@@ -81,7 +81,7 @@ LAYERS = (
     Layer("bfloat16 autocast", {"use_amp": True}, aside=("cpu",)),  # there the rows below keep the naive one's completions
     Layer("and matrices kept in bfloat16", {"use_amp": True, "low_precision_weights": True}, aside=("cpu",)),
     Layer("compiled blocks", {"compile_model": True}, aside=("cpu",)),
-    Layer("CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE),  # never run yet: not relied on
+    Layer("CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE),  # never run on a GPU yet: not relied on
     Layer("overlapped rewards", {"overlap_rewards": True, "rollout_batch_size": 4}, aside=EVERYWHERE),
     Layer("chunked log-probs", {"chunked_logprobs": True}, aside=EVERYWHERE),
     Layer("checkpointing", {"gradient_checkpointing": True}, aside=EVERYWHERE),
@@ -144,7 +144,7 @@ class Steps(Sizes):
     def _measure(self, work: Work, rows: list[Row], console: Console) -> list[dict[str, Any]]:
         if self.only:
             rows = [row for i, row in enumerate(rows) if not i or any(word in row.name for word in self.only)]
-        jobs, same = list[tuple[Row, Callable[[Row], None]]](), _Same()
+        jobs, same = list[tuple[Row, Callable[[Row], None]]](), _FirstRow()
         # rows take turns, so that drift is nobody's; on a GPU, which holds the models of a few at most, one after the other
         for together in [rows] if work.device.type == "cpu" else [[row] for row in rows]:
             jobs += [(row, partial(_build, work=work, same=same)) for row in together]
@@ -163,10 +163,20 @@ def _stacked(device: torch.device) -> list[Row]:
         row = Row(layer.name if not aside else f"({layer.name})", {**flags, **layer.flags}, naive - layer.gives_up)
         if layer.needs not in ("", device.type):
             row.status = f"needs {layer.needs}"
+        elif layer.flags.get("compile_model") and (why := _cannot_compile(device)):
+            row.status = why
         elif not aside:
             flags, naive = row.flags, row.naive
         rows.append(row)
     return rows
+
+
+def _cannot_compile(device: torch.device) -> str:
+    try:
+        accel.check_compiler(Config(compile_model=True), device)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _alone(device: torch.device) -> list[Row]:
@@ -200,7 +210,7 @@ def _clear(row: Row) -> None:
     torch.cuda.empty_cache()
 
 
-def _build(row: Row, work: Work, same: "_Same") -> None:
+def _build(row: Row, work: Work, same: "_FirstRow") -> None:
     with probe.PeakMemory(work.device) as memory:
         start = time.perf_counter()
         row.machine = Machine(replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive)
@@ -215,7 +225,7 @@ def _build(row: Row, work: Work, same: "_Same") -> None:
     row.loss_difference, row.grad_difference = same.compare(row.machine)
 
 
-def _take_turn(row: Row, turn: int, same: "_Same") -> None:
+def _take_turn(row: Row, turn: int, same: "_FirstRow") -> None:
     """One timed step of a row."""
     assert row.machine is not None
     graphs, before = accel.graphs_compiled(), probe.energy_joules(row.machine.device)
@@ -227,8 +237,8 @@ def _take_turn(row: Row, turn: int, same: "_Same") -> None:
     row.different += same.different(turn, row.machine.tokens())
 
 
-class _Same:
-    """What the first row that ran gave, in float32; the others should give it too."""
+class _FirstRow:
+    """What the first row that ran gave; the others should give it too."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, Tensor] = {}  # by turn
