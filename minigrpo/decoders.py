@@ -4,6 +4,7 @@ All run *cells*, ragged rows of tokens that each go on from one prompt; which co
 business. The caches differ in where a prompt's keys and values lie: once for its whole group, or once for each cell.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -35,52 +36,56 @@ class Decoder(Protocol):
 
 
 class KVCache:
-    """Keys and values of cells, in one tensor; cells come and go without moving the others."""
+    """Keys and values of cells, a pair `[room, H, length, D/H]` a layer; cells come and go without moving the others.
+
+    One tensor for all layers would be fewer operations, but was measured to take more memory: it is new in each rollout, and
+    one of that size does not find the memory that the last update left.
+    """
 
     def __init__(self) -> None:
-        self.kv: Tensor | None = None  # [layers, 2, room, H, length, D/H]
+        self.pairs: list[Pair] = []
         self.columns = 0  # in use: further ones hold anything
 
-    def begin(self, layer: int, k: Tensor, v: Tensor, *, layers: int, room: int, length: int) -> None:
+    def begin(self, layer: int, k: Tensor, v: Tensor, *, room: int, length: int) -> None:
         """The first columns of each cell: prompts, `[C, H, Lp, D/H]`. Makes room for cells of `length` if there is none."""
-        if self.kv is None:
-            self.kv = k.new_empty(layers, 2, room, k.shape[1], length, k.shape[3])
+        if layer == len(self.pairs):
+            shape = room, k.shape[1], length, k.shape[3]
+            self.pairs.append((k.new_empty(shape), v.new_empty(shape)))
+        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
+            cache[: len(new), :, : new.shape[2]] = new
         self.columns = k.shape[2]
-        for which, new in enumerate((k, v)):
-            self.kv[layer, which, : len(new), :, : self.columns] = new
 
     def reach(self, num_cells: int, num_columns: int) -> None:
         """So many columns are in use from now on. What nobody wrote must be numbers: 0 times anything may be NaN."""
-        self._there[:, :, :num_cells, :, self.columns : num_columns] = 0
+        for cache in itertools.chain(*self.pairs):
+            cache[:num_cells, :, self.columns : num_columns] = 0
         self.columns = num_columns
 
     def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> Pair:
         """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; what is in use, of all cells."""
         cells = torch.arange(len(columns), device=columns.device)[:, None]
-        for which, new in enumerate((k, v)):
-            self._there[layer, which][cells, :, columns] = new
-        keys, values = self._there[layer, :, : len(columns), :, : self.columns]
+        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
+            cache[cells, :, columns] = new
+        keys, values = (cache[: len(columns), :, : self.columns] for cache in self.pairs[layer])
         return keys, values
 
     def make_room(self, room: int) -> None:
-        old = self._there
-        self.kv = old.new_empty(*old.shape[:2], room, *old.shape[3:])
-        self.kv[:, :, : old.shape[2], :, : self.columns] = old[..., : self.columns, :]
+        self.pairs = [(self._grown(k, room), self._grown(v, room)) for k, v in self.pairs]
+
+    def _grown(self, cache: Tensor, room: int) -> Tensor:
+        new = cache.new_empty(room, *cache.shape[1:])
+        new[: len(cache), :, : self.columns] = cache[:, :, : self.columns]
+        return new
 
     def keep(self, cells: np.ndarray) -> None:
         """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
-        if len(cells) > (room := self._there.shape[2]):
+        if len(cells) > (room := len(self.pairs[0][0])):
             self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
-            to, source = (torch.from_numpy(x).to(self._there.device) for x in (moved, cells[moved]))
-            for used in self._there[..., : self.columns, :]:  # a layer at a time, which is all the room that it takes
-                used.index_copy_(1, to, used.index_select(1, source))
-
-    @property
-    def _there(self) -> Tensor:
-        assert self.kv is not None, "begin comes first"
-        return self.kv
+            to, source = (torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, cells[moved]))
+            for used in (cache[:, :, : self.columns] for pair in self.pairs for cache in pair):
+                used.index_copy_(0, to, used.index_select(0, source))
 
 
 class CachedDecoder(ABC):
@@ -88,7 +93,7 @@ class CachedDecoder(ABC):
 
     def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
         """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples` cells a prompt."""
-        self.model, self.layers, self.length = model, model.shape.layers, length
+        self.model, self.length = model, length
         self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
         self.cache = KVCache()
         self.num_columns = 0  # of own tokens: how much of the cache has been written
@@ -173,7 +178,7 @@ class CopiedPrompts(CachedDecoder):
 
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         length = self.prompt_ids.shape[1] + self.length
-        self.cache.begin(number, k[self.prompt], v[self.prompt], layers=self.layers, room=self.num_cells, length=length)
+        self.cache.begin(number, k[self.prompt], v[self.prompt], room=self.num_cells, length=length)
 
     def _columns_in_use(self) -> int:
         return self.prompt_ids.shape[1] + self.num_columns
@@ -225,7 +230,7 @@ class SharedPrompts(CachedDecoder):
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         self.prompt_kv.append((k.contiguous(), v.contiguous()))  # else every product would copy them first
         none = (x.new_zeros(self.num_cells, x.shape[1], 0, x.shape[3]) for x in (k, v))
-        self.cache.begin(number, *none, layers=self.layers, room=self.num_cells, length=self.length)
+        self.cache.begin(number, *none, room=self.num_cells, length=self.length)
 
     def _columns_in_use(self) -> int:
         return self.num_columns

@@ -106,7 +106,7 @@ class GraphedDecoder(CopiedPrompts):
 
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         room, length = self.graphs.shape
-        self.cache.begin(number, k[self.prompt], v[self.prompt], layers=self.layers, room=room, length=length)
+        self.cache.begin(number, k[self.prompt], v[self.prompt], room=room, length=length)
 
     def keep(self, cells: np.ndarray) -> None:
         if len(cells) > (room := self.graphs.shape[0]):  # more room is other memory: what was recorded is void
