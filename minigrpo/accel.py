@@ -4,11 +4,9 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,9 +100,9 @@ def low_precision_copy(config: Config, model: GPT) -> GPT:
     return sharing_weights(model, {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in parameters})
 
 
-def sharing_weights(model: GPT, but: Mapping[int, nn.Parameter] = MappingProxyType({})) -> GPT:
+def sharing_weights(model: GPT, but: dict[int, nn.Parameter] | None = None) -> GPT:
     """The same parameters, `but` those of some ids, in modules of their own: compiling one leaves the other."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()} | dict(but))
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()} | (but or {}))
 
 
 @torch.no_grad()
