@@ -1,4 +1,6 @@
-"""Measure on this machine: `python benchmark.py [NAME] [flags]`, NAME is steps if left out; `NAME --help` lists its flags."""
+"""Measure on this machine: `python benchmark.py [NAME] [flags]`, NAME is steps if left out; `NAME
+--help` lists its flags.
+"""
 
 import json
 import sys
@@ -22,13 +24,23 @@ class Benchmark(Protocol):
     def run(self, console: Console) -> dict[str, Any]: ...
 
 
-BENCHMARKS: dict[str, type[Benchmark]] = {"steps": Steps, "memory": Memory, "rewards": Rewards, "scaling": Scaling}
+BENCHMARKS: dict[str, type[Benchmark]] = {
+    "steps": Steps,
+    "memory": Memory,
+    "rewards": Rewards,
+    "scaling": Scaling,
+}
 
 
 def main(argv: list[str]) -> None:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
-        exit_with(ConfigError(f"python benchmark.py [NAME]: NAME must be one of {', '.join(BENCHMARKS)}, got {name!r}"))
+        exit_with(
+            ConfigError(
+                f"python benchmark.py [NAME]: NAME must be one of {', '.join(BENCHMARKS)}, got "
+                f"{name!r}"
+            )
+        )
     console = Console() if sys.stdout.isatty() else Console(width=150)  # tables are wide
     try:
         benchmark = parse(BENCHMARKS[name], rest, prog=f"benchmark.py {name}")

@@ -1,4 +1,6 @@
-"""Train in several processes: `torchrun --nproc_per_node=2 distributed_train.py --help`. The same flags as train.py."""
+"""Train in several processes: `torchrun --nproc_per_node=2 distributed_train.py --help`. The same
+flags as train.py.
+"""
 
 from minigrpo.distributed import DistContext
 from train import main

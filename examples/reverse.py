@@ -27,11 +27,18 @@ class Reverse:
         return self._example(number, held_out=True)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        return {"exact": float(text == example.answer), "similarity": similarity(text, example.answer)}
+        return {
+            "exact": float(text == example.answer),
+            "similarity": similarity(text, example.answer),
+        }
 
     def _example(self, number: int, *, held_out: bool) -> Example:
-        """A pure function of (seed, number), so that a resumed run sees the same words; only held-out ones end in e or o."""
+        """A pure function of (seed, number), so that a resumed run sees the same words; only
+        held-out ones end in e or o.
+        """
         rng = np.random.default_rng([self.seed, number, held_out])
         letters = rng.choice(list("abcdefghijklmnop"), rng.integers(3, 8))
         word = "".join(letters) + rng.choice(list("eo" if held_out else "aiu"))
-        return Example(prompt=f"{word}=", answer=word[::-1], index=number, kind=f"{len(word)} letters")
+        return Example(
+            prompt=f"{word}=", answer=word[::-1], index=number, kind=f"{len(word)} letters"
+        )

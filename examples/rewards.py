@@ -21,5 +21,7 @@ def close(example: Example, text: str) -> float:
 
 @reward(weight=0.1, batched=True)
 def brevity(examples: list[Example], texts: list[str]) -> list[float]:
-    """Batched, as a reward model would be: many texts in one call, as many numbers, each a function of its own text."""
+    """Batched, as a reward model would be: many texts in one call, as many numbers, each a function
+    of its own text.
+    """
     return [1 / (1 + len(text)) for text in texts]

@@ -1,8 +1,9 @@
-"""Checkpoints that are whole or not there: written aside, flushed, renamed, and only then vouched for by a manifest.
+"""Checkpoints that are whole or not there: written aside, flushed, renamed, and only then vouched
+for by a manifest.
 
-`state.pt` is one dict of plain types and tensors (it loads with `weights_only=True`, so a pickle cannot run code); the
-manifest holds its sha256, because torch loads a file with a flipped bit without a word. A checkpoint without a manifest
-that matches does not count.
+`state.pt` is one dict of plain types and tensors (it loads with `weights_only=True`, so a pickle
+cannot run code); the manifest holds its sha256, because torch loads a file with a flipped bit
+without a word. A checkpoint without a manifest that matches does not count.
 """
 
 import hashlib
@@ -23,14 +24,17 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
-    """Write `step_NNNNNN/{state.pt, manifest.json}` under `folder`, then remove all but the newest `keep_last`.
+    """Write `step_NNNNNN/{state.pt, manifest.json}` under `folder`, then remove all but the newest
+    `keep_last`.
 
-    Raises OSError or RuntimeError (disk full is torch's RuntimeError) with older checkpoints untouched and the partial
-    file gone.
+    Raises OSError or RuntimeError (disk full is torch's RuntimeError) with older checkpoints
+    untouched and the partial file gone.
     """
     target = path_of(folder, step)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "manifest.json").unlink(missing_ok=True)  # the old promise does not hold for what is about to be written
+    (target / "manifest.json").unlink(
+        missing_ok=True
+    )  # the old promise does not hold for what is about to be written
     digest = _write(target / "state.pt", lambda path: torch.save(state, path))
     manifest = json.dumps({"step": step, "files": {"state.pt": digest}}, indent=1)
     _write(target / "manifest.json", lambda path: path.write_text(manifest + "\n"))
@@ -45,7 +49,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def discard_after(folder: Path, step: int) -> None:
-    """Remove checkpoints of a later step: left by a run that was resumed from before them, or damaged."""
+    """Remove checkpoints of a later step: left by a run that was resumed from before them, or
+    damaged.
+    """
     for path in checkpoints(folder):
         if int(path.name.removeprefix("step_")) > step:
             shutil.rmtree(path)
@@ -80,36 +86,49 @@ class CheckpointError(ValueError):
 
 
 def load_checkpoint(path: Path) -> State:
-    """The state in one checkpoint's folder. Raises CheckpointError unless it is exactly what was saved."""
+    """The state in one checkpoint's folder. Raises CheckpointError unless it is exactly what was
+    saved.
+    """
     file, manifest = path / "state.pt", path / "manifest.json"
     try:
         promised = json.loads(manifest.read_text())["files"]["state.pt"]
         with open(file, "rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest.parent}: not a whole checkpoint ({type(error).__name__}: {error})") from None
+        raise CheckpointError(
+            f"{manifest.parent}: not a whole checkpoint ({type(error).__name__}: {error})"
+        ) from None
     if found != promised:
         raise CheckpointError(f"{file}: damaged, its sha256 is not the one in its manifest")
     try:
         state: State = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises EOFError, UnpicklingError or RuntimeError, depending on where it breaks
-        raise CheckpointError(f"{file}: cannot be loaded ({str(error).splitlines()[0][:200]})") from None
+    # torch raises EOFError, UnpicklingError or RuntimeError, depending on where it breaks
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: cannot be loaded ({str(error).splitlines()[0][:200]})"
+        ) from None
     return state
 
 
 def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) -> State | None:
     """The state to resume from, or None to start afresh.
 
-    `resume` is "" (afresh), "auto" (the newest good checkpoint; a damaged newer one is named through `warn`), or a step.
-    Raises CheckpointError if that step is not there or damaged, or if there are checkpoints but none is good.
+    `resume` is "" (afresh), "auto" (the newest good checkpoint; a damaged newer one is named
+    through `warn`), or a step. Raises CheckpointError if that step is not there or damaged, or if
+    there are checkpoints but none is good.
     """
     if not resume:
         return None
     if resume != "auto":
         path = path_of(folder, int(resume))
         if not path.exists():
-            there = ", ".join(str(int(path.name.removeprefix("step_"))) for path in checkpoints(folder)) or "none"
-            raise CheckpointError(f"--resume {resume}: no such checkpoint in {folder}; there: {there}")
+            there = (
+                ", ".join(str(int(path.name.removeprefix("step_"))) for path in checkpoints(folder))
+                or "none"
+            )
+            raise CheckpointError(
+                f"--resume {resume}: no such checkpoint in {folder}; there: {there}"
+            )
         return load_checkpoint(path)
     paths = checkpoints(folder)[::-1]
     for path in paths:
@@ -118,5 +137,9 @@ def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) ->
         except CheckpointError as error:
             warn(f"{error}; trying the one before it")
     if any((path / "manifest.json").exists() for path in paths):
-        raise CheckpointError(f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh")
-    return None  # nothing there, or only a first save that was never finished: nothing was promised, so nothing is lost
+        raise CheckpointError(
+            f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh"
+        )
+    # nothing there, or only a first save that was never finished: nothing was promised, so nothing
+    # is lost
+    return None

@@ -1,7 +1,8 @@
 """The model while it writes: with a preallocated KV cache, and without, for comparison.
 
-All run *cells*, ragged rows of tokens that each go on from one prompt; which completion a cell stands for is sampling.py's
-business. The caches differ in where a prompt's keys and values lie: once for its whole group, or once for each cell.
+All run *cells*, ragged rows of tokens that each go on from one prompt; which completion a cell
+stands for is sampling.py's business. The caches differ in where a prompt's keys and values lie:
+once for its whole group, or once for each cell.
 """
 
 import itertools
@@ -36,10 +37,11 @@ class Decoder(Protocol):
 
 
 class KVCache:
-    """Keys and values of cells, a pair `[room, H, length, D/H]` a layer; cells come and go without moving the others.
+    """Keys and values of cells, a pair `[room, H, length, D/H]` a layer; cells come and go without
+    moving the others.
 
-    One tensor for all layers would be fewer operations, but was measured to take more memory: it is new in each rollout, and
-    one of that size does not find the memory that the last update left.
+    One tensor for all layers would be fewer operations, but was measured to take more memory: it is
+    new in each rollout, and one of that size does not find the memory that the last update left.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,9 @@ class KVCache:
         self.columns = 0  # in use: further ones hold anything
 
     def begin(self, layer: int, k: Tensor, v: Tensor, *, room: int, length: int) -> None:
-        """The first columns of each cell: prompts, `[C, H, Lp, D/H]`. Makes room for cells of `length` if there is none."""
+        """The first columns of each cell: prompts, `[C, H, Lp, D/H]`. Makes room for cells of
+        `length` if there is none.
+        """
         if layer == len(self.pairs):
             shape = room, k.shape[1], length, k.shape[3]
             self.pairs.append((k.new_empty(shape), v.new_empty(shape)))
@@ -56,7 +60,9 @@ class KVCache:
         self.columns = k.shape[2]
 
     def reach(self, num_cells: int, num_columns: int) -> None:
-        """So many columns are in use from now on. What nobody wrote must be numbers: 0 times anything may be NaN."""
+        """So many columns are in use from now on. What nobody wrote must be numbers: 0 times
+        anything may be NaN.
+        """
         for cache in itertools.chain(*self.pairs):
             cache[:num_cells, :, self.columns : num_columns] = 0
         self.columns = num_columns
@@ -78,27 +84,38 @@ class KVCache:
         return new
 
     def keep(self, cells: np.ndarray) -> None:
-        """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written over."""
+        """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written
+        over.
+        """
         if len(cells) > (room := len(self.pairs[0][0])):
             self.make_room(max(len(cells), 2 * room))
         moved = np.flatnonzero(cells != np.arange(len(cells)))
         if len(moved):
-            to, source = (torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, cells[moved]))
+            to, source = (
+                torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, cells[moved])
+            )
             for used in (cache[:, :, : self.columns] for pair in self.pairs for cache in pair):
                 used.index_copy_(0, to, used.index_select(0, source))
 
 
 class CachedDecoder(ABC):
-    """What both caches have in common: prompts run once, then a few tokens of every cell at a time."""
+    """What both caches have in common: prompts run once, then a few tokens of every cell at a
+    time."""
 
-    def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
-        """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples` cells a prompt."""
+    def __init__(
+        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+    ) -> None:
+        """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples`
+        cells a prompt.
+        """
         self.model, self.length = model, length
         self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
         self.cache = KVCache()
         self.num_columns = 0  # of own tokens: how much of the cache has been written
         self.tokens_run = int(prompt_len.sum())
-        self.group = np.repeat(np.arange(len(prompt_ids)), num_samples)  # [C] the prompt of each cell
+        self.group = np.repeat(
+            np.arange(len(prompt_ids)), num_samples
+        )  # [C] the prompt of each cell
         self.prompt = torch.from_numpy(self.group).to(model.device)
 
     @property
@@ -108,7 +125,10 @@ class CachedDecoder(ABC):
     def prefill(self) -> Tensor:
         """Run the prompts, each once; the logits of the first new token, `[C, V]`."""
         lengths, width = self.prompt_len.cpu().numpy(), self.prompt_ids.shape[1]
-        rows, unpad = (torch.from_numpy(x).to(self.model.device) for x in pad_rows(np.cumsum(lengths) - lengths, lengths))
+        rows, unpad = (
+            torch.from_numpy(x).to(self.model.device)
+            for x in pad_rows(np.cumsum(lengths) - lengths, lengths)
+        )
         columns = torch.arange(width, device=self.model.device)
         in_prompt = columns < self.prompt_len[:, None]
         stream = Stream(self.prompt_ids[in_prompt], columns.expand_as(self.prompt_ids)[in_prompt])
@@ -116,18 +136,22 @@ class CachedDecoder(ABC):
         return self.model.head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-        """Run W tokens of every cell, at that cell's own column, and return the logits that follow each.
+        """Run W tokens of every cell, at that cell's own column, and return the logits that follow
+        each.
 
         Args:
             tokens: `[C, W]`.
             columns: `[C]`, the column of each cell's first token.
-            num_columns: on the host, more than any column written so far: how much of the cache to look at.
+            num_columns: on the host, more than any column written so far: how much of the cache to
+                look at.
 
         Returns:
             `[C, W, V]`.
         """
         self.tokens_run += tokens.numel()
-        self.columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [C, W]
+        self.columns = columns[:, None] + torch.arange(
+            tokens.shape[1], device=tokens.device
+        )  # [C, W]
         self.num_columns = num_columns
         self.cache.reach(self.num_cells, self._columns_in_use())
         return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
@@ -135,7 +159,9 @@ class CachedDecoder(ABC):
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens `[C, W]` at their positions; the logits that follow each."""
         self.positions = positions
-        positions = positions.clamp(max=self.model.shape.context - 1)  # a guess beyond the end, which nothing keeps
+        positions = positions.clamp(
+            max=self.model.shape.context - 1
+        )  # a guess beyond the end, which nothing keeps
         hidden = self.model.hidden(Stream(tokens.flatten(), positions.flatten()), self)
         return self.model.head(hidden).unflatten(0, tokens.shape)
 
@@ -154,7 +180,7 @@ class CachedDecoder(ABC):
         self.group = self.group[cells]
         self.prompt = torch.from_numpy(self.group).to(self.model.device)
 
-    # --- what they differ in ----------------------------------------------------------------------------------------------
+    # --- what they differ in ----------------------------------------------------------------------
 
     @abstractmethod
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
@@ -174,7 +200,9 @@ class CachedDecoder(ABC):
 
 
 class CopiedPrompts(CachedDecoder):
-    """Each cell has its prompt's keys and values in front of its own: more memory, and attention is one call."""
+    """Each cell has its prompt's keys and values in front of its own: more memory, and attention is
+    one call.
+    """
 
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         length = self.prompt_ids.shape[1] + self.length
@@ -195,10 +223,13 @@ class CopiedPrompts(CachedDecoder):
 class SharedPrompts(CachedDecoder):
     """Each prompt's keys and values are there once for all of its cells.
 
-    (Hydragen, arXiv 2402.05099: attention over a shared prefix as one matrix product per group, one softmax over both.)
+    (Hydragen, arXiv 2402.05099: attention over a shared prefix as one matrix product per group, one
+    softmax over both.)
     """
 
-    def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
+    def __init__(
+        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+    ) -> None:
         super().__init__(model, prompt_ids, prompt_len, num_samples, length)
         self.prompt_kv: list[Pair] = []  # a layer: [P, H, Lp, D/H]
         self._arrange()
@@ -210,8 +241,11 @@ class SharedPrompts(CachedDecoder):
         starts = np.cumsum(counts) - counts
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order)) - starts[self.group[order]]
-        # where a prompt has fewer cells than the widest one, its last is attended for again, and nobody asks
-        padded = starts[:, None] + np.minimum(np.arange(counts.max()), np.maximum(counts, 1)[:, None] - 1)
+        # where a prompt has fewer cells than the widest one, its last is attended for again, and
+        # nobody asks
+        padded = starts[:, None] + np.minimum(
+            np.arange(counts.max()), np.maximum(counts, 1)[:, None] - 1
+        )
         grid = order[np.minimum(padded, len(order) - 1)]
         self.grid, within = (torch.from_numpy(x).to(self.model.device) for x in (grid, rank))
         # self.grid [P, G] is the cells of each prompt, self.place where in it each cell is
@@ -223,12 +257,17 @@ class SharedPrompts(CachedDecoder):
         alive, self.group = np.unique(self.group, return_inverse=True)
         if len(alive) < len(self.prompt_len):
             prompts = torch.from_numpy(alive).to(self.model.device)
-            self.prompt_len, self.prompt = self.prompt_len[prompts], torch.from_numpy(self.group).to(self.model.device)
+            self.prompt_len, self.prompt = (
+                self.prompt_len[prompts],
+                torch.from_numpy(self.group).to(self.model.device),
+            )
             self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
         self._arrange()
 
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
-        self.prompt_kv.append((k.contiguous(), v.contiguous()))  # else every product would copy them first
+        self.prompt_kv.append(
+            (k.contiguous(), v.contiguous())
+        )  # else every product would copy them first
         none = (x.new_zeros(self.num_cells, x.shape[1], 0, x.shape[3]) for x in (k, v))
         self.cache.begin(number, *none, room=self.num_cells, length=self.length)
 
@@ -237,8 +276,12 @@ class SharedPrompts(CachedDecoder):
 
     def _visible(self) -> Tensor:
         columns = torch.arange(self.prompt_ids.shape[1], device=self.columns.device)
-        of_prompt = (columns < self.prompt_len[self.prompt, None])[:, None].expand(-1, self.columns.shape[1], -1)
-        of_own = torch.arange(self.num_columns, device=self.columns.device) <= self.columns[..., None]
+        of_prompt = (columns < self.prompt_len[self.prompt, None])[:, None].expand(
+            -1, self.columns.shape[1], -1
+        )
+        of_own = (
+            torch.arange(self.num_columns, device=self.columns.device) <= self.columns[..., None]
+        )
         return torch.cat([of_prompt, of_own], dim=-1)[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -265,7 +308,9 @@ class SharedPrompts(CachedDecoder):
 class Prefill:
     """Causal attention over the prompts, whose keys and values are handed on."""
 
-    def __init__(self, remember: Callable[[int, Tensor, Tensor], None], rows: Tensor, unpad: Tensor) -> None:
+    def __init__(
+        self, remember: Callable[[int, Tensor, Tensor], None], rows: Tensor, unpad: Tensor
+    ) -> None:
         self.remember, self.rows, self.unpad = remember, rows, unpad
 
     def layer(self, number: int) -> Attend:
@@ -279,13 +324,19 @@ class Prefill:
 
 
 class UncachedDecoder:
-    """The same interface without a cache: every step runs every row from its first token. The reference in tests."""
+    """The same interface without a cache: every step runs every row from its first token. The
+    reference in tests.
+    """
 
-    def __init__(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> None:
+    def __init__(
+        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+    ) -> None:
         self.model = model
         self.prompt_len = prompt_len.repeat_interleave(num_samples)
         room = prompt_ids.new_zeros(len(prompt_ids), length)
-        self.ids = torch.cat([prompt_ids, room], dim=1).repeat_interleave(num_samples, dim=0)  # [R, Lp + length]
+        self.ids = torch.cat([prompt_ids, room], dim=1).repeat_interleave(
+            num_samples, dim=0
+        )  # [R, Lp + length]
         self.tokens_run = 0
 
     @property
@@ -296,7 +347,9 @@ class UncachedDecoder:
         return self._logits_after(self.prompt_len[:, None] - 1)[:, 0]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-        places = (self.prompt_len + columns)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        places = (self.prompt_len + columns)[:, None] + torch.arange(
+            tokens.shape[1], device=tokens.device
+        )
         self.ids.scatter_(1, places, tokens)
         return self._logits_after(places)
 
@@ -304,7 +357,9 @@ class UncachedDecoder:
         self.tokens_run += self.ids.numel()
         positions = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         positions = positions.clamp(max=self.model.shape.context - 1)
-        hidden = self.model.hidden(Stream(self.ids.flatten(), positions.flatten()), Causal(*self.ids.shape))
+        hidden = self.model.hidden(
+            Stream(self.ids.flatten(), positions.flatten()), Causal(*self.ids.shape)
+        )
         hidden = hidden.unflatten(0, self.ids.shape)
         return self.model.head(hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])))
 

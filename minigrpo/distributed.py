@@ -1,7 +1,8 @@
-"""How many processes there are, and what they tell each other. With one process every method is the identity.
+"""How many processes there are, and what they tell each other. With one process every method is the
+identity.
 
-Nothing else touches torch.distributed (but accel.py may). The trainer has no rank checks: all processes call the same methods
-in the same order, and there is one code path.
+Nothing else touches torch.distributed (but accel.py may). The trainer has no rank checks: all
+processes call the same methods in the same order, and there is one code path.
 """
 
 import itertools
@@ -40,17 +41,27 @@ class DistContext:
     def from_env(cls, timeout_s: float = 600) -> "DistContext":
         """Join the processes that torchrun started; alone, if it did not.
 
-        NCCL carries CUDA tensors and gloo the others. A collective that takes longer than `timeout_s` is an error.
+        NCCL carries CUDA tensors and gloo the others. A collective that takes longer than
+        `timeout_s` is an error.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
         timeout = timedelta(seconds=timeout_s)
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
-        # after a restart the store may be the same, with what the processes before this one left in it
+        # after a restart the store may be the same, with what the processes before this one left in
+        # it
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout)
-        return cls(rank, int(os.environ.get("LOCAL_RANK", "0")), world_size, PrefixStore("notes", store))
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        return cls(
+            rank, int(os.environ.get("LOCAL_RANK", "0")), world_size, PrefixStore("notes", store)
+        )
 
     @property
     def is_main(self) -> bool:
@@ -62,7 +73,7 @@ class DistContext:
         each = num_prompts // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    # --- collectives: every process calls them, in the same order --------------------------------------------------------
+    # --- collectives: every process calls them, in the same order ---------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over processes."""
@@ -73,13 +84,19 @@ class DistContext:
         return self._reduce(x, dist.ReduceOp.MAX, "max")
 
     def combine(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of all shares: means, and sums of what is counted (tokens/..., rollout/tokens, .../failures)."""
+        """Metrics of all shares: means, and sums of what is counted (tokens/..., rollout/tokens,
+        .../failures).
+        """
         if self.world_size == 1:
             return metrics
         totals = self.sum(torch.tensor(list(metrics.values()), dtype=torch.float64)).tolist()
-        counted = {name for name in metrics if name.startswith(COUNTED) or name.endswith("/failures")}
+        counted = {
+            name for name in metrics if name.startswith(COUNTED) or name.endswith("/failures")
+        }
         pairs = zip(metrics, totals, strict=True)
-        return {name: total if name in counted else total / self.world_size for name, total in pairs}
+        return {
+            name: total if name in counted else total / self.world_size for name, total in pairs
+        }
 
     def gather(self, x: Tensor) -> Tensor:
         """Equal shares of all processes in order of rank: `[P/W, ...]` -> `[P, ...]`."""
@@ -91,7 +108,9 @@ class DistContext:
         return torch.cat(shares)
 
     def broadcast(self, x: T) -> T:
-        """What the main process has, a plain object or one of tensors on the host; others pass anything."""
+        """What the main process has, a plain object or one of tensors on the host; others pass
+        anything.
+        """
         if self.world_size == 1:
             return x
         box = [x]
@@ -100,7 +119,8 @@ class DistContext:
         return box[0]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Let the main process do something, for however long it takes; all get its result, or raise what it raised.
+        """Let the main process do something, for however long it takes; all get its result, or
+        raise what it raised.
 
         Not a collective: nothing times out while the main process evaluates or writes.
         """
@@ -141,7 +161,7 @@ class DistContext:
             dist.all_reduce(x, operation)
         return x
 
-    # --- the model ---------------------------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as DDP, which averages gradients over processes in the backward pass."""

@@ -1,8 +1,9 @@
 """From texts to padded rows of tokens and back.
 
-Prompt and completion are encoded apart: a model is warm-started, sampled and trained on encode(prompt) + encode(completion),
-never on encode(prompt + completion), which may have one token across the boundary. What was sampled is trained on as the
-tokens that were sampled, not as their text encoded again.
+Prompt and completion are encoded apart: a model is warm-started, sampled and trained on
+encode(prompt) + encode(completion), never on encode(prompt + completion), which may have one token
+across the boundary. What was sampled is trained on as the tokens that were sampled, not as their
+text encoded again.
 """
 
 from collections.abc import Sequence
@@ -25,23 +26,34 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(lengths)
 
 
-def encode_prompts(tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int) -> tuple[Tensor, Tensor]:
-    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ConfigError for one longer than `room` tokens."""
+def encode_prompts(
+    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
+) -> tuple[Tensor, Tensor]:
+    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ConfigError for one longer
+    than `room` tokens.
+    """
     ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
     if int(lengths.max()) > room:
         worst = examples[int(lengths.argmax())].prompt
         raise ConfigError(
-            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the model's --context: at most "
+            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the "
+            "model's --context: at most "
             f"{room} are allowed ({worst[:60]!r}...)"
         )
     if not int(lengths.min()):
-        raise ConfigError("a prompt is empty: the first token of a completion is predicted by the prompt's last")
+        raise ConfigError(
+            "a prompt is empty: the first token of a completion is predicted by the prompt's last"
+        )
     return ids, lengths
 
 
-def encode_answers(tokenizer: tiktoken.Encoding, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+def encode_answers(
+    tokenizer: tiktoken.Encoding, examples: Sequence[Example]
+) -> tuple[Tensor, Tensor]:
     """True completions, end of text included, as right-padded ids `[P, L]` and lengths `[P]`."""
-    return pad([[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples])
+    return pad(
+        [[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples]
+    )
 
 
 def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[str]]:
@@ -49,6 +61,9 @@ def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[
     ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
     eos = tokenizer.eot_token
     return [
-        [tokenizer.decode([t for t in row[:n].tolist() if t != eos]) for row, n in zip(group, ns, strict=True)]
+        [
+            tokenizer.decode([t for t in row[:n].tolist() if t != eos])
+            for row, n in zip(group, ns, strict=True)
+        ]
         for group, ns in zip(ids, lengths, strict=True)
     ]

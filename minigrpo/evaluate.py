@@ -1,4 +1,5 @@
-"""How good a model is: greedy and sampled answers to held-out examples that no training ever sees."""
+"""How good a model is: greedy and sampled answers to held-out examples that no training ever
+sees."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ class Graded:
     rewards: RewardTable  # of one completion each, [n, 1]
 
     def by_kind(self) -> dict[str, np.ndarray]:
-        """Which examples are of each kind of question, [n] bool; what has no kind is not among them."""
+        """Which examples are of each kind of question, [n] bool; what has no kind is not among
+        them.
+        """
         kinds = np.array([example.kind for example in self.examples])
         return {str(kind): kinds == kind for kind in np.unique(kinds) if kind}
 
@@ -36,7 +39,9 @@ def answer(
     seed: int | None = None,
     advance: Callable[[int], object] = lambda number: None,
 ) -> list[str]:
-    """One completion of each example: greedy, or at temperature 1 if a seed is given. `advance` is told how many are done."""
+    """One completion of each example: greedy, or at temperature 1 if a seed is given. `advance` is
+    told how many are done.
+    """
     u = None
     if seed is not None:
         rows = np.array([example.index for example in examples])
@@ -56,18 +61,22 @@ def grade(
 ) -> Graded:
     """Answer examples greedily, and score the answers."""
     texts = answer(sampler, examples, advance=advance)
-    exact = np.array([text == example.answer for text, example in zip(texts, examples, strict=True)])
+    exact = np.array(
+        [text == example.answer for text, example in zip(texts, examples, strict=True)]
+    )
     return Graded(examples, texts, exact, scorer.score(examples, [[text] for text in texts]))
 
 
-def evaluate(sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int) -> dict[str, float]:
+def evaluate(
+    sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int
+) -> dict[str, float]:
     """Score the first `size` held-out examples, or all that there are.
 
     Returns:
         n: how many that was.
-        exact: share of greedy completions that are the whole truth, to the letter. exact_sampled: the same at temperature 1.
-        The reward parts, and reward: means over the greedy completions.
-        exact/<kind> and count/<kind>: the same by kind of question.
+        exact: share of greedy completions that are the whole truth, to the letter. exact_sampled:
+            the same at temperature 1. The reward parts, and reward: means over the greedy
+            completions. exact/<kind> and count/<kind>: the same by kind of question.
     """
     size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]
@@ -76,7 +85,9 @@ def evaluate(sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, s
     return {
         "n": float(size),
         "exact": float(np.mean(graded.exact)),
-        "exact_sampled": float(np.mean([t == e.answer for t, e in zip(sampled, examples, strict=True)])),
+        "exact_sampled": float(
+            np.mean([t == e.answer for t, e in zip(sampled, examples, strict=True)])
+        ),
         **{name: float(scores.mean()) for name, scores in graded.rewards.parts.items()},
         "reward": float(graded.rewards.total.mean()),
         **{f"exact/{kind}": float(np.mean(graded.exact[rows])) for kind, rows in kinds.items()},

@@ -1,7 +1,7 @@
 """Which texts are positions: FEN validity, for rewards that are asked it a thousand times a step.
 
-python-chess judges the pieces but does not read the text: a form that is wrong is turned away by a pattern, ranks are
-remembered, and the board that python-chess looks at is set up from bits.
+python-chess judges the pieces but does not read the text: a form that is wrong is turned away by a
+pattern, ranks are remembered, and the board that python-chess looks at is set up from bits.
 """
 
 import re
@@ -16,9 +16,13 @@ FEN = re.compile(
     r"([PNBRQKpnbrqk1-8]+(?:/[PNBRQKpnbrqk1-8]+){7}) ([wb]) (-|(?! )K?Q?k?q?) (-|[a-h][36])"
     r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
-# a piece as a bit in two of eight boards of 64 bits: pawns, knights, bishops, rooks, queens, kings, Black and White
+# a piece as a bit in two of eight boards of 64 bits: pawns, knights, bishops, rooks, queens, kings,
+# Black and White
 BOARDS = struct.Struct("<8Q")
-PIECES = {piece: 1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper()) for piece in "PNBRQKpnbrqk"}
+PIECES = {
+    piece: 1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper())
+    for piece in "PNBRQKpnbrqk"
+}
 GAPS = {digit: int(digit) for digit in "12345678"}
 # a right, where its king and its rook must stand, and whose they are
 CASTLING = {
@@ -45,7 +49,9 @@ def _rank(text: str) -> int | None:
 
 
 class _Local(threading.local):
-    """A board of each thread, to be set up again and again: making one takes longer than all that is done to it here."""
+    """A board of each thread, to be set up again and again: making one takes longer than all that
+    is done to it here.
+    """
 
     def __init__(self) -> None:
         self.board = chess.Board(None)
@@ -55,31 +61,49 @@ _local = _Local()
 
 
 def is_valid_fen(text: object) -> bool:
-    """Whether `text` is a legal position, written exactly as python-chess writes it with `en_passant="fen"`.
+    """Whether `text` is a legal position, written exactly as python-chess writes it with
+    `en_passant="fen"`.
 
-    Stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads clocks through `int()` and drops a
-    castling right whose rook is gone: the text must also round-trip, and clocks have at most four digits. What is malformed
-    is turned away by its form, what is not is never parsed twice: python-chess judges the pieces, it does not read the text.
+    Stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads clocks
+    through `int()` and drops a castling right whose rook is gone: the text must also round-trip,
+    and clocks have at most four digits. What is malformed is turned away by its form, what is not
+    is never parsed twice: python-chess judges the pieces, it does not read the text.
     """
-    if not isinstance(text, str) or len(text) > MAX_FEN_LENGTH or (match := FEN.fullmatch(text)) is None:
+    if (
+        not isinstance(text, str)
+        or len(text) > MAX_FEN_LENGTH
+        or (match := FEN.fullmatch(text)) is None
+    ):
         return False
     placement, side, castling, passant = match.groups()
     boards = 0
     for row in placement.split("/"):
         if (rank := _rank(row)) is None:
             return False
-        boards = boards << 8 | rank  # the eighth rank comes first, and goes up with each that follows
+        boards = (
+            boards << 8 | rank
+        )  # the eighth rank comes first, and goes up with each that follows
     board, own = _local.board, _local.board.occupied_co
     board.castling_rights, board.ep_square = chess.BB_EMPTY, None
-    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings, black, white = BOARDS.unpack(
-        boards.to_bytes(BOARDS.size, "little")
-    )
+    (
+        board.pawns,
+        board.knights,
+        board.bishops,
+        board.rooks,
+        board.queens,
+        board.kings,
+        black,
+        white,
+    ) = BOARDS.unpack(boards.to_bytes(BOARDS.size, "little"))
     own[chess.BLACK], own[chess.WHITE], board.occupied = black, white, black | white
     board.turn = side == "w"
     if castling != "-":
         for right in castling:
             king, rook, color = CASTLING[right]
-            if not (board.kings & own[color] & chess.BB_SQUARES[king] and board.rooks & own[color] & chess.BB_SQUARES[rook]):
+            if not (
+                board.kings & own[color] & chess.BB_SQUARES[king]
+                and board.rooks & own[color] & chess.BB_SQUARES[rook]
+            ):
                 return False
             board.castling_rights |= chess.BB_SQUARES[rook]
     if passant != "-":

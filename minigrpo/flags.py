@@ -1,4 +1,6 @@
-"""Flags and what is said when they are wrong: one line that names the flag and what is allowed, exit code 2."""
+"""Flags and what is said when they are wrong: one line that names the flag and what is allowed,
+exit code 2.
+"""
 
 import contextlib
 import difflib
@@ -32,7 +34,9 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
-    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that do not read."""
+    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that
+    do not read.
+    """
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -51,4 +55,6 @@ def _first_paragraph(panel: str) -> str:
         if words and (not text or set(text) <= {"─"}):
             break
         words.append(text)
-    return " ".join(words).removeprefix("Error parsing Config: ") + " (--help lists what is allowed)"
+    return (
+        " ".join(words).removeprefix("Error parsing Config: ") + " (--help lists what is allowed)"
+    )

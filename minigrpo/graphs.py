@@ -1,8 +1,10 @@
-"""Decoding under CUDA graphs: a round of the cached decoder is recorded once per shape and then replayed as one launch.
+"""Decoding under CUDA graphs: a round of the cached decoder is recorded once per shape and then
+replayed as one launch.
 
-Graphs want the same memory and the same shapes every time. So the cache outlives a rollout, the number of cells is rounded up
-(what is too many computes garbage into places that nobody reads), and so is the number of columns. The numbers are those of
-`CopiedPrompts`. Off CUDA the same code runs its rounds instead of replaying them.
+Graphs want the same memory and the same shapes every time. So the cache outlives a rollout, the
+number of cells is rounded up (what is too many computes garbage into places that nobody reads), and
+so is the number of columns. The numbers are those of `CopiedPrompts`. Off CUDA the same code runs
+its rounds instead of replaying them.
 """
 
 from collections.abc import Callable
@@ -40,44 +42,65 @@ class Graphs:
         self.output: Tensor | None = None
 
     def room_for(self, logits: Tensor) -> Tensor:
-        """The output of a round, in memory that all share: each is read before the next one runs."""
+        """The output of a round, in memory that all share: each is read before the next one
+        runs."""
         if self.output is None or self.output.numel() < logits.numel():
-            self.output = logits.new_empty(logits.numel())  # rounds recorded before go on with what they have
+            self.output = logits.new_empty(
+                logits.numel()
+            )  # rounds recorded before go on with what they have
         return self.output[: logits.numel()].view(logits.shape)
 
     def fit(self, cells: int, columns: int, of: tuple[object, ...]) -> None:
-        """Forget what there is not room in, or what was recorded `of` another model or precision."""
+        """Forget what there is not room in, or what was recorded `of` another model or
+        precision."""
         shape = max(cells, self.shape[0]), max(columns, self.shape[1])
         if of != self.of or shape != self.shape:
             self.forget()
             self.shape, self.of = shape, of
 
-    def decoder(self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int) -> "GraphedDecoder":
+    def decoder(
+        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+    ) -> "GraphedDecoder":
         return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
 
 
 class _Round:
     """One recorded round: its inputs and its output stay where they are."""
 
-    def __init__(self, tokens: Tensor, positions: Tensor, run: Callable[[Tensor, Tensor], Tensor], graphs: Graphs) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        run: Callable[[Tensor, Tensor], Tensor],
+        graphs: Graphs,
+    ) -> None:
         self.tokens, self.positions = tokens.clone(), positions.clone()
         device, call = tokens.device, lambda: run(self.tokens, self.positions)
-        # autocast must not remember a weight that it cast before the recording: the weights change, the memory goes
+        # autocast must not remember a weight that it cast before the recording: the weights change,
+        # the memory goes
         low = torch.is_autocast_enabled(device.type)
-        with torch.autocast(device.type, torch.get_autocast_dtype(device.type), enabled=low, cache_enabled=False):
+        with torch.autocast(
+            device.type, torch.get_autocast_dtype(device.type), enabled=low, cache_enabled=False
+        ):
             if device.type == "cuda":
                 graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
                 with torch.cuda.device(device):
                     side = graphs.side = graphs.side or torch.cuda.Stream(device)
                     side.wait_stream(torch.cuda.current_stream(device))
                     with torch.cuda.stream(side):
-                        logits = call()  # libraries set themselves up; what is written is what is written again
+                        logits = (
+                            call()
+                        )  # libraries set themselves up; what is written is what is written again
                     torch.cuda.current_stream(device).wait_stream(side)
                     self.logits = graphs.room_for(logits)
                     del logits
                     graph = torch.cuda.CUDAGraph()
                     # thread_local: rewards in other threads may use the device meanwhile
-                    options: dict[str, Any] = {"pool": graphs.pool, "stream": side, "capture_error_mode": "thread_local"}
+                    options: dict[str, Any] = {
+                        "pool": graphs.pool,
+                        "stream": side,
+                        "capture_error_mode": "thread_local",
+                    }
                     with torch.cuda.graph(graph, **options):
                         self.logits.copy_(call())
                 self.replay: Callable[[], object] = graph.replay
@@ -96,11 +119,20 @@ class GraphedDecoder(CopiedPrompts):
     """`CopiedPrompts` whose rounds are recorded."""
 
     def __init__(
-        self, graphs: Graphs, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+        self,
+        graphs: Graphs,
+        model: GPT,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        num_samples: int,
+        length: int,
     ) -> None:
         super().__init__(model, prompt_ids, prompt_len, num_samples, length)
         kind = model.device.type
-        of = (id(model), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        of = (
+            id(model),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        )
         graphs.fit(up(self.num_cells, CELLS), up(self.prompt_ids.shape[1] + length, COLUMNS), of)
         self.graphs, self.cache = graphs, graphs.cache
 
@@ -109,7 +141,9 @@ class GraphedDecoder(CopiedPrompts):
         self.cache.begin(number, k[self.prompt], v[self.prompt], room=room, length=length)
 
     def keep(self, cells: np.ndarray) -> None:
-        if len(cells) > (room := self.graphs.shape[0]):  # more room is other memory: what was recorded is void
+        if len(cells) > (
+            room := self.graphs.shape[0]
+        ):  # more room is other memory: what was recorded is void
             self.graphs.forget_rounds()
             more = up(max(len(cells), 2 * room), CELLS)
             self.cache.make_room(more)
@@ -123,7 +157,9 @@ class GraphedDecoder(CopiedPrompts):
         cells, columns = up(len(tokens), CELLS), self.num_columns
         key = (cells, tokens.shape[1], self._columns_in_use())
         # a cell too many writes into its own place, at its first columns
-        tokens, positions = (torch.nn.functional.pad(x, (0, 0, 0, cells - len(x))) for x in (tokens, positions))
+        tokens, positions = (
+            torch.nn.functional.pad(x, (0, 0, 0, cells - len(x))) for x in (tokens, positions)
+        )
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
             self.num_columns = columns

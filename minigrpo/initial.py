@@ -9,7 +9,9 @@ from .config import Config
 from .flags import ConfigError
 from .model import GPT, GPTShape
 
-MOST_PADDING = 8  # a model may have one token in so many more than its tokenizer: vocabularies are padded to round numbers
+# a model may have one token in so many more than its tokenizer: vocabularies are padded to round
+# numbers
+MOST_PADDING = 8
 
 
 def load_pretrained(name: str) -> GPT:
@@ -18,10 +20,16 @@ def load_pretrained(name: str) -> GPT:
     return GPT.from_pretrained(shipped if name == "shipped" else name)
 
 
-def build_model(config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None) -> GPT:
-    """The model that --init-from names. Raises ValueError if it is missing, damaged or does not fit."""
+def build_model(
+    config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None
+) -> GPT:
+    """The model that --init-from names. Raises ValueError if it is missing, damaged or does not
+    fit.
+    """
     if config.init_from == "scratch":
-        shape = GPTShape(tokenizer.n_vocab, config.context, config.layers, config.width, config.heads)
+        shape = GPTShape(
+            tokenizer.n_vocab, config.context, config.layers, config.width, config.heads
+        )
         model = GPT(shape, seed=config.seed)
     else:
         try:
@@ -33,19 +41,30 @@ def build_model(config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str
 
 
 def fit_model(
-    model: GPT, name: str, config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None
+    model: GPT,
+    name: str,
+    config: Config,
+    tokenizer: tiktoken.Encoding,
+    say: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Take padding off the model's vocabulary. Raises ConfigError if tokenizer or --max-new-tokens do not fit."""
+    """Take padding off the model's vocabulary. Raises ConfigError if tokenizer or --max-new-tokens
+    do not fit.
+    """
     size, known = model.shape.vocab_size, tokenizer.n_vocab
     if known < size <= known + known // MOST_PADDING:
-        say(f"{name}: {size - known} tokens more than --tokenizer {config.tokenizer} has are padding, and left out")
+        say(
+            f"{name}: {size - known} tokens more than --tokenizer {config.tokenizer} has are "
+            "padding, and left out"
+        )
         model.keep_tokens(known)
     elif size != known:
         raise ConfigError(
-            f"{name}: has {size} tokens, --tokenizer {config.tokenizer} has {known}; choose a model and a tokenizer that fit"
+            f"{name}: has {size} tokens, --tokenizer {config.tokenizer} has {known}; choose a "
+            "model and a tokenizer that fit"
         )
     if config.max_new_tokens >= model.shape.context:
         raise ConfigError(
-            f"--max-new-tokens must leave room for a prompt in the model's context of {model.shape.context}, "
+            f"--max-new-tokens must leave room for a prompt in the model's context of "
+            f"{model.shape.context}, "
             f"got {config.max_new_tokens}"
         )

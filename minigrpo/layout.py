@@ -1,14 +1,16 @@
 """From completions to a stream of tokens, and back to `[P, G, S]`.
 
-A layout decides which tokens the model runs and how they attend. All are exact; they differ in what they run twice:
+A layout decides which tokens the model runs and how they attend. All are exact; they differ in what
+they run twice:
 
     repeated   each prompt with each of its completions, P*G sequences: the textbook way, and the reference in tests
     shared     each prompt once, each distinct completion of its group once
     tree       each prompt once, each distinct prefix of its group's completions once
 
-A completion's last token predicts nothing, so it is never run. Token 0 of a completion is predicted by the prompt's
-last token. `index` leads back from the M predicted tokens to `[P, G, S]`; where two completions were merged, both lead to
-the same entries, and autograd adds their gradients. Layouts are built on the host, from lengths, once per micro-batch.
+A completion's last token predicts nothing, so it is never run. Token 0 of a completion is predicted
+by the prompt's last token. `index` leads back from the M predicted tokens to `[P, G, S]`; where two
+completions were merged, both lead to the same entries, and autograd adds their gradients. Layouts
+are built on the host, from lengths, once per micro-batch.
 """
 
 from collections.abc import Callable
@@ -34,13 +36,17 @@ def rows_of(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rows_that_share(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows_of` where tokens stand in several rows: their gradients add up in float32; bfloat16 would lose some."""
+    """`rows_of` where tokens stand in several rows: their gradients add up in float32; bfloat16
+    would lose some.
+    """
     wide = at_least_fp32(x) if x.requires_grad else x
     return rows_of(wide, rows).to(x.dtype)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `visible [..., keys]`, else -inf. Rows begin at multiples of 8: CUDA's kernels want that, or copy the mask."""
+    """0 where `visible [..., keys]`, else -inf. Rows begin at multiples of 8: CUDA's kernels want
+    that, or copy the mask.
+    """
     *shape, keys = visible.shape
     room = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
     return room[..., :keys].masked_fill_(~visible, -torch.inf)
@@ -55,7 +61,8 @@ class Layout:
     targets: Tensor  # [M] that token
     index: Tensor  # [P, G, S] into M; 0 where masked
     mask: Tensor  # [P, G, S] bool
-    causal_rows: Tensor  # [R, T] into the stream: rows that attend to themselves only; pads repeat the row's first token
+    # [R, T] into the stream: rows that attend to themselves only; pads repeat the row's first token
+    causal_rows: Tensor
     unpad: Tensor  # [N] from all padded rows, flattened and joined, back to the stream
 
     def layer(self, number: int) -> Attend:
@@ -73,25 +80,38 @@ class Layout:
 
 @dataclass(frozen=True)
 class Branches:
-    """What completions add to the stream, as padded rows: each goes on from its prompt, or from a token of another row."""
+    """What completions add to the stream, as padded rows: each goes on from its prompt, or from a
+    token of another row.
+    """
 
     query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
-    key_rows: Tensor  # [R, Lp + K] into the stream: its prompt, and the whole completion, other rows' tokens included
+    # [R, Lp + K] into the stream: its prompt, and the whole completion, other rows' tokens included
+    key_rows: Tensor
     visible: Tensor  # [R, 1, T, Lp + K] bool: which of these each of those tokens may see
-    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible` as additive masks, made when first asked for
+    masks: dict[torch.dtype, Tensor] = field(
+        default_factory=dict
+    )  # `visible` as additive masks, made when first asked for
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = rows_of(q, self.query_rows), rows_that_share(k, self.key_rows), rows_that_share(v, self.key_rows)
+        q, k, v = (
+            rows_of(q, self.query_rows),
+            rows_that_share(k, self.key_rows),
+            rows_that_share(v, self.key_rows),
+        )
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
 
     def _mask(self, dtype: torch.dtype) -> Tensor:
-        """Once for all layers, each of which would make it of `visible` and keep it for its backward pass."""
+        """Once for all layers, each of which would make it of `visible` and keep it for its
+        backward pass.
+        """
         if dtype not in self.masks:
             self.masks[dtype] = additive_mask(self.visible, dtype)
         return self.masks[dtype]
 
     def to(self, device: torch.device | str) -> "Branches":
-        return Branches(self.query_rows.to(device), self.key_rows.to(device), self.visible.to(device))
+        return Branches(
+            self.query_rows.to(device), self.key_rows.to(device), self.visible.to(device)
+        )
 
 
 @dataclass(frozen=True)
@@ -104,18 +124,22 @@ class SharedLayout(Layout):
         prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
         outs = [F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)]
         outs += [branches.attend(q, k, v) for branches in self.branches]
-        return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).index_select(0, self.unpad)
+        return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).index_select(
+            0, self.unpad
+        )
 
 
-SPLIT_AT = 0.8  # two calls of attention instead of one, where together they have at most this share of its scores
+# two calls of attention instead of one, where together they have at most this share of its scores
+SPLIT_AT = 0.8
 
 
 def pad_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each padded row finds its tokens in a stream, and where in the padded rows each token is.
+    """Where each padded row finds its tokens in a stream, and where in the padded rows each token
+    is.
 
     Returns:
-        `[R, T]` with T = lengths.max(), a pad repeating the row's first token (index 0 for an empty row), and
-        `[sum(lengths)]` into the flattened rows.
+        `[R, T]` with T = lengths.max(), a pad repeating the row's first token (index 0 for an empty
+        row), and `[sum(lengths)]` into the flattened rows.
     """
     columns = np.arange(lengths.max(initial=0))
     real = columns < lengths[:, None]
@@ -131,7 +155,9 @@ class _Rows:
     lengths: np.ndarray  # [R], EOS included
     prompt: np.ndarray  # [R]
     of: np.ndarray  # [P, G] which row is completion g of prompt p
-    common: np.ndarray  # [R] how many tokens, from the first on, are the same as in the row before, and run there
+    common: (
+        np.ndarray
+    )  # [R] how many tokens, from the first on, are the same as in the row before, and run there
 
     @classmethod
     def of_completions(cls, completions: Completions, *, distinct: bool) -> "_Rows":
@@ -151,11 +177,15 @@ class _Rows:
         return cls(ids[p, g], lengths[p, g], p, of, np.zeros_like(p))
 
     def merged(self) -> "_Rows":
-        """Sorted, so that each row goes on from the one before: neighbours share their longest common prefix."""
+        """Sorted, so that each row goes on from the one before: neighbours share their longest
+        common prefix.
+        """
         tokens = np.where(np.arange(self.tokens.shape[1]) < self.lengths[:, None], self.tokens, -1)
         order = np.lexsort((*tokens.T[::-1], self.prompt))
         tokens, prompt = tokens[order], self.prompt[order]
-        same = (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
+        same = (
+            (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
+        )
         common = np.concatenate([[0], same.cumprod(1).sum(1)])
         return _Rows(tokens, self.lengths[order], prompt, order.argsort()[self.of], common)
 
@@ -170,14 +200,28 @@ def _assemble(
     index: np.ndarray,
     **attention: np.ndarray | tuple[Branches, ...],
 ) -> Layout:
-    if not len(sources):  # nothing but empty completions: keep one entry for the masked index to point at
+    if not len(
+        sources
+    ):  # nothing but empty completions: keep one entry for the masked index to point at
         sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    fields = {"sources": sources, "targets": targets, "index": np.where(mask.numpy(), index, 0), **attention}
-    return kind(stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)), mask=mask, **_tensors(fields))
+    fields = {
+        "sources": sources,
+        "targets": targets,
+        "index": np.where(mask.numpy(), index, 0),
+        **attention,
+    }
+    return kind(
+        stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)),
+        mask=mask,
+        **_tensors(fields),
+    )
 
 
 def _tensors(fields: dict[str, Any]) -> dict[str, Any]:
-    return {n: torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x for n, x in fields.items()}
+    return {
+        n: torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
+        for n, x in fields.items()
+    }
 
 
 def _to(x: Any, device: torch.device | str) -> Any:
@@ -192,7 +236,10 @@ def repeated(completions: Completions) -> Layout:
     lengths = prompt_len + inputs
     starts = np.cumsum(lengths) - lengths
     prompts = completions.prompt_ids.numpy()[rows.prompt]
-    parts = [np.concatenate([a[:n], b[:m]]) for a, n, b, m in zip(prompts, prompt_len, rows.tokens, inputs, strict=True)]
+    parts = [
+        np.concatenate([a[:n], b[:m]])
+        for a, n, b, m in zip(prompts, prompt_len, rows.tokens, inputs, strict=True)
+    ]
     causal_rows, unpad = pad_rows(starts, lengths)
     columns = np.arange(rows.tokens.shape[1])
     predicted = columns < rows.lengths[:, None]  # [R, S]
@@ -238,7 +285,10 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
     first_prediction = np.cumsum(rows.lengths - rows.common) - (rows.lengths - rows.common)
 
     prompt_rows, unpad = pad_rows(prompt_starts, prompt_len)
-    place, padded = np.zeros(starts[-1] + new[-1], dtype=np.int64), prompt_rows.size  # where in all padded rows a token is
+    place, padded = (
+        np.zeros(starts[-1] + new[-1], dtype=np.int64),
+        prompt_rows.size,
+    )  # where in all padded rows a token is
     place[: len(unpad)] = unpad
     branches = []
     for some in _alike(new, inputs, prompt_ids.shape[1]):
@@ -256,7 +306,9 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
             "visible": np.concatenate([of_prompt, of_own], axis=-1)[:, None],
         }
         branches.append(Branches(**_tensors(fields)))
-    before = np.concatenate([(prompt_starts + prompt_len - 1)[rows.prompt, None], keys[:, :-1]], axis=1)
+    before = np.concatenate(
+        [(prompt_starts + prompt_len - 1)[rows.prompt, None], keys[:, :-1]], axis=1
+    )
     return _assemble(
         SharedLayout,
         completions.completion_mask,
@@ -291,11 +343,17 @@ def _alike(new: np.ndarray, inputs: np.ndarray, prompt_width: int) -> list[np.nd
 
 
 def _paths(starts: np.ndarray, known: np.ndarray, width: int) -> np.ndarray:
-    """`[R, width]`: entries numbered from `starts` on, but the first `known` of each row are those of the row before."""
+    """`[R, width]`: entries numbered from `starts` on, but the first `known` of each row are those
+    of the row before.
+    """
     paths: np.ndarray = starts[:, None] + np.arange(width) - known[:, None]
     for r in np.flatnonzero(known):
         paths[r, : known[r]] = paths[r - 1, : known[r]]
     return paths
 
 
-LAYOUTS: dict[str, Callable[[Completions], Layout]] = {"repeated": repeated, "shared": shared, "tree": tree}
+LAYOUTS: dict[str, Callable[[Completions], Layout]] = {
+    "repeated": repeated,
+    "shared": shared,
+    "tree": tree,
+}

@@ -1,6 +1,8 @@
-"""From a batch to new weights: micro-batches, a loss whose weights count the whole step, `num_iterations` optimizer steps.
+"""From a batch to new weights: micro-batches, a loss whose weights count the whole step,
+`num_iterations` optimizer steps.
 
-It samples nothing, and writes and prints nothing; trainer.py does. What decides a gradient is here or in losses.py.
+It samples nothing, and writes and prints nothing; trainer.py does. What decides a gradient is here
+or in losses.py.
 """
 
 from collections.abc import Callable
@@ -42,27 +44,44 @@ class Learner:
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
     ) -> None:
         """`warn` says what went wrong; `dump` keeps a batch that could not be learnt from."""
-        self.config, self.model, self.dist, self.warn, self.dump = config, model, dist or DistContext(), warn, dump
+        self.config, self.model, self.dist, self.warn, self.dump = (
+            config,
+            model,
+            dist or DistContext(),
+            warn,
+            dump,
+        )
         self.device = model.device
         self.wrapped = self.dist.wrap(model)
         self.scaler = accel.grad_scaler(config, self.device)
         accel.check_compiler(config, self.device)
         self.optimizer = make_optimizer(
-            model, learning_rate=config.learning_rate, weight_decay=config.weight_decay, fused=config.fused_optimizer
+            model,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            fused=config.fused_optimizer,
         )
         self.fitting = Fitting("update", "--micro-batch-size", config.micro_batch_size, warn)
-        self.guard = {"skipped": 0, "in_a_row": 0, "halvings": 0}  # optimizer steps left out because of a NaN or an infinity
+        self.guard = {
+            "skipped": 0,
+            "in_a_row": 0,
+            "halvings": 0,
+        }  # optimizer steps left out because of a NaN or an infinity
 
     def autocast(self) -> AbstractContextManager[object]:
         """--use-amp, until the guard has fallen back to float32."""
         return nullcontext() if self.guard["halvings"] else accel.autocast(self.config, self.device)
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last step, of all shares."""
+        """`num_iterations` optimizer steps on this process's share of a batch; metrics of the last
+        step, of all shares.
+        """
         config, given = self.config, batch
         batch, counts = self.prepare(batch)
         peak = config.learning_rate * 0.5 ** self.guard["halvings"]
-        learning_rate = learning_rate_at(step, peak=peak, warmup_steps=config.warmup_steps, max_steps=config.max_steps)
+        learning_rate = learning_rate_at(
+            step, peak=peak, warmup_steps=config.warmup_steps, max_steps=config.max_steps
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         for _ in range(config.num_iterations):
@@ -72,13 +91,17 @@ class Learner:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
             # both are the same in all processes, and so is the verdict
             good = bool(torch.isfinite(norm) & torch.isfinite(metrics["loss"]))
-            if good or self.scaler.is_enabled():  # which looks for itself: an overflow is how it finds its scale
+            if (
+                good or self.scaler.is_enabled()
+            ):  # which looks for itself: an overflow is how it finds its scale
                 self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
             overflow = self.scaler.is_enabled() and torch.isfinite(metrics["loss"])
             if not good and not overflow:
-                self._leave_out(given, step, f"loss {float(metrics['loss']):g}, gradient norm {float(norm):g}")
+                self._leave_out(
+                    given, step, f"loss {float(metrics['loss']):g}, gradient norm {float(norm):g}"
+                )
                 break
         else:
             self.guard["in_a_row"] = 0
@@ -87,41 +110,67 @@ class Learner:
         return dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
 
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, Counts]:
-        """What is to be run of a batch, old log-probs included, and the counts of the whole step, whatever is left out."""
+        """What is to be run of a batch, old log-probs included, and the counts of the whole step,
+        whatever is left out.
+        """
         batch = batch.counted()
         mask = batch.completions.completion_mask
-        completions, tokens = self.dist.sum(torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device))
+        completions, tokens = self.dist.sum(
+            torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
+        )
         batch = batch.select(self.live_prompts(batch))
         if self.config.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
         return batch, Counts(completions, tokens.clamp(min=1))
 
     def _leave_out(self, batch: RolloutBatch, step: int, why: str) -> None:
-        """Change no weight and no moment, keep the batch, and after several in a row try less, or give up."""
+        """Change no weight and no moment, keep the batch, and after several in a row try less, or
+        give up.
+        """
         self.guard["skipped"] += 1
         self.guard["in_a_row"] += 1
         kept = self.dump(batch, step)
-        self.warn(f"step {step + 1}: {why}; the weights stay as they are" + (f"; the batch is in {kept}" if kept else ""))
+        self.warn(
+            f"step {step + 1}: {why}; the weights stay as they are"
+            + (f"; the batch is in {kept}" if kept else "")
+        )
         if self.guard["in_a_row"] >= BAD_STEPS_TO_STOP:
             raise Diverged(
-                f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; the weights are those before "
+                f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; "
+                "the weights are those before "
                 "them. A smaller --learning-rate, or no --use-amp, may help"
             )
         if self.guard["in_a_row"] == BAD_STEPS_TO_HALVE:
             self.guard["halvings"] += 1
-            self.warn(f"{BAD_STEPS_TO_HALVE} such steps in a row: from here on half the learning rate, and float32")
+            self.warn(
+                f"{BAD_STEPS_TO_HALVE} such steps in a row: from here on half the learning rate, "
+                "and float32"
+            )
 
     def live_prompts(self, batch: RolloutBatch) -> list[int]:
-        """Prompts whose gradient is not exactly 0; one at least, so that the optimizer steps all the same."""
+        """Prompts whose gradient is not exactly 0; one at least, so that the optimizer steps all
+        the same.
+        """
         everything = list(range(len(batch)))
-        local = LOSSES[self.config.loss].reduce is per_local_token  # bnpo counts the tokens that are at hand
-        if batch.advantages is None or batch.ref_logp is not None or local or not self.config.skip_dead_groups:
+        local = (
+            LOSSES[self.config.loss].reduce is per_local_token
+        )  # bnpo counts the tokens that are at hand
+        if (
+            batch.advantages is None
+            or batch.ref_logp is not None
+            or local
+            or not self.config.skip_dead_groups
+        ):
             return everything
         return [p for p in everything if batch.advantages[p].any()] or [0]
 
     def gradient(self, batch: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
-        """Leave the whole step's gradient, over all processes, in the parameters; in smaller pieces if memory asks for it."""
-        if self.dist.world_size > 1:  # the others would wait for gradients that this process does not send
+        """Leave the whole step's gradient, over all processes, in the parameters; in smaller pieces
+        if memory asks for it.
+        """
+        if (
+            self.dist.world_size > 1
+        ):  # the others would wait for gradients that this process does not send
             return self._accumulate(batch, counts, self.fitting.of(len(batch)))
 
         def afresh(size: int) -> dict[str, Tensor]:
@@ -149,9 +198,17 @@ class Learner:
 
     def _backward(self, part: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
         config, completions = self.config, part.completions
-        given = (part.advantages, part.old_logp, part.ref_logp, part.drawn_logp, completions.sampler_logp)
+        given = (
+            part.advantages,
+            part.old_logp,
+            part.ref_logp,
+            part.drawn_logp,
+            completions.sampler_logp,
+        )
         # before the forward: a copy to the device waits for what was launched before it
-        adv, old, ref, drawn_logp, sampler_logp = (x if x is None else x.to(self.device) for x in given)
+        adv, old, ref, drawn_logp, sampler_logp = (
+            x if x is None else x.to(self.device) for x in given
+        )
         mask = completions.completion_mask.to(self.device)
         logp, entropy, ran = self.forward(completions)
         weights = None
@@ -177,7 +234,12 @@ class Learner:
         )
         # DDP averages over processes, and the loss is already this process's share of the whole
         self.scaler.scale(loss * self.dist.world_size).backward()
-        values = {**metrics, "loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
+        values = {
+            **metrics,
+            "loss": loss.detach(),
+            "entropy": entropy.sum(),
+            "tokens": mask.sum().to(logp),
+        }
         values["tokens/run"] = logp.new_full((), ran)
         if sampler_logp is not None:
             gap = (logp.detach() - sampler_logp).masked_fill(~mask, 0).abs()
@@ -185,7 +247,9 @@ class Learner:
         return values
 
     def forward(self, completions: Completions) -> tuple[Tensor, Tensor, int]:
-        """Log-probs and entropies `[P, G, S]` of the policy, on its device, and how many tokens that took."""
+        """Log-probs and entropies `[P, G, S]` of the policy, on its device, and how many tokens
+        that took.
+        """
         layout = LAYOUTS[self.config.layout](completions).to(self.device)
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.model
@@ -194,13 +258,19 @@ class Learner:
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
         def in_pieces(size: int) -> Tensor:
-            return torch.cat([self.forward(part.completions)[0].cpu() for part in batch.split(size)])
+            return torch.cat(
+                [self.forward(part.completions)[0].cpu() for part in batch.split(size)]
+            )
 
         return self.fitting.run(in_pieces, len(batch))
 
     def state_dict(self) -> State:
         """Everything that cannot be derived: plain types and tensors."""
-        state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "guard": dict(self.guard)}
+        state: State = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "guard": dict(self.guard),
+        }
         return state | ({"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {})
 
     def load_state_dict(self, state: State) -> None:

@@ -1,8 +1,9 @@
 """From hidden states to log-probabilities: head, temperature, log-softmax, gather.
 
-The log-softmax is computed in float32 at least, whatever the model's precision: in bfloat16 it would be off by 2-3e-3, which
-is more than the ratios that a policy loss clips. Logits of M tokens are M * V floats, and autograd keeps several copies of
-them; in chunks, recomputed in the backward pass, there are at most two of them, for one chunk.
+The log-softmax is computed in float32 at least, whatever the model's precision: in bfloat16 it
+would be off by 2-3e-3, which is more than the ratios that a policy loss clips. Logits of M tokens
+are M * V floats, and autograd keeps several copies of them; in chunks, recomputed in the backward
+pass, there are at most two of them, for one chunk.
 """
 
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # tokens whose logits exist at a time, at most,
-# and so many logits: what a CPU's cache holds; a GPU reads the whole head and its gradient for each chunk, so there are few
+# and so many logits: what a CPU's cache holds; a GPU reads the whole head and its gradient for each
+# chunk, so there are few
 LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 
 
@@ -26,7 +28,9 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-softmax of `logits / temperature` over the last dimension, in float32 at least. temperature > 0."""
+    """Log-softmax of `logits / temperature` over the last dimension, in float32 at least.
+    temperature > 0.
+    """
     return F.log_softmax(at_least_fp32(logits) / temperature, dim=-1)
 
 
@@ -42,7 +46,8 @@ def token_logprobs(
         chunk: tokens whose logits exist at a time; 0: all.
 
     Returns:
-        `[M]` and `[M]`, float32 at least. The entropy carries no gradient: it is reported, not optimised.
+        `[M]` and `[M]`, float32 at least. The entropy carries no gradient: it is reported, not
+        optimised.
     """
     if chunk and len(hidden) > chunk:
         return _Chunked.apply(hidden, head, targets, temperature, chunk)
@@ -53,7 +58,9 @@ def token_logprobs(
 
 
 class _Chunked(torch.autograd.Function):
-    """d logp / d logits = (one-hot - softmax) / temperature, so the backward pass needs the logits again and nothing else."""
+    """d logp / d logits = (one-hot - softmax) / temperature, so the backward pass needs the logits
+    again and nothing else.
+    """
 
     @staticmethod
     def forward(
@@ -61,7 +68,9 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         # autocast does not reach into a backward of one's own: what it would do is done here, once
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        )
         ctx.dtypes, ctx.temperature, ctx.chunk = (hidden.dtype, head.dtype), temperature, chunk
         hidden, head = hidden.to(dtype), head.to(dtype)
         out = at_least_fp32(hidden.new_empty(3, len(hidden)))
@@ -86,7 +95,12 @@ class _Chunked(torch.autograd.Function):
         grad_hidden, grad_head = torch.empty_like(hidden), at_least_fp32(torch.zeros_like(head))
         room = lse.new_empty(ctx.chunk, len(head))
         for part in _parts(len(hidden), ctx.chunk):
-            slope = _logits(hidden[part], head, ctx.temperature, room).sub_(lse[part, None]).exp_().neg_()
+            slope = (
+                _logits(hidden[part], head, ctx.temperature, room)
+                .sub_(lse[part, None])
+                .exp_()
+                .neg_()
+            )
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
@@ -99,7 +113,9 @@ class _Chunked(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, room: Tensor) -> Tensor:
-    """Logits in the first rows of `room`, which is used again and again: what is freed is not always found again."""
+    """Logits in the first rows of `room`, which is used again and again: what is freed is not
+    always found again.
+    """
     logits = room[: len(hidden)]
     if hidden.dtype == room.dtype:
         torch.mm(hidden, head.t(), out=logits)

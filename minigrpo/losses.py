@@ -1,13 +1,16 @@
-"""Advantages, policy losses and KL estimators: tensors in, tensors out. No model, no device, no tokenizer.
+"""Advantages, policy losses and KL estimators: tensors in, tensors out. No model, no device, no
+tokenizer.
 
-Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`; m the mask; n_i = sum_t m; B completions; N tokens.
+Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`; m the mask; n_i = sum_t m;
+B completions; N tokens.
 
     r  = exp(logp - old)                                       the ratio of a token
     l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl        what each row turns into a per-token term
     L  = sum(w * l)                                            with weights w from *global* counts
 
-Since w depends on counts over the whole optimizer step, the gradient does not depend on micro-batch size, accumulation or
-number of ranks (bnpo excepted, by definition). Everything is computed in float32 at least.
+Since w depends on counts over the whole optimizer step, the gradient does not depend on micro-batch
+size, accumulation or number of ranks (bnpo excepted, by definition). Everything is computed in
+float32 at least.
 """
 
 from collections.abc import Callable
@@ -23,28 +26,35 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 at least.
 
     Args:
-        estimator: group_mean: R_i - mean(R) (arXiv 2402.03300). leave_one_out: R_i - mean of the others (RLOO, 2402.14740).
-        scale: group: divide by the group's std + 1e-4. batch: by the std of the whole batch. none: do not divide
-            (Dr. GRPO, 2503.20783). Standard deviations have ddof = 1.
+        estimator: group_mean: R_i - mean(R) (arXiv 2402.03300). leave_one_out: R_i - mean of the
+            others (RLOO, 2402.14740).
+        scale: group: divide by the group's std + 1e-4. batch: by the std of the whole batch. none:
+            do not divide (Dr. GRPO, 2503.20783). Standard deviations have ddof = 1.
 
-    A group whose rewards are all equal has advantage exactly 0. Raises ValueError for groups of one.
+    A group whose rewards are all equal has advantage exactly 0. Raises ValueError for groups of
+    one.
     """
     if rewards.shape[-1] < 2:
-        raise ValueError("a group-relative advantage needs a group: --group-size must be at least 2, got 1")
+        raise ValueError(
+            "a group-relative advantage needs a group: --group-size must be at least 2, got 1"
+        )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     size = rewards.shape[-1]
     centred = rewards - rewards.mean(-1, keepdim=True)
     if estimator == "leave_one_out":
         centred = centred * (size / (size - 1))
     elif estimator != "group_mean":
-        raise ValueError(f"advantage estimator must be group_mean or leave_one_out, got {estimator!r}")
+        raise ValueError(
+            f"advantage estimator must be group_mean or leave_one_out, got {estimator!r}"
+        )
     if scale == "group":
         centred = centred / (rewards.std(-1, keepdim=True) + STD_EPS)
     elif scale == "batch":
         centred = centred / (rewards.std() + STD_EPS)
     elif scale != "none":
         raise ValueError(f"advantage scale must be group, batch or none, got {scale!r}")
-    # eight rewards of 0.1 do not average to 0.1 in float32; divided by a tiny std, that noise would be a gradient
+    # eight rewards of 0.1 do not average to 0.1 in float32; divided by a tiny std, that noise would
+    # be a gradient
     dead = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
     return torch.where(dead, 0.0, centred)
 
@@ -61,7 +71,7 @@ class Counts:
         return cls(mask[..., 0].numel(), mask.sum().clamp(min=1))
 
 
-# --- the ratio: how far the policy has moved from the one that sampled ----------------------------------------------------
+# --- the ratio: how far the policy has moved from the one that sampled ----------------------------
 
 
 def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -76,11 +86,12 @@ def sequence_mean_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """The ratio of whole completions, exp(sum_t (logp - old)), broadcast (RLOO, arXiv 2402.14740)."""
+    """The ratio of whole completions, exp(sum_t (logp - old)), broadcast (RLOO, arXiv
+    2402.14740)."""
     return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
 
 
-# --- the surrogate: from ratio and advantage to a per-token term, and to indicators of what was clipped ------------------
+# --- the surrogate: from ratio and advantage to a per-token term, and to indicators of what was cli
 
 
 @dataclass(frozen=True)
@@ -96,18 +107,25 @@ Term = tuple[Tensor, dict[str, Tensor]]
 
 
 def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
-    """-min(r A, clip(r) A) (PPO); with a cap the unclipped r is first capped (two-sided, arXiv 2505.07291)."""
+    """-min(r A, clip(r) A) (PPO); with a cap the unclipped r is first capped (two-sided, arXiv
+    2505.07291).
+    """
     low, high = clip.low, clip.high
     capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
     term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
-    hits = {"clip_ratio/low_mean": (ratio < low) & (adv < 0), "clip_ratio/high_mean": (ratio > high) & (adv > 0)}
+    hits = {
+        "clip_ratio/low_mean": (ratio < low) & (adv < 0),
+        "clip_ratio/high_mean": (ratio > high) & (adv > 0),
+    }
     return term, hits
 
 
 def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
     """-stopgrad(min(r, cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
     assert clip.cap is not None
-    return -ratio.detach().clamp(max=clip.cap) * adv * logp, {"cispo_clip_ratio": (ratio > clip.cap) & (adv > 0)}
+    return -ratio.detach().clamp(max=clip.cap) * adv * logp, {
+        "cispo_clip_ratio": (ratio > clip.cap) & (adv > 0)
+    }
 
 
 def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
@@ -115,7 +133,7 @@ def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
     return -logp, {}
 
 
-# --- the weights: who counts how much -------------------------------------------------------------------------------------
+# --- the weights: who counts how much -------------------------------------------------------------
 
 
 def per_completion(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
@@ -129,7 +147,9 @@ def per_token(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
 
 
 def per_local_token(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
-    """sum over the tokens at hand over their number, each micro-batch by itself, weighted by its share of the completions"""
+    """sum over the tokens at hand over their number, each micro-batch by itself, weighted by its
+    share of the completions
+    """
     return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / counts.completions)
 
 
@@ -158,15 +178,22 @@ LOSSES = {
     "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
     "dapo": LossSpec(token_ratio, clipped, per_token, clip_high=0.28),  # 2503.14476
     "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
-    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, clip_low=3e-4, clip_high=4e-4),  # 2507.18071
-    "cispo": LossSpec(token_ratio, cispo, per_token, ratio_cap=5.0),  # 2506.13585, cap from 2510.13786
-    "rloo": LossSpec(sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"),  # 2402.14740
+    "gspo": LossSpec(
+        sequence_mean_ratio, clipped, per_completion, clip_low=3e-4, clip_high=4e-4
+    ),  # 2507.18071
+    "cispo": LossSpec(
+        token_ratio, cispo, per_token, ratio_cap=5.0
+    ),  # 2506.13585, cap from 2510.13786
+    "rloo": LossSpec(
+        sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"
+    ),  # 2402.14740
     "nll": LossSpec(token_ratio, negative_logp, per_token, needs_group=False),  # the warm start
 }
 
-# KL estimators on sampled tokens, d = ref - logp (Schulman's k1, k2, k3). Their on-policy gradients: k2 and k3_is give
-# grad KL(pi||ref), k3 gives grad KL(ref||pi) (arXiv 2506.09477, 2510.01555, 2512.21852), k1 in the loss gives 0, which is
-# why k1_reward is not here: the rollout takes it off the rewards.
+# KL estimators on sampled tokens, d = ref - logp (Schulman's k1, k2, k3). Their on-policy
+# gradients: k2 and k3_is give grad KL(pi||ref), k3 gives grad KL(ref||pi) (arXiv 2506.09477,
+# 2510.01555, 2512.21852), k1 in the loss gives 0, which is why k1_reward is not here: the rollout
+# takes it off the rewards.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
@@ -176,10 +203,12 @@ KL_IN_REWARD = "k1_reward"
 
 
 def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
-    """min(exp(logp - sampler_logp), cap), without gradient: corrects for tokens that another distribution drew.
+    """min(exp(logp - sampler_logp), cap), without gradient: corrects for tokens that another
+    distribution drew.
 
-    Truncated importance sampling (Ionides 2008), per token as TRL and verl use it where sampler and trainer differ. `logp` is
-    the old policy in the training forward, `sampler_logp` what tokens were really drawn from; any shape.
+    Truncated importance sampling (Ionides 2008), per token as TRL and verl use it where sampler and
+    trainer differ. `logp` is the old policy in the training forward, `sampler_logp` what tokens
+    were really drawn from; any shape.
     """
     return (logp.detach() - sampler_logp).exp().clamp(max=cap)
 
@@ -205,16 +234,18 @@ def policy_loss(
 
     Args:
         logp: `[..., S]` log-probs of the sampled tokens, with gradient.
-        old_logp: `[..., S]` under the policy that sampled; None means `logp.detach()`: a ratio of exactly 1.
+        old_logp: `[..., S]` under the policy that sampled; None means `logp.detach()`: a ratio of
+            exactly 1.
         advantages: `[...]`, one a completion; None for nll.
         mask: `[..., S]` bool.
         loss: a row of LOSSES; None for a clip or the cap takes the row's default.
         max_completion_length: what dr_grpo divides by; S if None.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
-        token_weights: `[..., S]`, factors of the policy term (not of the KL), see `truncated_importance_weights`.
-        counts: B and N of the whole optimizer step; None counts this batch. The losses, gradients and metrics of
-            micro-batches that share `counts` add up to the whole batch's.
+        token_weights: `[..., S]`, factors of the policy term (not of the KL), see
+            `truncated_importance_weights`.
+        counts: B and N of the whole optimizer step; None counts this batch. The losses, gradients
+            and metrics of micro-batches that share `counts` add up to the whole batch's.
 
     Returns:
         The scalar loss, and metrics (scalars without gradient, which add up likewise).

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
@@ -22,7 +29,9 @@ SECONDS_BETWEEN_LINES = 15.0  # without a terminal: how often progress is a line
 
 
 class PhaseTimer:
-    """Seconds by phase of a step. On CUDA a phase ends with a device sync, so that it is charged what it caused."""
+    """Seconds by phase of a step. On CUDA a phase ends with a device sync, so that it is charged
+    what it caused.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,8 +80,12 @@ class RunLog:
     """The files of a run's folder that grow: metrics, evaluations, samples, TensorBoard."""
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
-        """`start_step` steps are done; anything later in the files, written by a run that was lost, is cut."""
-        last = start_step or -1  # a run that starts afresh keeps nothing, not even the evaluation before step 1
+        """`start_step` steps are done; anything later in the files, written by a run that was lost,
+        is cut.
+        """
+        last = (
+            start_step or -1
+        )  # a run that starts afresh keeps nothing, not even the evaluation before step 1
         self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=last)
         self.evaluations = JSONLines(folder / "eval.jsonl", up_to_step=last)
         self.samples = JSONLines(folder / "samples.jsonl", up_to_step=last)
@@ -122,7 +135,8 @@ class NoLog:
 
 
 class Screen:
-    """What a person sees: messages, and progress as a live bar on a terminal, as a line now and then elsewhere.
+    """What a person sees: messages, and progress as a live bar on a terminal, as a line now and
+    then elsewhere.
 
     Of several processes only the main one speaks; but all may warn, and say which they are.
     """
@@ -131,9 +145,19 @@ class Screen:
         self.rank, quiet = rank, quiet or rank > 0
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
         self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None), TaskProgressColumn())
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
-        self.progress = Progress(*columns, TextColumn("{task.description}"), *times, console=self.console)
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+        )
+        times = (
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        self.progress = Progress(
+            *columns, TextColumn("{task.description}"), *times, console=self.console
+        )
         self.live = self.console.is_terminal and not quiet
         self.last_line = 0.0
 
@@ -147,7 +171,11 @@ class Screen:
     @contextmanager
     def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         """Progress of a file that is read: to be told how many of its bytes are done."""
-        columns = (TextColumn("reading {task.description}"), BarColumn(bar_width=None), TaskProgressColumn())
+        columns = (
+            TextColumn("reading {task.description}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+        )
         bar = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
         task, last_line = bar.add_task(name, total=total), time.perf_counter()
 

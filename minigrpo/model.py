@@ -1,9 +1,10 @@
 """GPT-2 on a flat stream of tokens.
 
-Pre-LN blocks, learned positions, tanh-GELU, output head tied to the token embedding: GPT-2, with one departure. The blocks
-never see a `[batch, time]` rectangle. They see a stream `x [N, D]` of tokens, each with its position, and hand `(q, k, v)`
-to an *attend* function that knows which token belongs where (layout.py for training, decoders.py for decoding). So no
-token is ever a pad, and what is shared is run once.
+Pre-LN blocks, learned positions, tanh-GELU, output head tied to the token embedding: GPT-2, with
+one departure. The blocks never see a `[batch, time]` rectangle. They see a stream `x [N, D]` of
+tokens, each with its position, and hand `(q, k, v)` to an *attend* function that knows which token
+belongs where (layout.py for training, decoders.py for decoding). So no token is ever a pad, and
+what is shared is run once.
 """
 
 import math
@@ -60,7 +61,9 @@ class GPTShape:
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.width % 2:
-            raise ValueError(f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}")
+            raise ValueError(
+                f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}"
+            )
 
 
 class Causal:
@@ -78,7 +81,9 @@ class Causal:
 
 
 def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """On CPU attention stays in float32: in bfloat16 torch's backward of it takes three times as long (measured)."""
+    """On CPU attention stays in float32: in bfloat16 torch's backward of it takes three times as
+    long (measured).
+    """
     if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return attend(q, k, v)
     with torch.autocast("cpu", enabled=False):
@@ -125,7 +130,9 @@ class GPT(nn.Module):
     def __init__(self, shape: GPTShape, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.checkpoint_blocks: Callable[..., Tensor] | None = None  # set by accel.py: recompute blocks in backward
+        self.checkpoint_blocks: Callable[..., Tensor] | None = (
+            None  # set by accel.py: recompute blocks in backward
+        )
         self.logprob_chunk = 0  # set by accel.py: tokens whose logits exist at a time
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         self.wpe = nn.Embedding(shape.context, shape.width)
@@ -135,25 +142,33 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        # GPT-2's scheme: one std for all matrices, the projections into the residual stream smaller by sqrt(2 * layers).
-        # Two departures, measured on the chess task at width 128 (with 0.06; loss after 400 steps of a warm start: 37 nats an
-        # example with both, 75 with the std alone, 80 with neither):
-        # the std is GPT-2's 0.02 at width 768 and grows as 1/sqrt(width) below it,
+        # GPT-2's scheme: one std for all matrices, the projections into the residual stream smaller
+        # by sqrt(2 * layers). Two departures, measured on the chess task at width 128 (with 0.06;
+        # loss after 400 steps of a warm start: 37 nats an example with both, 75 with the std alone,
+        # 80 with neither): the std is GPT-2's 0.02 at width 768 and grows as 1/sqrt(width) below
+        # it,
         std = 0.02 * math.sqrt(768 / self.shape.width)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() == 2:
-                scale = 1 / math.sqrt(2 * self.shape.layers) if name.endswith("c_proj.weight") else 1.0
+                scale = (
+                    1 / math.sqrt(2 * self.shape.layers) if name.endswith("c_proj.weight") else 1.0
+                )
                 parameter.normal_(0.0, std * scale, generator=generator)
-        # and the learned positions start as sinusoids: "so many tokens back" is then a rotation, which copying needs.
+        # and the learned positions start as sinusoids: "so many tokens back" is then a rotation,
+        # which copying needs.
         width, length = self.shape.width, self.shape.context
-        angles = torch.arange(length)[:, None] * torch.logspace(0, -math.log10(2000), width // 2)  # [T, D/2]
+        angles = torch.arange(length)[:, None] * torch.logspace(
+            0, -math.log10(2000), width // 2
+        )  # [T, D/2]
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "GPT":
-        """A model from a GPT-2 safetensors file, or a folder that holds one. Raises ValueError with what does not fit."""
+        """A model from a GPT-2 safetensors file, or a folder that holds one. Raises ValueError with
+        what does not fit.
+        """
         sizes, state = load_gpt2(Path(path))
         try:
             model = cls(GPTShape(**sizes))
@@ -163,9 +178,13 @@ class GPT(nn.Module):
         return model
 
     def keep_tokens(self, number: int) -> None:
-        """Forget all but the first tokens of the vocabulary: rows that only pad it are then never sampled."""
+        """Forget all but the first tokens of the vocabulary: rows that only pad it are then never
+        sampled.
+        """
         self.shape = replace(self.shape, vocab_size=number)
-        self.wte = nn.Embedding.from_pretrained(self.wte.weight.detach()[:number].clone(), freeze=False)
+        self.wte = nn.Embedding.from_pretrained(
+            self.wte.weight.detach()[:number].clone(), freeze=False
+        )
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the parameters as `from_pretrained` and Hugging Face's GPT-2 read them."""
@@ -189,17 +208,25 @@ class GPT(nn.Module):
         return F.linear(hidden, self.wte.weight)
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`. For evaluation, export and tests."""
+        """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`. For evaluation,
+        export and tests.
+        """
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         hidden = self.hidden(Stream(ids.flatten(), positions.flatten()), Causal(*ids.shape))
         return self.head(hidden).unflatten(0, ids.shape)
 
-    def forward(self, stream: Stream, layout: LogprobLayout, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability of each completion token, and the entropy of its distribution, both `[P, G, S]`, 0 where masked.
+    def forward(
+        self, stream: Stream, layout: LogprobLayout, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each completion token, and the entropy of its distribution, both `[P,
+        G, S]`, 0 where masked.
 
-        The head runs on the M distinct positions that predict a completion token, and on nothing else.
+        The head runs on the M distinct positions that predict a completion token, and on nothing
+        else.
         """
         hidden = self.hidden(stream, layout).index_select(0, layout.sources)
-        logp, entropy = token_logprobs(hidden, self.wte.weight, layout.targets, temperature, self.logprob_chunk)
+        logp, entropy = token_logprobs(
+            hidden, self.wte.weight, layout.targets, temperature, self.logprob_chunk
+        )
         zero = logp.new_zeros(())
         return tuple(torch.where(layout.mask, x[layout.index], zero) for x in (logp, entropy))  # type: ignore[return-value]

@@ -1,4 +1,6 @@
-"""AdamW's parameter groups, and the learning rate as a pure function of the step, so that resuming needs no schedule."""
+"""AdamW's parameter groups, and the learning rate as a pure function of the step, so that resuming
+needs no schedule.
+"""
 
 import math
 
@@ -9,8 +11,11 @@ BETAS = (0.9, 0.98)
 FINAL_SHARE = 0.1  # the learning rate ends at this share of its peak
 
 
-def make_optimizer(model: nn.Module, *, learning_rate: float, weight_decay: float, fused: bool) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices and embeddings, none on biases and norms."""
+def make_optimizer(
+    model: nn.Module, *, learning_rate: float, weight_decay: float, fused: bool
+) -> torch.optim.AdamW:
+    """AdamW over all parameters; weight decay on matrices and embeddings, none on biases and
+    norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -20,8 +25,12 @@ def make_optimizer(model: nn.Module, *, learning_rate: float, weight_decay: floa
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
-    """Linear rise over `warmup_steps`, then a cosine down to a tenth of the peak at `max_steps`. Steps count from 0."""
+    """Linear rise over `warmup_steps`, then a cosine down to a tenth of the peak at `max_steps`.
+    Steps count from 0.
+    """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
-    return peak * (FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return peak * (
+        FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    )

@@ -1,7 +1,8 @@
 """What a step will take, before anything is run: parameters, tokens, FLOPs, and memory by kind.
 
-Tokens are those of completions as long as true answers of which no two are alike: what repeats costs less. FLOPs are 2 a
-parameter and token (6 with a backward pass), and 4 * width for each pair of tokens that attend, in each layer.
+Tokens are those of completions as long as true answers of which no two are alike: what repeats
+costs less. FLOPs are 2 a parameter and token (6 with a backward pass), and 4 * width for each pair
+of tokens that attend, in each layer.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,12 @@ from .losses import LOSSES
 from .model import GPTShape
 
 MIB = 2**20
-# bytes that autograd keeps of a token, a layer and a unit of width, counted with saved-tensor hooks: float32, autocast
+# bytes that autograd keeps of a token, a layer and a unit of width, counted with saved-tensor
+# hooks: float32, autocast
 KEPT = {False: 66, True: 41}
-LOGIT_COPIES = 3.5  # float32 copies of a logit that log-softmax, its gradient and the entropy have at once
+LOGIT_COPIES = (
+    3.5  # float32 copies of a logit that log-softmax, its gradient and the entropy have at once
+)
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,25 @@ class Plan:
 
     def rows(self) -> list[list[str]]:
         """Two columns, for a table."""
-        rows = [["parameters", f"{self.parameters / 1e6:.2f} M"], ["micro-batches", str(self.micro_batches)]]
+        rows = [
+            ["parameters", f"{self.parameters / 1e6:.2f} M"],
+            ["micro-batches", str(self.micro_batches)],
+        ]
         rows += [[f"tokens: {name}", f"{count:,.0f}"] for name, count in self.tokens.items()]
         rows += [[f"GFLOP: {name}", f"{count / 1e9:,.1f}"] for name, count in self.flops.items()]
         rows += [[f"MiB: {name}", f"{size:,.1f}"] for name, size in self.memory_mib.items()]
         return [*rows, ["MiB: peak", f"{self.peak_mib:,.1f}"]]
 
 
-def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: float, device: str, world_size: int = 1) -> Plan:
+def plan(
+    config: Config,
+    shape: GPTShape,
+    *,
+    prompt_len: float,
+    answer_len: float,
+    device: str,
+    world_size: int = 1,
+) -> Plan:
     """`prompt_len` and `answer_len` are means, in tokens; `device` is a type, as cuda."""
     prompts = config.prompts_per_step // world_size
     samples = 1 if config.supervised else config.group_size
@@ -54,7 +69,9 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
 
     tokens = {"update": update * config.num_iterations}
-    forward = (2 * blocks + 4 * shape.layers * shape.width * (prompt_len + answer_len / 2)) * update + 2 * head * completions
+    forward = (
+        2 * blocks + 4 * shape.layers * shape.width * (prompt_len + answer_len / 2)
+    ) * update + 2 * head * completions
     flops = {"update": 3 * forward * config.num_iterations}
     if config.num_iterations > 1:
         tokens["old log-probs"], flops["old log-probs"] = update, forward
@@ -65,9 +82,13 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
         flops["rollout"] = forward + 2 * head * (prompts * prompt_len if not once else 0)
 
     part = micro / prompts
-    branches = micro * samples * (prompt_len + answer_len) * 2 * size if once else 0  # keys and values, the prompt's included
+    branches = (
+        micro * samples * (prompt_len + answer_len) * 2 * size if once else 0
+    )  # keys and values, the prompt's included
     kept = KEPT[low]
-    if attends_in_float32:  # queries and outputs, and keys and values where they are not in `branches`
+    if (
+        attends_in_float32
+    ):  # queries and outputs, and keys and values where they are not in `branches`
         kept += 2 * (2 if once else 4)
     a_layer = (update * part * kept + branches) * shape.width
     activations = a_layer * shape.layers
@@ -77,7 +98,9 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
     if config.chunked_logprobs:
         logits = min(chunk_size(shape.vocab_size, device), completions * part) * 2
     cells = at_once * samples
-    kv = (at_once if config.share_prompt_kv else cells) * prompt_len + cells * (config.max_new_tokens + config.draft_window)
+    kv = (at_once if config.share_prompt_kv else cells) * prompt_len + cells * (
+        config.max_new_tokens + config.draft_window
+    )
     frozen = 4.0 * parameters - (2.0 * blocks if config.low_precision_weights else 0)
     memory = {
         "weights": 4.0 * parameters,
@@ -89,10 +112,14 @@ def plan(config: Config, shape: GPTShape, *, prompt_len: float, answer_len: floa
         "activations": activations,
         "logits": 4.0 * logits * shape.vocab_size,
     }
-    stays = ["weights", "Adam", "weights in low precision"] + ["reference"] * (not config.offload_reference)
+    stays = ["weights", "Adam", "weights in low precision"] + ["reference"] * (
+        not config.offload_reference
+    )
     updating = memory["gradients"] + memory["activations"] + memory["logits"]
     peak = sum(memory[name] for name in stays)
-    peak += updating + memory["KV cache"] if config.cuda_graphs else max(updating, memory["KV cache"])  # recorded: it stays
+    peak += (
+        updating + memory["KV cache"] if config.cuda_graphs else max(updating, memory["KV cache"])
+    )  # recorded: it stays
     return Plan(
         parameters=parameters,
         micro_batches=-(-prompts // micro),
@@ -119,17 +146,34 @@ class Measured:
 
     def means(self) -> dict[str, float]:
         """Of a step; the peak is that of the run."""
-        return {name: total / (1 if name == "memory/peak_mib" else max(1, self.steps)) for name, total in self.sums.items()}
+        return {
+            name: total / (1 if name == "memory/peak_mib" else max(1, self.steps))
+            for name, total in self.sums.items()
+        }
 
     def beside(self, planned: Plan, device: str, world_size: int) -> list[list[str]]:
         """Three columns, for a table."""
         means = self.means()
         for name in ("tokens/run", "rollout/tokens"):  # which are of all processes
             means[name] /= world_size
-        rows = [["tokens: update", f"{planned.tokens['update']:,.0f}", f"{means['tokens/run']:,.0f}"]]
+        rows = [
+            ["tokens: update", f"{planned.tokens['update']:,.0f}", f"{means['tokens/run']:,.0f}"]
+        ]
         if "rollout" in planned.tokens:
-            rows.append(["tokens: rollout", f"{planned.tokens['rollout']:,.0f}", f"{means['rollout/tokens']:,.0f}"])
+            rows.append(
+                [
+                    "tokens: rollout",
+                    f"{planned.tokens['rollout']:,.0f}",
+                    f"{means['rollout/tokens']:,.0f}",
+                ]
+            )
             rows.append(["rounds of decoding", "", f"{means['rollout/rounds']:,.1f}"])
         of_what = "allocated" if device == "cuda" else "measured: the whole process"
-        rows.append([f"peak MiB ({of_what})", f"{planned.peak_mib:,.0f}", f"{means['memory/peak_mib']:,.0f}"])
+        rows.append(
+            [
+                f"peak MiB ({of_what})",
+                f"{planned.peak_mib:,.0f}",
+                f"{means['memory/peak_mib']:,.0f}",
+            ]
+        )
         return [*rows, ["seconds", "", f"{means['step_time']:.2f}"]]

@@ -1,8 +1,9 @@
 """A pool of threads that may be given up.
 
-concurrent.futures joins its threads when the process exits, so one function that never returns would keep the process for
-ever. These are daemons; one that is overdue is abandoned and replaced, up to a bound. A function that holds the interpreter
-lock (C code that loops) cannot be helped by any thread.
+concurrent.futures joins its threads when the process exits, so one function that never returns
+would keep the process for ever. These are daemons; one that is overdue is abandoned and replaced,
+up to a bound. A function that holds the interpreter lock (C code that loops) cannot be helped by
+any thread.
 """
 
 import threading
@@ -35,11 +36,15 @@ class Job:
         except BaseException as error:
             if threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C
-            self.future.set_exception(RuntimeError(repr(error)))  # a reward that calls sys.exit() has failed, no more
+            self.future.set_exception(
+                RuntimeError(repr(error))
+            )  # a reward that calls sys.exit() has failed, no more
 
 
 class WorkerPool:
-    """Runs jobs in `workers` daemon threads in the order in which they came; with 0, in the caller, unless they need one."""
+    """Runs jobs in `workers` daemon threads in the order in which they came; with 0, in the caller,
+    unless they need one.
+    """
 
     def __init__(self, workers: int, name: str) -> None:
         self.workers, self.name = workers, name
@@ -56,15 +61,27 @@ class WorkerPool:
         elif self._staffed():
             self.queue.put(job)
         else:
-            job.future.set_exception(TimeoutError(f"all threads hang, {self.num_abandoned} of them"))
+            job.future.set_exception(
+                TimeoutError(f"all threads hang, {self.num_abandoned} of them")
+            )
         return job
 
     def wait(self, job: Job, timeout_s: float | None) -> Any:
-        """The job's result, or what it raised; TimeoutError once it has run for `timeout_s`. To be called in order."""
+        """The job's result, or what it raised; TimeoutError once it has run for `timeout_s`. To be
+        called in order.
+        """
         while not job.future.done():
             if job.abandoned or (timeout_s is not None and not self.alive):
-                raise TimeoutError("was given up" if job.abandoned else f"all threads hang, {self.num_abandoned} of them")
-            left = timeout_s if timeout_s is None or job.started is None else job.started + timeout_s - time.monotonic()
+                raise TimeoutError(
+                    "was given up"
+                    if job.abandoned
+                    else f"all threads hang, {self.num_abandoned} of them"
+                )
+            left = (
+                timeout_s
+                if timeout_s is None or job.started is None
+                else job.started + timeout_s - time.monotonic()
+            )
             if left is not None and left <= 0:
                 self._abandon(job)
                 raise TimeoutError(f"took longer than {timeout_s:g} s")
@@ -89,7 +106,9 @@ class WorkerPool:
                 self.alive += 1
                 # a new thread would begin on the first CUDA device, not on its process's own
                 device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-                threading.Thread(target=self._work, args=(device,), name=self.name, daemon=True).start()
+                threading.Thread(
+                    target=self._work, args=(device,), name=self.name, daemon=True
+                ).start()
             return self.alive > 0
 
     def _work(self, device: int | None) -> None:

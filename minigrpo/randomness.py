@@ -1,8 +1,9 @@
 """Random numbers that are derived, never stored.
 
-Every draw in the library is a pure function of (seed, stream name, counters), through numpy's counter-based Philox
-generator. So resuming needs no generator state, and neither batch composition nor the number of ranks nor what ran
-before can change a draw. Global generators (`random`, `np.random`, `torch.manual_seed`) are not used.
+Every draw in the library is a pure function of (seed, stream name, counters), through numpy's
+counter-based Philox generator. So resuming needs no generator state, and neither batch composition
+nor the number of ranks nor what ran before can change a draw. Global generators (`random`,
+`np.random`, `torch.manual_seed`) are not used.
 """
 
 import hashlib
@@ -11,28 +12,38 @@ import numpy as np
 
 
 def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
-    """An independent generator for (seed, name, up to three counters); each has room for 2**64 draws.
+    """An independent generator for (seed, name, up to three counters); each has room for 2**64
+    draws.
 
-    The seed and the name become Philox's key through a hash (never Python's `hash()`, which differs from process to
-    process); the counters become the high words of its 256-bit counter.
+    The seed and the name become Philox's key through a hash (never Python's `hash()`, which differs
+    from process to process); the counters become the high words of its 256-bit counter.
     """
-    key = np.frombuffer(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype=np.uint64)
+    key = np.frombuffer(
+        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype=np.uint64
+    )
     counter = np.zeros(4, dtype=np.uint64)
     counter[1 : 1 + len(counters)] = counters
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-def uniforms(seed: int, name: str, step: int, rows: np.ndarray, num_samples: int, length: int) -> np.ndarray:
+def uniforms(
+    seed: int, name: str, step: int, rows: np.ndarray, num_samples: int, length: int
+) -> np.ndarray:
     """One uniform number in [0, 1) for every token that may be sampled.
 
     Args:
-        rows: `[P]` int, the global index of each prompt: the number belongs to the prompt, not to its place in a batch.
+        rows: `[P]` int, the global index of each prompt: the number belongs to the prompt, not to
+            its place in a batch.
 
     Returns:
-        `[P, G, S]` float32, keyed by (seed, name, step, row, sample); a longer `length` only appends.
+        `[P, G, S]` float32, keyed by (seed, name, step, row, sample); a longer `length` only
+        appends.
     """
     draws = [
-        [stream(seed, name, step, int(row), sample).random(length, dtype=np.float32) for sample in range(num_samples)]
+        [
+            stream(seed, name, step, int(row), sample).random(length, dtype=np.float32)
+            for sample in range(num_samples)
+        ]
         for row in rows
     ]
     return np.asarray(draws, dtype=np.float32).reshape(len(rows), num_samples, length)

@@ -43,8 +43,8 @@ class FrozenReference:
     ) -> None:
         """`temperature` is the policy's; `fitting` says how many prompts go through at once.
 
-        With `offload` the weights lie in host memory (pinned, where there is a CUDA device) and visit the device of the
-        model for as long as `logp` runs.
+        With `offload` the weights lie in host memory (pinned, where there is a CUDA device) and
+        visit the device of the model for as long as `logp` runs.
         """
         self.device = model.device
         self.model = copy.deepcopy(model).requires_grad_(False)
@@ -59,16 +59,22 @@ class FrozenReference:
     def logp(self, completions: Completions) -> Tensor | None:
         with self.autocast():  # which may be over, if the guard has gone back to float32
             low = torch.is_autocast_enabled(self.device.type)
-        weights = {name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()}
+        weights = {
+            name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()
+        }
         weights = weights if low else {name: at_least_fp32(x) for name, x in weights.items()}
 
         def in_pieces(size: int) -> Tensor:
             logps = []
             for a in range(0, len(completions), size):
-                layout = self.layout(completions.select(torch.arange(a, min(a + size, len(completions)))))
+                layout = self.layout(
+                    completions.select(torch.arange(a, min(a + size, len(completions))))
+                )
                 layout = layout.to(self.device)
                 with self.autocast():
-                    logp, _ = functional_call(self.model, weights, (layout.stream, layout, self.temperature))
+                    logp, _ = functional_call(
+                        self.model, weights, (layout.stream, layout, self.temperature)
+                    )
                 logps.append(logp.cpu())
             return torch.cat(logps)
 

@@ -1,8 +1,10 @@
-"""What a completion is worth: similarity, reward functions, and the scorer that runs them over a batch.
+"""What a completion is worth: similarity, reward functions, and the scorer that runs them over a
+batch.
 
-python-chess holds the interpreter lock, so threads do not make its scoring faster by themselves. What does: scoring each
-distinct (prompt, text) once, rejecting cheaply, and not parsing what a memo knows. The pool is there for overlap with the
-device, for rewards that wait, and because a function that hangs must not stop a run.
+python-chess holds the interpreter lock, so threads do not make its scoring faster by themselves.
+What does: scoring each distinct (prompt, text) once, rejecting cheaply, and not parsing what a memo
+knows. The pool is there for overlap with the device, for rewards that wait, and because a function
+that hangs must not stop a run.
 """
 
 import numbers
@@ -18,7 +20,9 @@ from .fen import is_valid_fen as is_valid_fen
 from .pool import Job, WorkerPool
 from .types import Example, RewardTable, Task
 
-LONGEST_BATCH = 300.0  # seconds; other processes wait for these scores, and give up after --pg-timeout
+LONGEST_BATCH = (
+    300.0  # seconds; other processes wait for these scores, and give up after --pg-timeout
+)
 
 
 def similarity(a: str, b: str) -> float:
@@ -28,30 +32,40 @@ def similarity(a: str, b: str) -> float:
 
 def similarities(a: Sequence[str], b: Sequence[str]) -> np.ndarray:
     """`similarity` of each pair, `[n]` float64, in one call."""
-    scores: np.ndarray = process.cpdist(a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64)
+    scores: np.ndarray = process.cpdist(
+        a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64
+    )
     return scores
 
 
-# --- rewards of one's own -------------------------------------------------------------------------------------------------
+# --- rewards of one's own -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward part that is not the task's: `function(example, text) -> float`, or, batched, of lists."""
+    """A reward part that is not the task's: `function(example, text) -> float`, or, batched, of
+    lists.
+    """
 
     function: Callable[..., Any]
     name: str
     weight: float = 1.0
     timeout_s: float | None = None  # a completion; None: the scorer's
     floor: float = 0.0  # what a completion gets if the function fails on it
-    batched: bool = False  # function(examples, texts) -> as many floats; which texts come together is not fixed
+    batched: bool = (
+        False  # function(examples, texts) -> as many floats; which texts come together is not fixed
+    )
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
 
 def reward(
-    *, weight: float = 1.0, timeout_s: float | None = None, floor: float = 0.0, batched: bool = False
+    *,
+    weight: float = 1.0,
+    timeout_s: float | None = None,
+    floor: float = 0.0,
+    batched: bool = False,
 ) -> Callable[[Callable[..., Any]], RewardFunction]:
     """Decorator: make a function a reward part under its own name.
 
@@ -59,10 +73,11 @@ def reward(
         def brevity(example, text):
             return 1 / (1 + len(text))
 
-    `--rewards FILE.py` adds a file's decorated functions to the task's parts; `reward_weights` in TOML or --reward-weights
-    beat `weight`. A batched function gets lists, for a reward model, say; which texts come together depends on the number of
-    processes and on --rollout-batch-size, so the value of a text should depend on that text alone. A call that raises, takes
-    longer than `timeout_s` or returns anything but a finite number is worth `floor`.
+    `--rewards FILE.py` adds a file's decorated functions to the task's parts; `reward_weights` in
+    TOML or --reward-weights beat `weight`. A batched function gets lists, for a reward model, say;
+    which texts come together depends on the number of processes and on --rollout-batch-size, so the
+    value of a text should depend on that text alone. A call that raises, takes longer than
+    `timeout_s` or returns anything but a finite number is worth `floor`.
     """
 
     def decorate(function: Callable[..., Any]) -> RewardFunction:
@@ -76,7 +91,9 @@ class _Judge:
     """Whatever scores: a task's own parts, or one function."""
 
     names: Sequence[str]
-    call: Callable[..., Any]  # batched: (examples, texts) -> {name: values}; else (example, text) -> {name: value}
+    call: Callable[
+        ..., Any
+    ]  # batched: (examples, texts) -> {name: values}; else (example, text) -> {name: value}
     batched: bool
     timeout_s: float | None  # None: trusted, so it may run in large pieces and is waited for
     floor: float = 0.0
@@ -87,7 +104,9 @@ class _Wrong(Exception):
 
 
 def _numbers(values: Any, judge: _Judge, size: int) -> np.ndarray:
-    """A judge's answer for `size` completions as `[parts, size]`; raises _Wrong if it is not all finite numbers."""
+    """A judge's answer for `size` completions as `[parts, size]`; raises _Wrong if it is not all
+    finite numbers.
+    """
     table = np.empty((len(judge.names), size), dtype=np.float32)
     for row, name in zip(table, judge.names, strict=True):
         try:
@@ -127,7 +146,11 @@ class PendingRewards:
 
     def _wait(self) -> RewardTable:
         size = int(self.index.max()) + 1
-        columns = {name: np.zeros(size, dtype=np.float32) for judge in self.scorer.judges for name in judge.names}
+        columns = {
+            name: np.zeros(size, dtype=np.float32)
+            for judge in self.scorer.judges
+            for name in judge.names
+        }
         failed = {name: np.zeros(size, dtype=np.int64) for name in self.scorer.can_fail}
         for judge, part, job in self.tasks:
             count = part.stop - part.start
@@ -150,11 +173,15 @@ class PendingRewards:
         total = np.zeros(self.index.shape, dtype=np.float32)
         for name, weight in self.scorer.weights.items():
             total += np.float32(weight) * parts[name]
-        return RewardTable(total, parts, {name: int(hits[self.index].sum()) for name, hits in failed.items()})
+        return RewardTable(
+            total, parts, {name: int(hits[self.index].sum()) for name, hits in failed.items()}
+        )
 
 
 class RewardScorer:
-    """Runs reward parts over a batch of texts, in a pool of threads, each distinct (prompt, text) once."""
+    """Runs reward parts over a batch of texts, in a pool of threads, each distinct (prompt, text)
+    once.
+    """
 
     def __init__(
         self,
@@ -169,24 +196,42 @@ class RewardScorer:
         """Raises ValueError for a weight of a part that there is not.
 
         Args:
-            weights: of each part in the total, parts left out weigh 0; default: the task's and the functions' own.
+            weights: of each part in the total, parts left out weigh 0; default: the task's and the
+                functions' own.
             functions: more parts than the task has.
             workers: threads; 0 scores serially (what could hang still gets a thread of its own).
             timeout_s: for a task or function that does not vouch for itself, a completion.
         """
         own = {function.name: function.weight for function in functions}
         if twice := set(own) & set(task.parts):
-            raise ValueError(f"--rewards: {', '.join(sorted(twice))} is the name of a part that the task has already")
+            raise ValueError(
+                f"--rewards: {', '.join(sorted(twice))} is the name of a part that the task has "
+                "already"
+            )
         allowed = {**task.parts, **own}
         self.weights = dict(weights or allowed)
         if unknown := set(self.weights) - set(allowed):
-            raise ValueError(f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
+            raise ValueError(
+                f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: "
+                f"{', '.join(allowed)}"
+            )
         batch = _batch_of(task)
-        self.judges = [_Judge(list(task.parts), batch or task.score, batch is not None, None if batch else timeout_s)]
+        self.judges = [
+            _Judge(
+                list(task.parts),
+                batch or task.score,
+                batch is not None,
+                None if batch else timeout_s,
+            )
+        ]
         for function in functions:
             names, limit = [function.name], function.timeout_s or timeout_s
-            self.judges.append(_Judge(names, _named(function), function.batched, limit, function.floor))
-        self.can_fail = [name for judge in self.judges if judge.timeout_s is not None for name in judge.names]
+            self.judges.append(
+                _Judge(names, _named(function), function.batched, limit, function.floor)
+            )
+        self.can_fail = [
+            name for judge in self.judges if judge.timeout_s is not None for name in judge.names
+        ]
         self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
         self.warned: set[str] = set()
 
@@ -212,9 +257,15 @@ class RewardScorer:
         pending = PendingRewards(self, np.array(index))
         for judge in self.judges:
             for part in self._pieces(judge, len(distinct)):
-                some = (asked[part], distinct[part]) if judge.batched else (asked[part.start], distinct[part.start])
+                some = (
+                    (asked[part], distinct[part])
+                    if judge.batched
+                    else (asked[part.start], distinct[part.start])
+                )
                 thread = judge.timeout_s is not None
-                pending.tasks.append((judge, part, self.pool.submit(judge.call, *some, needs_thread=thread)))
+                pending.tasks.append(
+                    (judge, part, self.pool.submit(judge.call, *some, needs_thread=thread))
+                )
         return pending
 
     def _pieces(self, judge: _Judge, size: int) -> Iterator[slice]:
@@ -229,18 +280,27 @@ class RewardScorer:
     def complain(self, judge: _Judge, error: Exception) -> None:
         """Say once of each judge what went wrong first; the counters say how often."""
         name = ", ".join(judge.names)
-        what = str(error) if isinstance(error, _Wrong | TimeoutError) else f"{type(error).__name__}: {str(error)[:200]}"
+        what = (
+            str(error)
+            if isinstance(error, _Wrong | TimeoutError)
+            else f"{type(error).__name__}: {str(error)[:200]}"
+        )
         kind = f"{name}, {'hangs' if what.startswith('all threads') else 'fails'}"
         if kind not in self.warned:
             self.warned.add(kind)
-            self.warn(f"reward {name}: {what}; such completions get {judge.floor}, rewards/<part>/failures counts them")
+            self.warn(
+                f"reward {name}: {what}; such completions get {judge.floor}, "
+                "rewards/<part>/failures counts them"
+            )
 
     def close(self) -> None:
         self.pool.close()
 
 
 def _batch_of(task: Task) -> Callable[..., Any] | None:
-    """The task's `score_batch`, unless it is inherited and `score`, which it would have to follow, is not."""
+    """The task's `score_batch`, unless it is inherited and `score`, which it would have to follow,
+    is not.
+    """
 
     def depth(name: str) -> int:
         kinds = type(task).__mro__

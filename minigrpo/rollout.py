@@ -1,7 +1,9 @@
-"""Where the batches of a run come from: sampled from the policy and scored (OnPolicy), or simply true (Gold).
+"""Where the batches of a run come from: sampled from the policy and scored (OnPolicy), or simply
+true (Gold).
 
-The trainer cannot tell the two apart but by the loss that it was given. Examples are made ahead of need by a thread, so
-that a step never waits for self-play. Scores are computed in the reward pool while the device goes on.
+The trainer cannot tell the two apart but by the loss that it was given. Examples are made ahead of
+need by a thread, so that a step never waits for self-play. Scores are computed in the reward pool
+while the device goes on.
 """
 
 from collections import Counter, defaultdict
@@ -38,7 +40,9 @@ GREEDY = Choice()  # without uniform numbers
 
 class Source(Protocol):
     def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host; a pure function of (config, step, weights)."""
+        """This process's share of a step's batch, on the host; a pure function of (config, step,
+        weights).
+        """
 
 
 class Ahead:
@@ -83,7 +87,9 @@ class Sampler:
         warn: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.config, self.tokenizer, self.autocast = config, tokenizer, autocast
-        self.model = accel.sharing_weights(model)  # never compiled: its shapes are others in every round
+        self.model = accel.sharing_weights(
+            model
+        )  # never compiled: its shapes are others in every round
         self.eos = tokenizer.eot_token
         cached = SharedPrompts if config.share_prompt_kv else CopiedPrompts
         self.decoder: Callable[..., Decoder] = cached if config.kv_cache else UncachedDecoder
@@ -92,8 +98,12 @@ class Sampler:
             self.decoder = self.graphs.decoder
         self.low = accel.low_precision_copy(config, self.model)
         # how many prompts fit, by how many samples each gets: training and evaluation differ
-        self.fittings: defaultdict[int, Fitting] = defaultdict(lambda: Fitting("sampling", "--rollout-batch-size", 0, warn))
-        self.work = Counter[str]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
+        self.fittings: defaultdict[int, Fitting] = defaultdict(
+            lambda: Fitting("sampling", "--rollout-batch-size", 0, warn)
+        )
+        self.work = Counter[
+            str
+        ]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
 
     def complete(
         self,
@@ -104,13 +114,16 @@ class Sampler:
         choice: Choice = GREEDY,
         batch_size: int = 0,
     ) -> Iterator[Completions]:
-        """`num_samples` completions of each example, on the host; greedy without uniform numbers `u [P, G, S]`.
+        """`num_samples` completions of each example, on the host; greedy without uniform numbers `u
+        [P, G, S]`.
 
-        `batch_size` prompts are decoded together (0: all) and handed over as they are done; it changes nothing but memory
-        and time.
+        `batch_size` prompts are decoded together (0: all) and handed over as they are done; it
+        changes nothing but memory and time.
         """
         config, device = self.config, self.model.device
-        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
+        prompt_ids, prompt_len = encode_prompts(
+            self.tokenizer, examples, self.model.shape.context - config.max_new_tokens
+        )
         drafts = encode_answers(self.tokenizer, examples)[0] if config.draft_answers else None
         done = 0
         accel.refresh(self.low, self.model)
@@ -135,18 +148,24 @@ class Sampler:
 
         while done < len(examples):
             left = len(examples) - done
-            part = self.fittings[num_samples].run(some, min(batch_size or left, left), self.graphs.forget)
+            part = self.fittings[num_samples].run(
+                some, min(batch_size or left, left), self.graphs.forget
+            )
             done += len(part)
             yield part.to("cpu")
 
 
 def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
-    """Metrics of a batch as it was sampled, under TRL's names. Means over its prompts, but for the counts under tokens/."""
+    """Metrics of a batch as it was sampled, under TRL's names. Means over its prompts, but for the
+    counts under tokens/.
+    """
     mask = batch.completions.completion_mask
     lengths = mask.sum(-1)
     values = {"completions/mean_length": lengths.float().mean().item()}
     # what the update would have run with every prompt repeated; tokens/run is what it did run
-    inputs = batch.completions.prompt_len.sum() * lengths.shape[1] + (lengths - 1).clamp(min=0).sum()
+    inputs = (
+        batch.completions.prompt_len.sum() * lengths.shape[1] + (lengths - 1).clamp(min=0).sum()
+    )
     values["tokens/repeated"] = float(inputs)
     if batch.rewards is None:
         return values
@@ -157,8 +176,14 @@ def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
         "reward": float(total.mean()),
         "reward_std": float(total.std(axis=1, ddof=1).mean()),
         "frac_reward_zero_std": float(is_dead(batch.rewards).mean()),
-        **{f"rewards/{name}/mean": float(scores.mean()) for name, scores in batch.rewards.parts.items()},
-        **{f"rewards/{name}/failures": float(count) for name, count in batch.rewards.failures.items()},
+        **{
+            f"rewards/{name}/mean": float(scores.mean())
+            for name, scores in batch.rewards.parts.items()
+        },
+        **{
+            f"rewards/{name}/failures": float(count)
+            for name, count in batch.rewards.failures.items()
+        },
         "completions/clipped_ratio": 1 - float(has_ended(batch.completions, eos).float().mean()),
         **values,
         **batch.metrics,
@@ -166,7 +191,9 @@ def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
 
 
 def is_dead(rewards: RewardTable) -> np.ndarray:
-    """`[P]` whether all completions of a prompt have the same reward: nothing can be learnt from them."""
+    """`[P]` whether all completions of a prompt have the same reward: nothing can be learnt from
+    them.
+    """
     return rewards.total.max(1) == rewards.total.min(1)
 
 
@@ -177,21 +204,32 @@ def has_ended(completions: Completions, eos: int) -> Tensor:
 
 
 def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """0 up to `longest - buffer` tokens, then down to -1 at `longest` (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    """0 up to `longest - buffer` tokens, then down to -1 at `longest` (DAPO's soft overlong
+    punishment, arXiv 2503.14476).
+    """
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 class Gold:
     """The true completions, one a prompt: the supervised warm start."""
 
-    def __init__(self, examples: Ahead, tokenizer: tiktoken.Encoding, timer: PhaseTimer, context: int) -> None:
-        self.examples, self.tokenizer, self.timer, self.context = examples, tokenizer, timer, context
+    def __init__(
+        self, examples: Ahead, tokenizer: tiktoken.Encoding, timer: PhaseTimer, context: int
+    ) -> None:
+        self.examples, self.tokenizer, self.timer, self.context = (
+            examples,
+            tokenizer,
+            timer,
+            context,
+        )
 
     def batch(self, step: int) -> RolloutBatch:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
             ids, lengths = encode_answers(self.tokenizer, examples)
-            prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.context - ids.shape[1])
+            prompt_ids, prompt_len = encode_prompts(
+                self.tokenizer, examples, self.context - ids.shape[1]
+            )
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
@@ -240,20 +278,30 @@ class OnPolicy:
             completions=rolled.completions,
             texts=rolled.texts,
             rewards=rewards,
-            advantages=self._advantages(torch.from_numpy(rewards.total), rolled.completions, ref_logp),
+            advantages=self._advantages(
+                torch.from_numpy(rewards.total), rolled.completions, ref_logp
+            ),
             ref_logp=ref_logp,
             counts_in_loss=self._ended(rolled.completions) if config.overlong == "mask" else None,
             metrics=metrics | self._work(),
         )
 
     def _work(self) -> dict[str, float]:
-        """How long decoding took: rounds of the batch and of a completion, and tokens that the model ran."""
+        """How long decoding took: rounds of the batch and of a completion, and tokens that the
+        model ran.
+        """
         work = self.sampler.work
         each = work["row_rounds"] / max(1, work["rows"])
-        return {"rollout/rounds": float(work["rounds"]), "rollout/rounds_each": each, "rollout/tokens": float(work["tokens"])}
+        return {
+            "rollout/rounds": float(work["rounds"]),
+            "rollout/rounds_each": each,
+            "rollout/tokens": float(work["tokens"]),
+        }
 
     def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:
-        """Completions of a step's examples; each depends on nothing but its prompt, seed, step and the weights."""
+        """Completions of a step's examples; each depends on nothing but its prompt, seed, step and
+        the weights.
+        """
         config = self.config
         rows = np.array([example.index for example in examples])
         return self.sampler.complete(
@@ -276,7 +324,9 @@ class OnPolicy:
                     break
                 part_texts = decode(self.sampler.tokenizer, part)
             with self.timer.phase("reward"):
-                scores = self.scorer.submit(examples[len(texts) : len(texts) + len(part)], part_texts)
+                scores = self.scorer.submit(
+                    examples[len(texts) : len(texts) + len(part)], part_texts
+                )
                 if not self.config.overlap_rewards:
                     scores.result()
             parts.append(part)
@@ -292,10 +342,16 @@ class OnPolicy:
         with self.timer.phase("reference"):
             return self.reference.logp(completions)
 
-    def _resample(self, rolled: _Rolled, step: int) -> tuple[_Rolled, RewardTable, dict[str, float]]:
-        """Put other prompts in the place of dead groups, a bounded number of times; then take what there is."""
+    def _resample(
+        self, rolled: _Rolled, step: int
+    ) -> tuple[_Rolled, RewardTable, dict[str, float]]:
+        """Put other prompts in the place of dead groups, a bounded number of times; then take what
+        there is.
+        """
         tries, tables = [rolled], [self._rewards(rolled)]
-        where = np.arange(len(rolled.examples))  # which group of all tries stands at each place of the share
+        where = np.arange(
+            len(rolled.examples)
+        )  # which group of all tries stands at each place of the share
         for attempt in range(self.config.resample_dead_groups):
             dead = np.flatnonzero(is_dead(RewardTable.join(tables).select(where)))
             if not len(dead):
@@ -306,21 +362,33 @@ class OnPolicy:
             where[dead] = start + np.arange(len(dead))
         examples = [example for one in tries for example in one.examples]
         texts = [group for one in tries for group in one.texts]
-        completions = Completions.join([one.completions for one in tries]).select(torch.from_numpy(where))
+        completions = Completions.join([one.completions for one in tries]).select(
+            torch.from_numpy(where)
+        )
         chosen = _Rolled([examples[i] for i in where], completions, [texts[i] for i in where], [])
         rewards = RewardTable.join(tables).select(where)
         return chosen, rewards, {"frac_reward_zero_std/drawn": float(is_dead(tables[0]).mean())}
 
-    def _advantages(self, total: Tensor, completions: Completions, ref_logp: Tensor | None) -> Tensor:
+    def _advantages(
+        self, total: Tensor, completions: Completions, ref_logp: Tensor | None
+    ) -> Tensor:
         config, spec = self.config, LOSSES[self.config.loss]
         lengths = completions.completion_mask.sum(-1)
-        if config.kl == KL_IN_REWARD and ref_logp is not None and completions.sampler_logp is not None:
+        if (
+            config.kl == KL_IN_REWARD
+            and ref_logp is not None
+            and completions.sampler_logp is not None
+        ):
             total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if config.overlong == "punish":
-            total = total + overlong_punishment(lengths, config.max_new_tokens, config.overlong_buffer)
+            total = total + overlong_punishment(
+                lengths, config.max_new_tokens, config.overlong_buffer
+            )
         estimator = spec.advantage if config.advantage == "auto" else config.advantage
         scale = spec.scale if config.scale == "auto" else config.scale
-        everyone = advantages(self.dist.gather(total), estimator=estimator, scale=scale)  # scale=batch looks at all
+        everyone = advantages(
+            self.dist.gather(total), estimator=estimator, scale=scale
+        )  # scale=batch looks at all
         return everyone[self.dist.rank * len(total) :][: len(total)]
 
     def _ended(self, completions: Completions) -> Tensor:

@@ -1,8 +1,9 @@
 """Batched sampling, drafted from an answer that is already known.
 
-A token is a pure function of its logits and of one uniform number drawn beforehand (inverse CDF), so a completion depends
-neither on what else is in the batch nor on when its neighbours finish, and what it will say can be guessed and checked.
-The model runs *cells*: completions of a prompt that agree so far share one, and part where they differ.
+A token is a pure function of its logits and of one uniform number drawn beforehand (inverse CDF),
+so a completion depends neither on what else is in the batch nor on when its neighbours finish, and
+what it will say can be guessed and checked. The model runs *cells*: completions of a prompt that
+agree so far share one, and part where they differ.
 """
 
 import itertools
@@ -19,7 +20,9 @@ from .logprobs import log_softmax
 from .model import GPT
 from .types import Completions
 
-STEPS_BETWEEN_LOOKS = 4  # how often the host asks who has finished, where it need not know; asking is a device sync
+STEPS_BETWEEN_LOOKS = (
+    4  # how often the host asks who has finished, where it need not know; asking is a device sync
+)
 POOR_DRAFTS = 1.5  # tokens kept a round and row, below which guessing is left alone for a while
 PATIENCE = 8  # rounds of that; twice as many each time
 DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft again
@@ -31,7 +34,8 @@ class Choice:
 
     temperature: float = 1.0
     top_k: int = 0  # only the k most likely tokens; 0: all
-    top_p: float = 1.0  # only the most likely tokens that together have this mass, the last one included; 1: all
+    # only the most likely tokens that together have this mass, the last one included; 1: all
+    top_p: float = 1.0
 
     @property
     def truncates(self) -> bool:
@@ -39,7 +43,8 @@ class Choice:
 
 
 def truncate(logp: Tensor, choice: Choice) -> Tensor:
-    """Log-probabilities `[..., V]` with -inf where top-k, then top-p of what that leaves, forbid a token; not renormalised.
+    """Log-probabilities `[..., V]` with -inf where top-k, then top-p of what that leaves, forbid a
+    token; not renormalised.
 
     Tokens as likely as the last one that is kept are kept too.
     """
@@ -48,7 +53,9 @@ def truncate(logp: Tensor, choice: Choice) -> Tensor:
     if choice.top_p < 1:
         ordered = logp.sort(descending=True).values
         mass = (ordered - ordered.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
-        needed = (mass < choice.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)  # so many, and one more
+        needed = (
+            (mass < choice.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
+        )  # so many, and one more
         logp = logp.masked_fill(logp < ordered.gather(-1, needed), -torch.inf)
     return logp
 
@@ -61,7 +68,8 @@ def pick_token(logp: Tensor, u: Tensor | None, cell: Tensor) -> Tensor:
     if u is None:
         return logp.argmax(-1)[cell]
     cdf = logp.exp().cumsum(-1)[cell]
-    # u times the total, not u: rounding leaves the last entry off 1. And never beyond the last token.
+    # u times the total, not u: rounding leaves the last entry off 1. And never beyond the last
+    # token.
     picked = torch.searchsorted(cdf, u[..., None].to(cdf.dtype) * cdf[..., -1:], right=True)[..., 0]
     return picked.clamp_(max=logp.shape[-1] - 1)
 
@@ -74,8 +82,8 @@ def regroup(cell: np.ndarray, said: np.ndarray) -> tuple[np.ndarray, np.ndarray,
         said: `[K, R]`, where rows of one cell no longer agree, they differ in this.
 
     Returns:
-        `[C]` the old cell that each new one goes on from, one that can stay in its place does; `[R]` the new cell of each
-        row; `[C]` a row that each cell stands for.
+        `[C]` the old cell that each new one goes on from, one that can stay in its place does;
+        `[R]` the new cell of each row; `[C]` a row that each cell stands for.
     """
     key = cell
     for number in said:
@@ -98,14 +106,18 @@ def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> T
         columns: `[R]`, how many tokens that is in all.
 
     Returns:
-        `[R, num_tokens]`: what follows, in the draft, the place nearest to the row's own column where the same K tokens
-        stand; where there is none, what stands at its own column.
+        `[R, num_tokens]`: what follows, in the draft, the place nearest to the row's own column
+        where the same K tokens stand; where there is none, what stands at its own column.
     """
     known = recent.shape[1]
     drafts = torch.nn.functional.pad(drafts, (0, max(0, known + 1 - drafts.shape[1])))
     length = drafts.shape[1]
-    places = torch.arange(known, length, device=drafts.device)  # place a follows the tokens a-K..a-1
-    same = (drafts.unfold(1, known, 1)[:, :-1] == recent[:, None]).all(-1) & (columns >= known)[:, None]
+    places = torch.arange(
+        known, length, device=drafts.device
+    )  # place a follows the tokens a-K..a-1
+    same = (drafts.unfold(1, known, 1)[:, :-1] == recent[:, None]).all(-1) & (columns >= known)[
+        :, None
+    ]
     far = 1 << 30
     distance, nearest = torch.where(same, (places - columns[:, None]).abs(), far).min(1)
     start = torch.where(distance < far, places[nearest], columns)
@@ -114,7 +126,9 @@ def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> T
 
 
 class _Rows:
-    """Completions under way: what each has said, which still run, and which of the decoder's cells runs them."""
+    """Completions under way: what each has said, which still run, and which of the decoder's cells
+    runs them.
+    """
 
     def __init__(
         self,
@@ -128,27 +142,43 @@ class _Rows:
         window: int,
         device: torch.device,
     ) -> None:
-        """`grid` is (P, G). With drafts, completions of a prompt share one cell until they differ."""
-        self.eos, self.length, self.choice, self.drafts, self.device = eos, length, choice, drafts, device
+        """`grid` is (P, G). With drafts, completions of a prompt share one cell until they
+        differ."""
+        self.eos, self.length, self.choice, self.drafts, self.device = (
+            eos,
+            length,
+            choice,
+            drafts,
+            device,
+        )
         self.window = self.widest = window if drafts is not None else 1
         self.rounds, self.rests_until, self.patience = 0, 0, PATIENCE
         self.num_samples, num_rows = grid[1], grid[0] * grid[1]
         rows_per_cell = 1 if drafts is None else self.num_samples
-        self.rows = torch.arange(num_rows, device=device)  # those that are still running, as of the last look
+        self.rows = torch.arange(
+            num_rows, device=device
+        )  # those that are still running, as of the last look
         self.cell = self.rows // rows_per_cell  # [rows] the decoder's cell of each of them
         self.speakers = self.rows[::rows_per_cell]  # [cells] a row that each cell stands for
         self.lengths = torch.zeros_like(self.rows)  # [R] how many tokens each completion has
         self.row_rounds = 0  # rounds of all rows
         self.most = 0  # on the host: no completion has more tokens than that
-        # a window more than there is room for, so that what is guessed beyond the end needs no special case
+        # a window more than there is room for, so that what is guessed beyond the end needs no
+        # special case
         self.ids = torch.zeros(num_rows, length + self.widest, dtype=torch.int64, device=device)
         self.logp = torch.zeros(self.ids.shape, dtype=torch.float32, device=device)
         self.log_kept = torch.zeros_like(self.logp) if choice.truncates else None
-        self.u = None if u is None else torch.nn.functional.pad(u.flatten(0, 1)[:, :length], (0, self.widest))
+        self.u = (
+            None
+            if u is None
+            else torch.nn.functional.pad(u.flatten(0, 1)[:, :length], (0, self.widest))
+        )
         self.guesses = self.ids[self.speakers, :0]  # [cells, W - 1], but nothing yet
 
     def accept(self, logits: Tensor) -> None:
-        """Pick tokens from `[cells, W, V]`, and keep those up to the first that was not what had been guessed."""
+        """Pick tokens from `[cells, W, V]`, and keep those up to the first that was not what had
+        been guessed.
+        """
         logp = log_softmax(logits, self.choice.temperature)
         allowed = truncate(logp, self.choice)
         rows, starts = self.rows[:, None], self.lengths[self.rows][:, None]
@@ -156,19 +186,27 @@ class _Rows:
         places = starts + columns  # [rows, W]
         picks = pick_token(allowed, None if self.u is None else self.u[rows, places], self.cell)
         right = (picks[:, :-1] == self.guesses[self.cell]) & (picks[:, :-1] != self.eos)
-        right = torch.cat([torch.ones_like(starts, dtype=torch.bool), right], dim=1)  # the first is right in any case
+        right = torch.cat(
+            [torch.ones_like(starts, dtype=torch.bool), right], dim=1
+        )  # the first is right in any case
         running = (starts == 0) | (self.ids[rows, starts - 1] != self.eos)
         kept = right.cumprod(1).bool() & (places < self.length) & running
         self.ids[rows, places] = torch.where(kept, picks, 0)
-        self.logp[rows, places] = torch.where(kept, logp[self.cell[:, None], columns, picks].float(), 0.0)
+        self.logp[rows, places] = torch.where(
+            kept, logp[self.cell[:, None], columns, picks].float(), 0.0
+        )
         if self.log_kept is not None:
-            self.log_kept[rows, places] = torch.where(kept, allowed.logsumexp(-1)[self.cell].float(), 0.0)
+            self.log_kept[rows, places] = torch.where(
+                kept, allowed.logsumexp(-1)[self.cell].float(), 0.0
+            )
         self.kept = kept.sum(1)
         self.lengths[self.rows] += self.kept
         self.most += logp.shape[1]
 
     def regroup(self, decoder: Decoder) -> bool:
-        """Let those who have finished leave, and give those who no longer agree cells of their own; False: nobody is left."""
+        """Let those who have finished leave, and give those who no longer agree cells of their own;
+        False: nobody is left.
+        """
         lengths = self.lengths[self.rows]
         last = self.ids[self.rows, lengths - 1]
         running = (lengths < self.length) & (last != self.eos)
@@ -190,9 +228,14 @@ class _Rows:
         return True
 
     def _judge_drafts(self, kept: float) -> None:
-        """Guess no more for a while if hardly a guess is right: the forward of a guess is not free."""
+        """Guess no more for a while if hardly a guess is right: the forward of a guess is not
+        free."""
         if self.guesses.shape[1] and kept < POOR_DRAFTS:
-            self.window, self.rests_until, self.patience = 1, self.rounds + self.patience, 2 * self.patience
+            self.window, self.rests_until, self.patience = (
+                1,
+                self.rounds + self.patience,
+                2 * self.patience,
+            )
         elif self.rounds >= self.rests_until:
             self.window = self.widest
 
@@ -202,7 +245,9 @@ class _Rows:
         return self.window > 1 or len(self.speakers) < len(self.rows)
 
     def next_tokens(self) -> tuple[Tensor, Tensor]:
-        """What the decoder runs next: `[cells, W]`, the last token of each cell and guesses, and `[cells]`, its column."""
+        """What the decoder runs next: `[cells, W]`, the last token of each cell and guesses, and
+        `[cells]`, its column.
+        """
         self.rounds += 1
         self.row_rounds += len(self.rows)
         columns = self.lengths[self.speakers]
@@ -210,7 +255,9 @@ class _Rows:
         if self.drafts is not None and self.window > 1:
             behind = columns[:, None] + torch.arange(-DRAFT_MATCH, 0, device=self.device)
             recent = self.ids[self.speakers[:, None], behind.clamp(min=0)]
-            ahead = guess(self.drafts[self.speakers // self.num_samples], recent, columns, self.window - 1)
+            ahead = guess(
+                self.drafts[self.speakers // self.num_samples], recent, columns, self.window - 1
+            )
             tokens = torch.cat([tokens, ahead], dim=1)
         self.guesses = tokens[:, 1:]
         return tokens, columns - 1
@@ -234,33 +281,46 @@ def generate(
 ) -> Completions:
     """Complete each prompt `num_samples` times.
 
-    Since a token is a function of its logits and its uniform number, guessing ahead is exact: a round runs W tokens, the
-    last one and W-1 guesses read off a draft, and keeps them up to the first that is not what would have been picked;
-    that pick is right too. Drafts change the number of rounds, not the tokens. Without drafts W is 1.
+    Since a token is a function of its logits and its uniform number, guessing ahead is exact: a
+    round runs W tokens, the last one and W-1 guesses read off a draft, and keeps them up to the
+    first that is not what would have been picked; that pick is right too. Drafts change the number
+    of rounds, not the tokens. Without drafts W is 1.
 
     Args:
         prompt_ids: `[P, Lp]` int64, right-padded, on the model's device.
         prompt_len: `[P]` int64.
-        u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely token each time.
-        drafts: `[P, L]` int64, what completions of each prompt probably look like: the known answer.
+        u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely
+            token each time.
+        drafts: `[P, L]` int64, what completions of each prompt probably look like: the known
+            answer.
         draft_window: W.
         decoder: how the model is run: with or without a cache.
-        work: is told how many `rounds` there were after the prompts, how many `tokens` the model ran, and `row_rounds` of how
-            many `rows`: rounds until a completion was seen to be done, summed over them.
+        work: is told how many `rounds` there were after the prompts, how many `tokens` the model
+            ran, and `row_rounds` of how many `rows`: rounds until a completion was seen to be done,
+            summed over them.
 
     Returns:
-        Completions on the model's device with G = num_samples and S = the longest completion. A completion ends with EOS,
-        or after max_new_tokens without one.
+        Completions on the model's device with G = num_samples and S = the longest completion. A
+        completion ends with EOS, or after max_new_tokens without one.
     """
     grid, room = (len(prompt_ids), num_samples), max_new_tokens + draft_window
     progress = _Rows(
-        grid, length=max_new_tokens, eos=eos, choice=choice, u=u, drafts=drafts, window=draft_window, device=prompt_ids.device
+        grid,
+        length=max_new_tokens,
+        eos=eos,
+        choice=choice,
+        u=u,
+        drafts=drafts,
+        window=draft_window,
+        device=prompt_ids.device,
     )
     cells = decoder(model, prompt_ids, prompt_len, len(progress.speakers) // len(prompt_ids), room)
     logits = cells.prefill()[:, None]
     for turn in itertools.count(1):
         progress.accept(logits)
-        look = progress.must_look or turn % STEPS_BETWEEN_LOOKS == 0 or progress.most >= max_new_tokens
+        look = (
+            progress.must_look or turn % STEPS_BETWEEN_LOOKS == 0 or progress.most >= max_new_tokens
+        )
         if look and not progress.regroup(cells):
             break
         tokens, columns = progress.next_tokens()
@@ -275,7 +335,9 @@ def generate(
         prompt_ids=prompt_ids,
         prompt_len=prompt_len,
         completion_ids=progress.ids[:, :longest].unflatten(0, grid),
-        completion_mask=(torch.arange(longest, device=model.device) < progress.lengths[:, None]).unflatten(0, grid),
+        completion_mask=(
+            torch.arange(longest, device=model.device) < progress.lengths[:, None]
+        ).unflatten(0, grid),
         sampler_logp=progress.logp[:, :longest].unflatten(0, grid),
         log_kept=None if log_kept is None else log_kept[:, :longest].unflatten(0, grid),
     )

@@ -1,4 +1,6 @@
-"""Being asked to stop: the step is finished, everything is saved, and the process exits as if all was well."""
+"""Being asked to stop: the step is finished, everything is saved, and the process exits as if all
+was well.
+"""
 
 import signal
 import threading
@@ -11,8 +13,15 @@ import torch
 
 from .distributed import DistContext
 
-REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1")  # Ctrl-C; a scheduler that takes the machine back; one that warns ahead
-SAME_REQUEST = 1.0  # seconds: a signal that comes twice at once, from terminal and launcher, is one request
+REASONS = (
+    "",
+    "SIGINT",
+    "SIGTERM",
+    "SIGUSR1",
+)  # Ctrl-C; a scheduler that takes the machine back; one that warns ahead
+SAME_REQUEST = (
+    1.0  # seconds: a signal that comes twice at once, from terminal and launcher, is one request
+)
 
 
 class StopRequest:
@@ -23,7 +32,9 @@ class StopRequest:
         self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # no other thread may set handlers
             for name in REASONS[1:]:
                 if number := getattr(signal, name, None):
                     self.handlers[number] = signal.signal(number, self._caught)
@@ -35,7 +46,9 @@ class StopRequest:
         self.handlers.clear()
 
     def agreed(self, dist: DistContext) -> str:
-        """Why to stop, or "": the same in all processes, if only one of them was asked. A collective."""
+        """Why to stop, or "": the same in all processes, if only one of them was asked. A
+        collective.
+        """
         return REASONS[int(dist.max(torch.tensor(REASONS.index(self.reason))))]
 
     def _caught(self, number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,12 @@
-"""The only training loop: GRPO and the supervised warm start are the same steps on batches from different sources.
+"""The only training loop: GRPO and the supervised warm start are the same steps on batches from
+different sources.
 
-    draw a batch  ->  num_iterations optimizer steps on it  ->  log  ->  maybe evaluate  ->  maybe checkpoint
+    draw a batch  ->  num_iterations optimizer steps on it  ->  log  ->  maybe evaluate  ->  maybe
+    checkpoint
 
-It leaves out whatever another module can own: where batches come from (rollout.py), what a loss is (losses.py), which
-tokens the model runs (layout.py), how anything is made fast (accel.py), what a run leaves behind (metrics.py).
+It leaves out whatever another module can own: where batches come from (rollout.py), what a loss is
+(losses.py), which tokens the model runs (layout.py), how anything is made fast (accel.py), what a
+run leaves behind (metrics.py).
 """
 
 import time
@@ -14,7 +17,14 @@ from typing import IO, Any
 import torch
 
 from . import accel
-from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, path_of, save_checkpoint
+from .checkpoint import (
+    CheckpointError,
+    State,
+    discard_after,
+    find_checkpoint,
+    path_of,
+    save_checkpoint,
+)
 from .config import FAST, Config, as_flags
 from .distributed import DistContext
 from .encoding import encode_answers, encode_prompts
@@ -27,7 +37,15 @@ from .plan import Measured, Plan, plan
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
 from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
-from .run_folder import check_ranks, check_same_run, dump_batch, lock, open_folder, write_config, write_summary
+from .run_folder import (
+    check_ranks,
+    check_same_run,
+    dump_batch,
+    lock,
+    open_folder,
+    write_config,
+    write_summary,
+)
 from .stopping import StopRequest
 from .tasks import load_rewards, load_task
 from .tokenizer import load_tokenizer
@@ -40,10 +58,16 @@ PROMPTS_CHECKED = 64  # for their length, before anything is written
 
 
 class Trainer:
-    """A run, from its config. Everything that can be wrong is found out here, before `fit` does any work."""
+    """A run, from its config. Everything that can be wrong is found out here, before `fit` does any
+    work.
+    """
 
-    def __init__(self, config: Config, *, dist: DistContext | None = None, quiet: bool = False) -> None:
-        """Raises ValueError (ConfigError, CheckpointError) in one line that names the flag or the file."""
+    def __init__(
+        self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
+    ) -> None:
+        """Raises ValueError (ConfigError, CheckpointError) in one line that names the flag or the
+        file.
+        """
         self.config = config
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
@@ -69,8 +93,12 @@ class Trainer:
         accel.chunk_logprobs(config, self.model)  # before the reference is copied from it
         self.plan = self._make_plan()
         if config.plan:
-            of_each = f", in each of {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
-            self.screen.table(f"a step, planned (nothing repeats){of_each}", ["", ""], self.plan.rows())
+            of_each = (
+                f", in each of {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
+            )
+            self.screen.table(
+                f"a step, planned (nothing repeats){of_each}", ["", ""], self.plan.rows()
+            )
             raise SystemExit(0)
         self.learner = Learner(config, self.model, self.dist, self.screen.warn, self._dump)
         self.reference = self._make_reference()
@@ -91,19 +119,31 @@ class Trainer:
         accel.use_tf32(config)
         accel.checkpoint_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
-        self.sampler = Sampler(config, self.model, self.tokenizer, self.learner.autocast, self.screen.warn)
+        self.sampler = Sampler(
+            config, self.model, self.tokenizer, self.learner.autocast, self.screen.warn
+        )
         accel.compile_blocks(config, self.model)
         self.source = self._make_source()
 
     def _make_plan(self) -> Plan:
         """From the lengths of some examples. Raises ConfigError if a prompt is too long."""
-        config, some = self.config, [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))]
-        prompt_len = encode_prompts(self.tokenizer, some, self.model.shape.context - config.max_new_tokens)[1]
+        config, some = (
+            self.config,
+            [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))],
+        )
+        prompt_len = encode_prompts(
+            self.tokenizer, some, self.model.shape.context - config.max_new_tokens
+        )[1]
         return plan(
             config,
             self.model.shape,
             prompt_len=float(prompt_len.float().mean()),
-            answer_len=float(encode_answers(self.tokenizer, some)[1].float().mean().clamp(max=config.max_new_tokens)),
+            answer_len=float(
+                encode_answers(self.tokenizer, some)[1]
+                .float()
+                .mean()
+                .clamp(max=config.max_new_tokens)
+            ),
             device=self.device.type,
             world_size=self.dist.world_size,
         )
@@ -134,9 +174,11 @@ class Trainer:
         examples = Ahead(self.task, self.config, self.dist, self.step)
         if self.config.supervised:
             return Gold(examples, self.tokenizer, self.timer, self.model.shape.context)
-        return OnPolicy(self.config, examples, self.sampler, self.scorer, self.reference, self.timer, self.dist)
+        return OnPolicy(
+            self.config, examples, self.sampler, self.scorer, self.reference, self.timer, self.dist
+        )
 
-    # --- the loop ---------------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; the summary, as `summary.json` holds it."""
@@ -147,7 +189,9 @@ class Trainer:
             with StopRequest(self.screen.warn) as request:
                 self._train(request)
                 self.save()
-                self.dist.on_main(lambda: self.model.save_pretrained(self.folder / "model.safetensors"))
+                self.dist.on_main(
+                    lambda: self.model.save_pretrained(self.folder / "model.safetensors")
+                )
                 if not self.stop_reason:
                     self._evaluate(config.eval_size)
         except BaseException as error:
@@ -189,18 +233,27 @@ class Trainer:
         self.step += 1
         values = {**self.dist.combine(describe(batch, self.tokenizer.eot_token)), **learnt}
         values |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
-        values |= {"step_time": time.perf_counter() - start, "memory/peak_mib": peak_memory_mib(self.device)}
+        values |= {
+            "step_time": time.perf_counter() - start,
+            "memory/peak_mib": peak_memory_mib(self.device),
+        }
         if self.config.compile_model:
-            values["recompiles"] = accel.graphs_compiled() - graphs  # the first steps are the warm-up
+            values["recompiles"] = (
+                accel.graphs_compiled() - graphs
+            )  # the first steps are the warm-up
         self.log.step(self.step, values)
         self.measured.see(values)
         self._look_for_a_signal(values)
         self._log_samples(batch)
         seen = f"exact {self.last['exact']:.1%}  " if self.last else ""
-        now = f"reward {values['reward']:.3f}" if "reward" in values else f"loss {values['loss']:.4f}"
-        self.screen.update(self.step, self.config.max_steps, f"{now}  {seen}{values['step_time']:.2f} s/step")
+        now = (
+            f"reward {values['reward']:.3f}" if "reward" in values else f"loss {values['loss']:.4f}"
+        )
+        self.screen.update(
+            self.step, self.config.max_steps, f"{now}  {seen}{values['step_time']:.2f} s/step"
+        )
 
-    # --- what it says -----------------------------------------------------------------------------------------------------
+    # --- what it says -----------------------------------------------------------------------------
 
     def _introduce(self) -> None:
         """One line with what a step is, and what should be known before it begins."""
@@ -210,17 +263,24 @@ class Trainer:
         micro = -(-share // (config.micro_batch_size or share))
         completions = "true answers" if config.supervised else f"{config.group_size} completions"
         self.screen.say(
-            f"{config.loss}: {config.prompts_per_step} prompts x {completions} a step, on {ranks} x {self.device.type}: "
+            f"{config.loss}: {config.prompts_per_step} prompts x {completions} a step, on {ranks} "
+            f"x {self.device.type}: "
             f"{share} prompts each in {micro} micro-batch{'es' if micro > 1 else ''}; "
             f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.1f} M parameters"
         )
         if config.fast:
-            self.screen.say(f"--fast on {config.fast_on}: {' '.join(as_flags(config, FAST[config.fast_on]))}")
+            self.screen.say(
+                f"--fast on {config.fast_on}: {' '.join(as_flags(config, FAST[config.fast_on]))}"
+            )
         if config.cuda_graphs and self.device.type != "cuda":
-            self.screen.warn("--cuda-graphs: no CUDA device, so rounds are run and not recorded: slower, same tokens")
+            self.screen.warn(
+                "--cuda-graphs: no CUDA device, so rounds are run and not recorded: slower, same "
+                "tokens"
+            )
         if config.top_k or config.top_p < 1:
             self.screen.warn(
-                "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
+                "--top-k and --top-p truncate the sampler only: training keeps the whole "
+                "distribution "
                 "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
             )
 
@@ -229,8 +289,10 @@ class Trainer:
         self.dead_steps = self.dead_steps + 1 if values.get("frac_reward_zero_std") == 1 else 0
         if self.dead_steps == STEPS_WITHOUT_SIGNAL and self.dist.is_main:
             self.screen.warn(
-                f"for {STEPS_WITHOUT_SIGNAL} steps all completions of each prompt had equal rewards: nothing is learnt. A "
-                "model that never gets a part right needs a warm start on true answers first (--loss nll)"
+                f"for {STEPS_WITHOUT_SIGNAL} steps all completions of each prompt had equal "
+                "rewards: nothing is learnt. A "
+                "model that never gets a part right needs a warm start on true answers first "
+                "(--loss nll)"
             )
 
     def _log_samples(self, batch: RolloutBatch) -> None:
@@ -239,27 +301,48 @@ class Trainer:
         example, texts = batch.examples[0], batch.texts[0][:SAMPLES_LOGGED]
         for g, text in enumerate(texts):
             parts = {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()}
-            record = {"prompt": example.prompt, "completion": text, "truth": example.answer, "parts": parts}
+            record = {
+                "prompt": example.prompt,
+                "completion": text,
+                "truth": example.answer,
+                "parts": parts,
+            }
             self.log.sample(self.step, {**record, "reward": float(batch.rewards.total[0, g])})
-        shown = [f"prompt      {example.prompt}", f"truth       {example.answer}", *(f"completion  {t}" for t in texts)]
+        shown = [
+            f"prompt      {example.prompt}",
+            f"truth       {example.answer}",
+            *(f"completion  {t}" for t in texts),
+        ]
         self.log.sample_text(self.step, "\n".join(f"    {line}" for line in shown))
 
     def _evaluate(self, size: int) -> None:
-        """Evaluate on the first `size` held-out examples, log it, say it; unless this step has been evaluated."""
+        """Evaluate on the first `size` held-out examples, log it, say it; unless this step has been
+        evaluated.
+        """
         if not size or (self.last and self.last["step"] == self.step):
             return
         options = {"size": size, "seed": self.config.seed}
-        values = self.dist.on_main(lambda: evaluate(self.sampler, self.task, self.scorer, **options))
+        values = self.dist.on_main(
+            lambda: evaluate(self.sampler, self.task, self.scorer, **options)
+        )
         self.last = {"step": self.step, **values}
         self.first = self.first or self.last
         self.log.evaluation(self.step, values)
-        shown = "  ".join(f"{name} {values[name]:.1%}" for name in ("exact", "exact_sampled") if name in values)
+        shown = "  ".join(
+            f"{name} {values[name]:.1%}" for name in ("exact", "exact_sampled") if name in values
+        )
         self.screen.say(
-            f"evaluation at step {self.step} on {values['n']:.0f} held-out examples: {shown}  reward {values['reward']:.3f}"
+            f"evaluation at step {self.step} on {values['n']:.0f} held-out examples: {shown}  "
+            f"reward {values['reward']:.3f}"
         )
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
-        summary = {"status": status, "exit_reason": reason, "step": self.step, "wall_seconds": seconds}
+        summary = {
+            "status": status,
+            "exit_reason": reason,
+            "step": self.step,
+            "wall_seconds": seconds,
+        }
         summary |= {
             "first_evaluation": self.first,
             "last_evaluation": self.last,
@@ -272,43 +355,69 @@ class Trainer:
         return summary
 
     def _finish(self, seconds: float) -> dict[str, Any]:
-        status, reason = ("stopped", self.stop_reason) if self.stop_reason else ("finished", "max_steps")
+        status, reason = (
+            ("stopped", self.stop_reason) if self.stop_reason else ("finished", "max_steps")
+        )
         if self.first and self.last and not self.stop_reason:
-            names = [name for name in self.first if name in self.last and name not in ("step", "n") and "count/" not in name]
+            names = [
+                name
+                for name in self.first
+                if name in self.last and name not in ("step", "n") and "count/" not in name
+            ]
             ends = [(name, self.first[name], self.last[name]) for name in names]
             title = f"before -> after {self.step} steps, {self.last['n']:.0f} held-out examples, {seconds:.0f} s"
-            rows = [[name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"] for name, first, last in ends]
+            rows = [
+                [name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"]
+                for name, first, last in ends
+            ]
             self.screen.table(title, ["", "before", "after", "change"], rows)
         if self.measured.steps:
-            title = "a step of one process, planned (nothing repeats, no guess is wrong) and measured"
+            title = (
+                "a step of one process, planned (nothing repeats, no guess is wrong) and measured"
+            )
             rows = self.measured.beside(self.plan, self.device.type, self.dist.world_size)
             self.screen.table(title, ["", "planned", "measured"], rows)
-        self.screen.say(f"{status} ({reason}) at step {self.step}; saved {path_of(self.folder / 'checkpoints', self.step)}")
+        self.screen.say(
+            f"{status} ({reason}) at step {self.step}; saved "
+            f"{path_of(self.folder / 'checkpoints', self.step)}"
+        )
         if self.stop_reason:
             self.screen.say(f"go on with: --out-dir {self.folder} --resume auto")
         self.screen.say(f"run: {self.folder}")
         return self._summarise(status, reason, seconds)
 
-    # --- saving and resuming ----------------------------------------------------------------------------------------------
+    # --- saving and resuming ----------------------------------------------------------------------
 
     def save(self, *, must: bool = True) -> None:
         """Write a checkpoint of everything that cannot be derived.
 
-        Unless it `must` succeed, a full disk is said loudly and training goes on; the checkpoints before it stay.
+        Unless it `must` succeed, a full disk is said loudly and training goes on; the checkpoints
+        before it stay.
         """
         try:
             self.dist.on_main(self._save_checkpoint)
         except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
             if must:
                 raise
-            self.screen.warn(f"step {self.step}: NOT SAVED ({str(error).splitlines()[0][:200]}); going on")
+            self.screen.warn(
+                f"step {self.step}: NOT SAVED ({str(error).splitlines()[0][:200]}); going on"
+            )
 
     def _save_checkpoint(self) -> None:
         if self.saved_step != self.step:
-            state = {**self.learner.state_dict(), "step": self.step, "config": self.config.to_dict()}
+            state = {
+                **self.learner.state_dict(),
+                "step": self.step,
+                "config": self.config.to_dict(),
+            }
             state["shape"] = asdict(self.model.shape)  # so that a checkpoint is a model by itself
-            state["made_by"] = {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
-            save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last)
+            state["made_by"] = {
+                "processes": self.dist.world_size,
+                "threads": torch.get_num_threads(),
+            }
+            save_checkpoint(
+                self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last
+            )
             self.saved_step = self.step
 
     def _resume(self) -> None:
@@ -316,7 +425,10 @@ class Trainer:
         found: State = {}
 
         def find() -> bool:
-            found.update(find_checkpoint(self.folder / "checkpoints", self.config.resume, self.screen.warn) or {})
+            found.update(
+                find_checkpoint(self.folder / "checkpoints", self.config.resume, self.screen.warn)
+                or {}
+            )
             if found:
                 check_same_run(self.config, found["config"], self.folder)
                 discard_after(self.folder / "checkpoints", found["step"])
@@ -330,13 +442,16 @@ class Trainer:
         try:
             self.learner.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{self.folder}: does not fit this model: {' '.join(str(error).split())}") from None
+            raise CheckpointError(
+                f"{self.folder}: does not fit this model: {' '.join(str(error).split())}"
+            ) from None
         self.step = self.saved_step = state["step"]
         now = {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
         for name, number in state.get("made_by", now).items():
             if number != now[name]:
                 self.screen.warn(
-                    f"the checkpoint was written by {number} {name}, this run has {now[name]}: it goes on with the same "
+                    f"the checkpoint was written by {number} {name}, this run has {now[name]}: it "
+                    "goes on with the same "
                     "batches, but not bit for bit as it would have"
                 )
         self.screen.say(f"resumed from step {self.step} of {self.folder}")

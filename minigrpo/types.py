@@ -1,6 +1,7 @@
 """The nouns that pass between modules: frozen, with the shape on the line of each field.
 
-P prompts, G completions of each, S new tokens at most. There is no left padding, and a prompt is stored once.
+P prompts, G completions of each, S new tokens at most. There is no left padding, and a prompt is
+stored once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,9 @@ class Example:
 
     prompt: str
     answer: str
-    index: int = 0  # place in the task's endless sequence; keys the random numbers of its completions
+    index: int = (
+        0  # place in the task's endless sequence; keys the random numbers of its completions
+    )
     kind: str = ""  # what sort of question this is; evaluation reports by kind
 
 
@@ -26,11 +29,14 @@ class Task(Protocol):
     """Prompts without end, and scores for completions. A task of one's own implements this."""
 
     parts: Mapping[str, float]  # reward part -> default weight
-    # Optional: num_held_out, how many different evaluation examples there are. And score_batch(examples, texts) ->
-    # {part: values}, by which a task vouches for its scoring: it is called with many texts at once, and without a time limit.
+    # Optional: num_held_out, how many different evaluation examples there are. And
+    # score_batch(examples, texts) -> {part: values}, by which a task vouches for its scoring: it is
+    # called with many texts at once, and without a time limit.
 
     def train(self, number: int) -> Example:
-        """Training example `number`, a pure function of (seed, number), in an order that mixes well."""
+        """Training example `number`, a pure function of (seed, number), in an order that mixes
+        well.
+        """
 
     def held_out(self, number: int) -> Example:
         """Evaluation example `number`; never one that training sees."""
@@ -45,10 +51,18 @@ class Completions:
 
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row a prompt, never repeated
     prompt_len: Tensor  # [P] int64
-    completion_ids: Tensor  # [P, G, S] int64, right-padded; column s of every row is its s-th new token
-    completion_mask: Tensor  # [P, G, S] bool, true up to and including EOS; from lengths, never from a pad id
-    sampler_logp: Tensor | None = None  # [P, G, S] float32, by the sampler's forward; None when nothing was sampled
-    log_kept: Tensor | None = None  # [P, G, S] float32, log of the mass that top-k and top-p left; None: all of it
+    completion_ids: (
+        Tensor  # [P, G, S] int64, right-padded; column s of every row is its s-th new token
+    )
+    completion_mask: (
+        Tensor  # [P, G, S] bool, true up to and including EOS; from lengths, never from a pad id
+    )
+    sampler_logp: Tensor | None = (
+        None  # [P, G, S] float32, by the sampler's forward; None when nothing was sampled
+    )
+    log_kept: Tensor | None = (
+        None  # [P, G, S] float32, log of the mass that top-k and top-p left; None: all of it
+    )
 
     def __len__(self) -> int:
         return len(self.prompt_len)
@@ -77,7 +91,9 @@ class Completions:
         return self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Completions":
-        changed: dict[str, Any] = {name: None if x is None else change(x) for name, x in vars(self).items()}
+        changed: dict[str, Any] = {
+            name: None if x is None else change(x) for name, x in vars(self).items()
+        }
         return Completions(**changed)
 
 
@@ -87,18 +103,27 @@ class RewardTable:
 
     total: np.ndarray  # [P, G] float32
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float32
-    failures: Mapping[str, int] = field(default_factory=dict)  # part that can fail -> completions that it failed on
+    failures: Mapping[str, int] = field(
+        default_factory=dict
+    )  # part that can fail -> completions that it failed on
 
     @staticmethod
     def join(tables: Sequence["RewardTable"]) -> "RewardTable":
         """Tables of one batch of prompts after another, as one."""
-        parts = {name: np.concatenate([table.parts[name] for table in tables]) for name in tables[0].parts}
-        failures = {name: sum(table.failures[name] for table in tables) for name in tables[0].failures}
+        parts = {
+            name: np.concatenate([table.parts[name] for table in tables])
+            for name in tables[0].parts
+        }
+        failures = {
+            name: sum(table.failures[name] for table in tables) for name in tables[0].failures
+        }
         return RewardTable(np.concatenate([table.total for table in tables]), parts, failures)
 
     def select(self, rows: np.ndarray) -> "RewardTable":
         """Some of the prompts; failures stay counted."""
-        return RewardTable(self.total[rows], {name: x[rows] for name, x in self.parts.items()}, self.failures)
+        return RewardTable(
+            self.total[rows], {name: x[rows] for name, x in self.parts.items()}, self.failures
+        )
 
 
 @dataclass(frozen=True)
@@ -110,16 +135,23 @@ class RolloutBatch:
     texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without EOS
     rewards: RewardTable | None = None  # None in the supervised warm start
     advantages: Tensor | None = None  # [P, G] float32, constant within a completion
-    old_logp: Tensor | None = None  # [P, G, S] float32, before the first of several inner steps; None: a ratio of exactly 1
+    old_logp: Tensor | None = (
+        # [P, G, S] float32, before the first of several inner steps; None: a ratio of exactly 1
+        None
+    )
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
     counts_in_loss: Tensor | None = None  # [P, G] bool, completions that the loss sees; None: all
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what else there is to log about how it came about
+    metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what else there is to log about how it came about
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def select(self, prompts: Sequence[int]) -> "RolloutBatch":
-        """Some of the prompts with all of their completions. Rewards, which belong to the whole batch, stay behind."""
+        """Some of the prompts with all of their completions. Rewards, which belong to the whole
+        batch, stay behind.
+        """
         rows = torch.as_tensor(prompts)
         chosen: dict[str, Any] = {}
         for name in ("advantages", "old_logp", "ref_logp", "counts_in_loss"):
@@ -138,14 +170,21 @@ class RolloutBatch:
         if self.counts_in_loss is None:
             return self
         mask = self.completions.completion_mask & self.counts_in_loss[..., None]
-        return replace(self, completions=replace(self.completions, completion_mask=mask), counts_in_loss=None)
+        return replace(
+            self, completions=replace(self.completions, completion_mask=mask), counts_in_loss=None
+        )
 
     @property
     def drawn_logp(self) -> Tensor | None:
-        """`[P, G, S]`, under the distribution that tokens were drawn from: top-k and top-p give what they keep more mass."""
+        """`[P, G, S]`, under the distribution that tokens were drawn from: top-k and top-p give
+        what they keep more mass.
+        """
         logp, log_kept = self.completions.sampler_logp, self.completions.log_kept
         return logp if logp is None or log_kept is None else logp - log_kept
 
     def split(self, num_prompts: int) -> list["RolloutBatch"]:
         """Micro-batches of at most `num_prompts` prompts, whole groups each."""
-        return [self.select(range(a, min(a + num_prompts, len(self)))) for a in range(0, len(self), num_prompts)]
+        return [
+            self.select(range(a, min(a + num_prompts, len(self))))
+            for a in range(0, len(self), num_prompts)
+        ]

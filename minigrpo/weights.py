@@ -1,8 +1,10 @@
-"""GPT-2 weights as safetensors, in the layout that Hugging Face writes: the one format in which models come and go.
+"""GPT-2 weights as safetensors, in the layout that Hugging Face writes: the one format in which
+models come and go.
 
-Their linear layers are stored `[in, out]`, ours (torch's) `[out, in]`; the output head is tied and therefore not stored.
-Names may begin with `transformer.`, and causal masks may lie beside the parameters. A file that would load as another
-function than the one that was trained is refused, in one line that lists what does not fit.
+Their linear layers are stored `[in, out]`, ours (torch's) `[out, in]`; the output head is tied and
+therefore not stored. Names may begin with `transformer.`, and causal masks may lie beside the
+parameters. A file that would load as another function than the one that was trained is refused, in
+one line that lists what does not fit.
 """
 
 import json
@@ -23,7 +25,8 @@ HEAD = "lm_head.weight"
 HEAD_SIZE = 64  # every published GPT-2 has heads of this size
 MOST_LISTED = 8  # of what does not fit
 
-# what model.py computes, as config.json says it: the first is what is written, the others mean the same
+# what model.py computes, as config.json says it: the first is what is written, the others mean the
+# same
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -33,29 +36,48 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 # the fields of GPTShape, as config.json calls them
-SIZES = {"vocab_size": "vocab_size", "context": "n_positions", "layers": "n_layer", "width": "n_embd", "heads": "n_head"}
+SIZES = {
+    "vocab_size": "vocab_size",
+    "context": "n_positions",
+    "layers": "n_layer",
+    "width": "n_embd",
+    "heads": "n_head",
+}
 
 
 def stored_shapes(vocab_size: int, context: int, layers: int, width: int) -> dict[str, list[int]]:
     """Every parameter of a file, and its shape there."""
     shapes = {"wte.weight": [vocab_size, width], "wpe.weight": [context, width]}
-    linear = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}  # in and out, in widths
+    linear = {
+        "attn.c_attn": (1, 3),
+        "attn.c_proj": (1, 1),
+        "mlp.c_fc": (1, 4),
+        "mlp.c_proj": (4, 1),
+    }  # in and out, in widths
     for block in (f"h.{i}." for i in range(layers)):
         for name, (size_in, size_out) in linear.items():
             shapes |= {
                 f"{block}{name}.weight": [size_in * width, size_out * width],
                 f"{block}{name}.bias": [size_out * width],
             }
-        shapes |= {f"{block}{name}.{part}": [width] for name in ("ln_1", "ln_2") for part in ("weight", "bias")}
+        shapes |= {
+            f"{block}{name}.{part}": [width]
+            for name in ("ln_1", "ln_2")
+            for part in ("weight", "bias")
+        }
     return {**shapes, "ln_f.weight": [width], "ln_f.bias": [width]}
 
 
 def _transpose(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.t().contiguous() if name.endswith(TRANSPOSED) else x for name, x in state.items()}
+    return {
+        name: x.t().contiguous() if name.endswith(TRANSPOSED) else x for name, x in state.items()
+    }
 
 
 def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
-    """Write a GPT's state dict as float32; the number of heads, which no tensor tells, goes into the file's header."""
+    """Write a GPT's state dict as float32; the number of heads, which no tensor tells, goes into
+    the file's header.
+    """
     save_file(
         _transpose({name: x.detach().float().cpu().contiguous() for name, x in state.items()}),
         path,
@@ -63,8 +85,11 @@ def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
     )
 
 
-def export_gpt2(state: dict[str, Tensor], folder: Path, *, shape: Mapping[str, int], eos: int) -> None:
-    """Write a folder that transformers' `GPT2LMHeadModel.from_pretrained` loads, and `load_gpt2` too.
+def export_gpt2(
+    state: dict[str, Tensor], folder: Path, *, shape: Mapping[str, int], eos: int
+) -> None:
+    """Write a folder that transformers' `GPT2LMHeadModel.from_pretrained` loads, and `load_gpt2`
+    too.
 
     `shape` has the fields of `GPTShape`; `eos` is the token at which a completion ends.
     """
@@ -81,10 +106,12 @@ def export_gpt2(state: dict[str, Tensor], folder: Path, *, shape: Mapping[str, i
 
 
 def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The shape (the fields of `GPTShape`) and float32 state dict of a GPT-2 file, or of the `model.safetensors` in a folder.
+    """The shape (the fields of `GPTShape`) and float32 state dict of a GPT-2 file, or of the
+    `model.safetensors` in a folder.
 
-    The number of heads is the header's, else config.json's (if the file has its name from there), else the width / 64.
-    Raises ValueError in one line that says what is missing, damaged or does not fit.
+    The number of heads is the header's, else config.json's (if the file has its name from there),
+    else the width / 64. Raises ValueError in one line that says what is missing, damaged or does
+    not fit.
     """
     file = path / WEIGHTS if path.is_dir() else path
     header, state = _read(file)
@@ -108,20 +135,30 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         problems.append(f"{heads} heads do not divide a width of {width}")
     for ours, theirs in SIZES.items():
         if settings.get(theirs, sizes[ours]) != sizes[ours]:
-            problems.append(f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {file.name} {sizes[ours]}")
+            problems.append(
+                f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {file.name} {sizes[ours]}"
+            )
     problems += _misfits(state, stored_shapes(vocab_size, context, sizes["layers"], width))
     if problems:
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
-        raise ValueError(f"{path}: does not fit this GPT-2: {'; '.join(problems[:MOST_LISTED])}{more}")
+        raise ValueError(
+            f"{path}: does not fit this GPT-2: {'; '.join(problems[:MOST_LISTED])}{more}"
+        )
     return sizes, _transpose({name: x.to(torch.float32) for name, x in state.items()})
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header's notes, and the tensors under the names that they have without `transformer.`; masks are left out."""
+    """The header's notes, and the tensors under the names that they have without `transformer.`;
+    masks are left out.
+    """
     try:
         with safe_open(file, framework="pt") as tensors:
             names = {name: name.removeprefix("transformer.") for name in tensors.keys()}  # noqa: SIM118
-            kept = {short: tensors.get_tensor(name) for name, short in names.items() if not MASKS.fullmatch(short)}
+            kept = {
+                short: tensors.get_tensor(name)
+                for name, short in names.items()
+                if not MASKS.fullmatch(short)
+            }
             return tensors.metadata() or {}, kept
     except FileNotFoundError:
         raise ValueError(f"{file}: there is no such file") from None
@@ -144,7 +181,11 @@ def _untied(state: dict[str, Tensor], settings: Mapping[str, Any]) -> list[str]:
     """Take the output head out, which may be there if it is the token embedding."""
     head, wte = state.pop(HEAD, None), state.get("wte.weight")
     if head is None:
-        return [f"{HEAD} is missing, and not tied"] if settings.get("tie_word_embeddings") is False else []
+        return (
+            [f"{HEAD} is missing, and not tied"]
+            if settings.get("tie_word_embeddings") is False
+            else []
+        )
     tied = wte is not None and head.shape == wte.shape and bool((head == wte).all())
     return [] if tied else [f"{HEAD} is not wte.weight: an untied head"]
 

@@ -16,7 +16,9 @@ Merge = tuple[bytes, bytes]
 
 def learn(text: str, number: int) -> list[Merge]:
     """The most frequent neighbours again and again, inside what GPT-2's pattern cuts."""
-    words = [[bytes([byte]) for byte in word.encode()] for word in regex.findall(GPT2_PATTERN, text)]
+    words = [
+        [bytes([byte]) for byte in word.encode()] for word in regex.findall(GPT2_PATTERN, text)
+    ]
     merges = list[Merge]()
     for _ in range(number):
         pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
@@ -37,22 +39,33 @@ def _merged(word: list[bytes], merge: Merge) -> list[bytes]:
 
 def chess_merges(number: int = 60) -> list[Merge]:
     env = ChessEnv(0)
-    return learn("\n".join(example.prompt + example.answer for example in map(env.train, range(30))), number)
+    return learn(
+        "\n".join(example.prompt + example.answer for example in map(env.train, range(30))), number
+    )
 
 
 def write_ranks(path: Path, merges: list[Merge]) -> Path:
     """A .tiktoken file."""
     tokens = [bytes([byte]) for byte in range(256)] + [a + b for a, b in merges]
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    path.write_bytes(
+        b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    )
     return path
 
 
-def write_gpt2(folder: Path, merges: list[Merge], names: tuple[str, str] = ("vocab.bpe", "encoder.json")) -> Path:
-    """Merges and vocabulary: bytes that are no printable sign are written as letters from U+0100 on."""
+def write_gpt2(
+    folder: Path, merges: list[Merge], names: tuple[str, str] = ("vocab.bpe", "encoder.json")
+) -> Path:
+    """Merges and vocabulary: bytes that are no printable sign are written as letters from U+0100
+    on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in plain}
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in letters)}
+    letters |= {
+        byte: chr(256 + i)
+        for i, byte in enumerate(byte for byte in range(256) if byte not in letters)
+    }
 
     def spell(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -60,5 +73,7 @@ def write_gpt2(folder: Path, merges: list[Merge], names: tuple[str, str] = ("voc
     tokens = [*letters.values(), *(spell(a + b) for a, b in merges), END_OF_TEXT]
     lines = ["#version: 0.2", *(f"{spell(a)} {spell(b)}" for a, b in merges)]
     (folder / names[0]).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / names[1]).write_text(json.dumps({token: i for i, token in enumerate(tokens)}), encoding="utf-8")
+    (folder / names[1]).write_text(
+        json.dumps({token: i for i, token in enumerate(tokens)}), encoding="utf-8"
+    )
     return folder

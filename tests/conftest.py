@@ -1,4 +1,6 @@
-"""Tiny models and batches that the tests share. Hypothesis: quick by default, --hypothesis-profile=thorough on demand."""
+"""Tiny models and batches that the tests share. Hypothesis: quick by default,
+--hypothesis-profile=thorough on demand.
+"""
 
 import os
 import re
@@ -32,16 +34,23 @@ def no_engine() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No GPU but for `-m gpu`: there the order of additions differs from run to run, and the exact tests are exact on CPU."""
+    """No GPU but for `-m gpu`: there the order of additions differs from run to run, and the exact
+    tests are exact on CPU.
+    """
     if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of this process, which has not looked yet, and of those that it starts
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # of this process, which has not looked yet, and of those that it starts
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run; but what the variable MUST_RUN names ("engine peer") runs, and fails."""
+    """Skip what cannot run; but what the variable MUST_RUN names ("engine peer") runs, and
+    fails."""
     missing = {
         "gpu": None if torch.cuda.is_available() else "no CUDA device, or no -m gpu",
-        "peer": None if find_spec("transformers") else "transformers is not installed: pip install 'minigrpo[peer]'",
+        "peer": None
+        if find_spec("transformers")
+        else "transformers is not installed: pip install 'minigrpo[peer]'",
         "engine": no_engine(),
     }
     for marker, reason in missing.items():
@@ -71,8 +80,12 @@ def model() -> GPT:
     return GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).double()
 
 
-def make_completions(seed: int, prompts: int = 3, samples: int = 4, width: int = 7, length: int = 9) -> Completions:
-    """Ragged prompts and completions, some of a group equal, one of one token, pads filled with junk."""
+def make_completions(
+    seed: int, prompts: int = 3, samples: int = 4, width: int = 7, length: int = 9
+) -> Completions:
+    """Ragged prompts and completions, some of a group equal, one of one token, pads filled with
+    junk.
+    """
     rng = np.random.default_rng(seed)
     prompt_len = rng.integers(1, width + 1, prompts)
     prompt_len[0] = width

@@ -1,4 +1,6 @@
-"""A task that does harm in one process when it is asked for one example: what FAULT says, in rank FAULT_RANK, once."""
+"""A task that does harm in one process when it is asked for one example: what FAULT says, in rank
+FAULT_RANK, once.
+"""
 
 import os
 import signal
@@ -16,7 +18,11 @@ class Faulty:
 
     def train(self, number: int) -> Example:
         marker = Path(os.environ.get("FAULT_MARKER", os.devnull))
-        if number == 50 and os.environ.get("RANK") == os.environ.get("FAULT_RANK", "1") and not marker.exists():
+        if (
+            number == 50
+            and os.environ.get("RANK") == os.environ.get("FAULT_RANK", "1")
+            and not marker.exists()
+        ):
             marker.touch()
             time.sleep(float(os.environ.get("FAULT_AFTER", "0")))
             match os.environ.get("FAULT"):

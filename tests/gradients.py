@@ -1,4 +1,6 @@
-"""The gradient of a run's first step, in float64, for the invariance suite. As a program: one of several processes."""
+"""The gradient of a run's first step, in float64, for the invariance suite. As a program: one of
+several processes.
+"""
 
 import sys
 from pathlib import Path
@@ -27,7 +29,8 @@ TINY: dict[str, Any] = {
     "save_every": 2,
     "reward_weights": "similarity=1",
 }
-# what a loss is tried with: a KL where there is one, unequal lengths (a sampled end of text is rare in a random model)
+# what a loss is tried with: a KL where there is one, unequal lengths (a sampled end of text is rare
+# in a random model)
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.1, "temperature": 0.8},
     "dr_grpo": {"kl_coef": 0.1, "kl": "k2"},
@@ -40,17 +43,28 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def make_trainer(folder: Path, dist: DistContext | None = None, **changes: Any) -> Trainer:
-    """A tiny trainer in float64 whose reference is not its policy, or the KL and its gradient would be 0."""
+    """A tiny trainer in float64 whose reference is not its policy, or the KL and its gradient would
+    be 0.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         config = Config(
-            **{**TINY, "prompts_per_step": 6, "group_size": 4, "max_new_tokens": 12, **changes, "out_dir": str(folder)}
+            **{
+                **TINY,
+                "prompts_per_step": 6,
+                "group_size": 4,
+                "max_new_tokens": 12,
+                **changes,
+                "out_dir": str(folder),
+            }
         )
         trainer = Trainer(config, dist=dist, quiet=True)
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
-        trainer.model.wte.weight[-1].mul_(8)  # end of text: some completions get one, at different lengths
+        trainer.model.wte.weight[-1].mul_(
+            8
+        )  # end of text: some completions get one, at different lengths
         if hasattr(trainer.reference, "model"):
             trainer.reference.model.wte.weight.mul_(1.1)
     return trainer
@@ -73,7 +87,8 @@ def main(out: Path) -> None:
     dist = DistContext.from_env()
     own = out / str(dist.rank)
     result: dict[str, Any] = {
-        loss: first_gradient(own / loss, dist, loss=loss, **options) for loss, options in LOSSES.items()
+        loss: first_gradient(own / loss, dist, loss=loss, **options)
+        for loss, options in LOSSES.items()
     }
     trainer = make_trainer(own / "sampled", dist)
     batches = []
@@ -89,7 +104,10 @@ def main(out: Path) -> None:
     if dist.rank == 1:  # an infinity in one process only
         trainer.model.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
     trainer.learner.learn(trainer.source.batch(0), 0)
-    result["poisoned"] = (trainer.learner.guard["skipped"], torch.equal(trainer.model.wte.weight, before))
+    result["poisoned"] = (
+        trainer.learner.guard["skipped"],
+        torch.equal(trainer.model.wte.weight, before),
+    )
     torch.save(result, out / f"{dist.rank}.pt")
     dist.close()
 

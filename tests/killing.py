@@ -1,10 +1,12 @@
-"""Kill a run with SIGKILL again and again, at random moments and at chosen ones, and compare what comes out in the end.
+"""Kill a run with SIGKILL again and again, at random moments and at chosen ones, and compare what
+comes out in the end.
 
     python -m tests.killing FOLDER --kills 100
 
-Each scenario is a process that is forked, trains, is killed, and is started again with --resume auto until it finishes. The
-sha256 of its weights and optimizer state must then be that of a run that nobody disturbed. Forked, not spawned: this process
-never runs a tensor operation, so a child starts in milliseconds.
+Each scenario is a process that is forked, trains, is killed, and is started again with --resume
+auto until it finishes. The sha256 of its weights and optimizer state must then be that of a run
+that nobody disturbed. Forked, not spawned: this process never runs a tensor operation, so a child
+starts in milliseconds.
 """
 
 import argparse
@@ -28,9 +30,17 @@ from minigrpo import Config, Trainer, learner
 from .gradients import TINY
 
 SUMS = str(Path(__file__).parent.parent / "examples" / "sums.jsonl")  # cheaper than self-play
-OPTIONS = {**TINY, "data": SUMS, "max_steps": 12, "eval_every": 4, "save_every": 1, "micro_batch_size": 2}
+OPTIONS = {
+    **TINY,
+    "data": SUMS,
+    "max_steps": 12,
+    "eval_every": 4,
+    "save_every": 1,
+    "micro_batch_size": 2,
+}
 OPTIONS |= {"num_iterations": 2, "kl_coef": 0.1}
-# where a run is killed: a function that it calls, before or after the call. Each leaves another kind of ruin
+# where a run is killed: a function that it calls, before or after the call. Each leaves another
+# kind of ruin
 PLACES: dict[str, tuple[Any, str, bool]] = {
     "inside accumulation": (learner.Learner, "_backward", True),
     "inside num_iterations": (torch.optim.AdamW, "step", True),
@@ -46,7 +56,10 @@ PLACES: dict[str, tuple[Any, str, bool]] = {
 def fingerprint(trainer: Trainer) -> str:
     """sha256 of weights and optimizer state."""
     digest = hashlib.sha256()
-    for part in (trainer.model.state_dict(), *trainer.learner.optimizer.state_dict()["state"].values()):
+    for part in (
+        trainer.model.state_dict(),
+        *trainer.learner.optimizer.state_dict()["state"].values(),
+    ):
         for name in sorted(part):
             digest.update(torch.as_tensor(part[name]).numpy().tobytes())
     return digest.hexdigest()
@@ -82,7 +95,9 @@ def fork(folder: Path, place: str = "", call: int = 0) -> int:
     pid = os.fork()
     if pid:
         return pid
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of damaged checkpoints are not the point here
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # warnings of damaged checkpoints are not the point here
     try:
         if place:
             die_at(place, call)
@@ -118,7 +133,9 @@ def main() -> None:
     arguments = parser.parse_args()
     calm = arguments.folder / "calm"
     start = time.monotonic()
-    assert os.waitstatus_to_exitcode(os.waitpid(fork(calm), 0)[1]) == 0, (calm / "error").read_text()
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(calm), 0)[1]) == 0, (
+        calm / "error"
+    ).read_text()
     seconds = time.monotonic() - start
     expected = (calm / "fingerprint").read_text()
     rng, total, results = random.Random(arguments.seed), 0, []
@@ -131,10 +148,18 @@ def main() -> None:
         equal = (folder / "fingerprint").read_text() == expected
         results.append({"where": place or "at a random moment", "kills": kills, "equal": equal})
         shutil.rmtree(folder)
-        sys.stderr.write(f"\r{total} kills in {len(results)} runs, {sum(not r['equal'] for r in results)} differ ")
+        sys.stderr.write(
+            f"\r{total} kills in {len(results)} runs, {sum(not r['equal'] for r in results)} "
+            "differ "
+        )
     print(
         json.dumps(
-            {"kills": total, "runs": len(results), "differ": [r for r in results if not r["equal"]], "results": results}
+            {
+                "kills": total,
+                "runs": len(results),
+                "differ": [r for r in results if not r["equal"]],
+                "results": results,
+            }
         )
     )
 

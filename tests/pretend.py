@@ -1,8 +1,10 @@
-"""A CUDA device that is none: tensors stay in host memory, but know where they would be, and refuse what CUDA would refuse.
+"""A CUDA device that is none: tensors stay in host memory, but know where they would be, and refuse
+what CUDA would refuse.
 
-A tensor's place is that of its storage. Python sees `cuda:0`; below it, every operation whose inputs are in both places is
-an error (numbers of no dimension may be anywhere, as in CUDA; indices may not, though CUDA would copy them), and what it
-returns is where its inputs are. CUDA graphs are lists of operations on the very tensors that they were recorded with.
+A tensor's place is that of its storage. Python sees `cuda:0`; below it, every operation whose
+inputs are in both places is an error (numbers of no dimension may be anywhere, as in CUDA; indices
+may not, though CUDA would copy them), and what it returns is where its inputs are. CUDA graphs are
+lists of operations on the very tensors that they were recorded with.
 """
 
 import functools
@@ -26,7 +28,10 @@ JOINING = {  # operations that want numbers of no dimension on the device too
     torch.ops.aten.cat.default,
     torch.ops.aten._fused_adamw_.default,
 }
-WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}  # the host, for the device
+WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+}  # the host, for the device
 PLACES = {  # what asks a tensor, or would move it
     "device": Tensor.device.__get__,  # type: ignore[attr-defined]
     "is_cuda": Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
@@ -38,7 +43,9 @@ def _memory(x: Tensor) -> int:
 
 
 class _There:
-    """Which storages are on the device. A weak reference keeps a storage's number from being given to another one."""
+    """Which storages are on the device. A weak reference keeps a storage's number from being given
+    to another one.
+    """
 
     def __init__(self) -> None:
         self.storages: dict[int, StorageWeakRef] = {}
@@ -66,12 +73,16 @@ class _Graph:
         for func, args, kwargs, out in self.calls:
             new = func(*args, **kwargs)
             for old, again in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                if isinstance(old, Tensor) and _memory(old) != _memory(again):  # else it has looked at some, or written to it
+                if isinstance(old, Tensor) and _memory(old) != _memory(
+                    again
+                ):  # else it has looked at some, or written to it
                     old.copy_(again)
         self.forget()
 
     def forget(self) -> None:
-        """What is not written to memory from outside is nobody's business: graphs that share a pool write over it."""
+        """What is not written to memory from outside is nobody's business: graphs that share a pool
+        write over it.
+        """
         for _, args, kwargs, out in self.calls:
             given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for x in tree_leaves(out):
@@ -106,9 +117,13 @@ class _Operations(TorchDispatchMode):
         joined = {id(x) for x in tree_leaves(args)} if func in JOINING else set()
         astray = [x for x in tensors if x not in self.there and (x.dim() or id(x) in joined)]
         if on_device and astray and (self.graph or func is not torch.ops.aten.copy_.default):
-            places = [f"{tuple(x.shape)} on {'cuda' if x in self.there else 'cpu'}" for x in tensors]
+            places = [
+                f"{tuple(x.shape)} on {'cuda' if x in self.there else 'cpu'}" for x in tensors
+            ]
             raise RuntimeError(f"{func}: tensors on two devices: {', '.join(places)}")
-        by_choice = func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        by_choice = func is torch.ops.aten.index.Tensor and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
         if (func in WAITING or by_choice) and on_device:
             self.may_wait(str(func))
         out = func(*args, **(kwargs or {}))
@@ -176,18 +191,35 @@ def _of_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
 def _backward(loss: Tensor) -> None:
     """torch's own turns the modes off while it runs, and blocks are run again in there."""
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 @contextmanager
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     there = _There()
-    answers: dict[str, Any] = dict.fromkeys(("set_device", "synchronize", "reset_peak_memory_stats"))
-    answers |= {"device_count": 1, "is_available": True, "is_bf16_supported": True, "get_device_name": "no device"}
+    answers: dict[str, Any] = dict.fromkeys(
+        ("set_device", "synchronize", "reset_peak_memory_stats")
+    )
+    answers |= {
+        "device_count": 1,
+        "is_available": True,
+        "is_bf16_supported": True,
+        "get_device_name": "no device",
+    }
     answers |= {"memory_allocated": 2**20, "max_memory_allocated": 2**21}
     monkeypatch.setattr(Tensor, "backward", _backward)
     # what is kept of a block is looked at with the modes off, what is made again with them on
-    monkeypatch.setitem(torch.utils.checkpoint._allowed_determinism_checks_to_fns, "default", lambda x: {})
+    monkeypatch.setitem(
+        torch.utils.checkpoint._allowed_determinism_checks_to_fns, "default", lambda x: {}
+    )
     for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):

@@ -32,14 +32,29 @@ LENGTH = 20
 
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("drafted", [False, True])
-def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(model: GPT, drafted: bool) -> None:
-    """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones, other weights."""
+def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
+    model: GPT, drafted: bool
+) -> None:
+    """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones,
+    other weights.
+    """
     graphs = Graphs()
     for turn, (prompts, width) in enumerate([(3, 7), (6, 7), (2, 5), (6, 9), (6, 9)]):
         c = make_completions(turn, prompts=prompts, width=width)
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(prompts), 5, LENGTH))
-        drafts = make_completions(turn, prompts=prompts, samples=3, length=LENGTH).completion_ids[:, 0] if drafted else None
-        options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u, "drafts": drafts, "draft_window": 4}
+        drafts = (
+            make_completions(turn, prompts=prompts, samples=3, length=LENGTH).completion_ids[:, 0]
+            if drafted
+            else None
+        )
+        options = {
+            "eos": EOS,
+            "max_new_tokens": LENGTH,
+            "num_samples": 5,
+            "u": u,
+            "drafts": drafts,
+            "draft_window": 4,
+        }
         plain = generate(model, c.prompt_ids, c.prompt_len, **options)
         recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
         assert torch.equal(recorded.completion_ids, plain.completion_ids)
@@ -51,7 +66,9 @@ def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(model: GP
 def test_a_round_is_recorded_once_for_a_shape(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, recorded = Graphs(), list[int]()
     init = _Round.__init__
-    monkeypatch.setattr(_Round, "__init__", lambda self, *args: recorded.append(1) or init(self, *args))
+    monkeypatch.setattr(
+        _Round, "__init__", lambda self, *args: recorded.append(1) or init(self, *args)
+    )
     c = make_completions(0, prompts=6)
     for turn in range(3):
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH))
@@ -69,29 +86,54 @@ def test_recorded_rounds_on_cuda() -> None:
     for turn in range(3):
         c = make_completions(turn, prompts=6).to("cuda")
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH)).cuda()
-        options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u, "drafts": c.completion_ids[:, 0]}
+        options = {
+            "eos": EOS,
+            "max_new_tokens": LENGTH,
+            "num_samples": 5,
+            "u": u,
+            "drafts": c.completion_ids[:, 0],
+        }
         for amp in (False, True):
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-                recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs[amp].decoder, **options)
-            same = (recorded.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
+                recorded = generate(
+                    model, c.prompt_ids, c.prompt_len, decoder=graphs[amp].decoder, **options
+                )
+            same = (
+                (recorded.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
+            )
             assert same > 0.8 if amp else torch.equal(recorded.completion_ids, plain.completion_ids)
         with torch.no_grad():
             model.h[0].mlp.c_fc.weight.mul_(1.1)
 
 
 def options_of(folder: Path, **changes: object) -> Config:
-    return Config(**{**TINY, "prompts_per_step": 4, "group_size": 4, "reward_weights": "", **changes, "out_dir": str(folder)})  # type: ignore[arg-type]
+    return Config(
+        **{
+            **TINY,
+            "prompts_per_step": 4,
+            "group_size": 4,
+            "reward_weights": "",
+            **changes,
+            "out_dir": str(folder),
+        }
+    )  # type: ignore[arg-type]
 
 
 def test_low_precision_copies_have_the_numbers_of_autocast_to_the_bit(tmp_path: Path) -> None:
     with_copies, without = (
-        Trainer(options_of(tmp_path / str(low), use_amp=True, low_precision_weights=low, kl_coef=0.1), quiet=True)
+        Trainer(
+            options_of(tmp_path / str(low), use_amp=True, low_precision_weights=low, kl_coef=0.1),
+            quiet=True,
+        )
         for low in (True, False)
     )
     low = with_copies.sampler.low
     assert {p.dtype for p in low.parameters()} == {torch.float32, torch.bfloat16}
-    assert sum(a is b for a, b in zip(low.parameters(), with_copies.model.parameters(), strict=True)) > 0
+    assert (
+        sum(a is b for a, b in zip(low.parameters(), with_copies.model.parameters(), strict=True))
+        > 0
+    )
     for step in range(3):
         a, b = with_copies.source.batch(step), without.source.batch(step)
         assert a.texts == b.texts
@@ -117,7 +159,9 @@ def test_cuda_graphs_and_low_precision_say_what_they_need() -> None:
 
 
 def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
-    a, b = (Trainer(options_of(tmp_path / str(on), cuda_graphs=on), quiet=True) for on in (True, False))
+    a, b = (
+        Trainer(options_of(tmp_path / str(on), cuda_graphs=on), quiet=True) for on in (True, False)
+    )
     assert a.source.batch(0).texts == b.source.batch(0).texts
 
 
@@ -126,9 +170,15 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
 ) -> None:
     assert Config.from_cli(["--layout", "repeated"]).layout == "repeated"
     for has in (False, True):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False)
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False
+        )
         on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
-        assert (on_cpu.layout, on_cpu.kv_cache, on_cpu.use_amp) == (FAST["cpu"]["layout"], False, has)
+        assert (on_cpu.layout, on_cpu.kv_cache, on_cpu.use_amp) == (
+            FAST["cpu"]["layout"],
+            False,
+            has,
+        )
     on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
     assert not Config.from_cli(["--fast", "--device", "cuda", "--no-use-amp"]).low_precision_weights
@@ -151,8 +201,13 @@ def test_the_plan_counts_tokens_and_what_autograd_keeps(layout: str, amp: bool) 
     model, rng = GPT(shape), np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(0, 256, (prompts, samples, length)))
     ids[:, :, 0] = torch.arange(samples)
-    prompt_ids, lengths = torch.zeros(prompts, prompt_len, dtype=torch.int64), torch.full((prompts,), prompt_len)
-    built = LAYOUTS[layout](Completions(prompt_ids, lengths, ids, torch.ones_like(ids, dtype=torch.bool)))
+    prompt_ids, lengths = (
+        torch.zeros(prompts, prompt_len, dtype=torch.int64),
+        torch.full((prompts,), prompt_len),
+    )
+    built = LAYOUTS[layout](
+        Completions(prompt_ids, lengths, ids, torch.ones_like(ids, dtype=torch.bool))
+    )
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -162,21 +217,35 @@ def test_the_plan_counts_tokens_and_what_autograd_keeps(layout: str, amp: bool) 
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16, enabled=amp):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=amp),
+    ):
         outputs = model(built.stream, built)
     config = Config(
-        prompts_per_step=prompts, group_size=samples, max_new_tokens=length, layout=layout, use_amp=amp, init_from="scratch"
+        prompts_per_step=prompts,
+        group_size=samples,
+        max_new_tokens=length,
+        layout=layout,
+        use_amp=amp,
+        init_from="scratch",
     )
     planned = plan(config, shape, prompt_len=prompt_len, answer_len=length, device="cpu")
     assert planned.parameters == sum(p.numel() for p in model.parameters())
-    assert planned.tokens["update"] == pytest.approx(len(built.stream.ids), rel=0.02)  # last tokens are not run
+    assert planned.tokens["update"] == pytest.approx(
+        len(built.stream.ids), rel=0.02
+    )  # last tokens are not run
     head = len(built.targets) * shape.vocab_size * 4
     low_weights = planned.memory_mib.get("weights in low precision", 0)
     assert outputs[0].requires_grad and KEPT[amp]
-    assert planned.memory_mib["activations"] + low_weights == pytest.approx((sum(kept.values()) - head) / 2**20, rel=0.1)
+    assert planned.memory_mib["activations"] + low_weights == pytest.approx(
+        (sum(kept.values()) - head) / 2**20, rel=0.1
+    )
 
 
-def test_plan_is_printed_and_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_printed_and_nothing_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         Trainer(options_of(tmp_path / "run", plan=True))
     assert stop.value.code == 0 and not (tmp_path / "run").exists()
@@ -201,36 +270,54 @@ def test_without_amp_there_is_no_copy() -> None:
     assert len(part) == 1
 
 
-def test_compiled_blocks_serve_the_update_alone_and_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more layers than torch.compile makes versions of a function; the front end alone, or this would take minutes."""
+def test_compiled_blocks_serve_the_update_alone_and_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more layers than torch.compile makes versions of a function; the front end alone, or
+    this would take minutes.
+    """
     compile_block = Block.compile
-    monkeypatch.setattr(Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options))
+    monkeypatch.setattr(
+        Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options)
+    )
     monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
-    monkeypatch.setattr(gpt, "attention", gpt.attention)  # to be put back, as it is without torch.compile
+    monkeypatch.setattr(
+        gpt, "attention", gpt.attention
+    )  # to be put back, as it is without torch.compile
     monkeypatch.setattr(_dynamo.config, "optimize_ddp", True)
     accel.leave_attention_out.cache_clear()
     torch.compiler.reset()
-    trainer = Trainer(options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True)
+    trainer = Trainer(
+        options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True
+    )
     made = [accel.graphs_compiled()]
     for step in range(4):
         batch = trainer.source.batch(step)
         made.append(accel.graphs_compiled())
         trainer.learner.learn(batch, step)
         made.append(accel.graphs_compiled())
-    assert made[1] == made[0] and made[2] > made[1]  # none for sampling, whose lengths are others in every round
+    assert (
+        made[1] == made[0] and made[2] > made[1]
+    )  # none for sampling, whose lengths are others in every round
     assert made[2:] == made[2:3] * (len(made) - 2)  # and none after the first step
 
 
-def test_without_a_compiler_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"--compile-model needs a C\+\+ compiler, g\+\+; --no-compile-model"):
+    with pytest.raises(
+        ConfigError, match=r"--compile-model needs a C\+\+ compiler, g\+\+; --no-compile-model"
+    ):
         Trainer(options_of(tmp_path / "run", compile_model=True), quiet=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
         accel.check_compiler(Config(compile_model=True), torch.device("cuda"))
-    assert [row.status for row in _stacked(torch.device("cpu")) if row.name == "(compiled blocks)"] != ["ok"]
+    assert [
+        row.status for row in _stacked(torch.device("cpu")) if row.name == "(compiled blocks)"
+    ] != ["ok"]
 
 
 def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: GPT) -> None:
@@ -260,13 +347,18 @@ def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory
 
     begin, rooms = KVCache.begin, list[int]()
 
-    def small(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, room: int, **sizes: int) -> None:
+    def small(
+        self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, room: int, **sizes: int
+    ) -> None:
         rooms.append(room)
         if room > 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
         begin(self, layer, k, v, room=room, **sizes)
 
     monkeypatch.setattr(KVCache, "begin", small)
-    trainer = Trainer(options_of(tmp_path / "small", cuda_graphs=True, draft_answers=False, group_size=8), quiet=True)
+    trainer = Trainer(
+        options_of(tmp_path / "small", cuda_graphs=True, draft_answers=False, group_size=8),
+        quiet=True,
+    )
     batch = trainer.source.batch(0)
     assert len(batch) == 4 and rooms[0] == 32 and trainer.sampler.fittings[8].size == 2

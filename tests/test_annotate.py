@@ -26,12 +26,16 @@ Run = Callable[..., list[dict[str, str]]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Run:
-    """The program with these arguments; the records of its file. In tests without `engine` none is found."""
+    """The program with these arguments; the records of its file. In tests without `engine` none is
+    found.
+    """
     if not request.node.get_closest_marker("engine"):
         monkeypatch.setattr(annotate, "PLACES", ("no-such-fish",))
 
     def program(out: Path, *arguments: object) -> list[dict[str, str]]:
-        monkeypatch.setattr(sys, "argv", ["annotate", "--out", str(out), "--nodes", "300", *map(str, arguments)])
+        monkeypatch.setattr(
+            sys, "argv", ["annotate", "--out", str(out), "--nodes", "300", *map(str, arguments)]
+        )
         annotate.main()
         return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -49,7 +53,11 @@ def test_a_run_that_was_interrupted_goes_on_and_asks_nothing_twice(
         file.truncate(parts.stat().st_size - 20)  # the process died in the middle of a line
     asked_for: list[str] = []
     original = Engines.annotate
-    monkeypatch.setattr(Engines, "annotate", lambda self, fen, limit: asked_for.append(fen) or original(self, fen, limit))
+    monkeypatch.setattr(
+        Engines,
+        "annotate",
+        lambda self, fen, limit: asked_for.append(fen) or original(self, fen, limit),
+    )
     records = run(parts, "--n", 40, "--workers", 3)
     assert parts.read_bytes() == whole.read_bytes()
     assert len(asked_for) == 40 - 14
@@ -59,7 +67,9 @@ def test_a_run_that_was_interrupted_goes_on_and_asks_nothing_twice(
 
 @engine
 @pytest.mark.parametrize("limit", [["--depth", 3], ["--multipv", 2]])
-def test_truth_is_legal_and_a_function_of_the_position_and_the_limit(tmp_path: Path, run: Run, limit: list[Any]) -> None:
+def test_truth_is_legal_and_a_function_of_the_position_and_the_limit(
+    tmp_path: Path, run: Run, limit: list[Any]
+) -> None:
     records = run(tmp_path / "a.jsonl", "--n", 12, *limit)
     again = run(tmp_path / "b.jsonl", "--n", 6, "--workers", 2, *limit)
     assert again == records[:6]
@@ -77,11 +87,18 @@ def test_truth_is_legal_and_a_function_of_the_position_and_the_limit(tmp_path: P
         ("6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1", "a1a8", 1, 999.99),  # mate in one
         ("7k/8/5KQ1/8/8/8/8/8 b - - 0 1", None, 0, 0.0),  # stalemate: nothing to say
         ("k7/8/8/8/8/8/1r6/K1q5 w - - 0 1", None, 0, 0.0),  # mated
-        ("3qk3/8/8/8/8/8/8/4K3 b - - 0 1", None, 1, None),  # Black is to move and a queen up: good for who moves
+        (
+            "3qk3/8/8/8/8/8/8/4K3 b - - 0 1",
+            None,
+            1,
+            None,
+        ),  # Black is to move and a queen up: good for who moves
         ("3qk3/8/8/8/8/8/8/4K3 w - - 0 1", None, -1, None),
     ],
 )
-def test_evaluations_are_those_of_the_side_to_move(fen: str, first: str | None, sign: int, worth: float | None) -> None:
+def test_evaluations_are_those_of_the_side_to_move(
+    fen: str, first: str | None, sign: int, worth: float | None
+) -> None:
     engines = Engines(find_engine(), 1, multipv=3)
     text = engines.annotate(fen, chess.engine.Limit(nodes=3000))
     engines.close()
@@ -94,24 +111,51 @@ def test_evaluations_are_those_of_the_side_to_move(fen: str, first: str | None, 
 
 
 @engine
-def test_positions_of_games_then_a_warm_start_then_grpo(tmp_path: Path, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_positions_of_games_then_a_warm_start_then_grpo(
+    tmp_path: Path, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "annotated.jsonl"
     records = run(data, "--n", 100, "--positions", SMALL)
     assert "there are no more positions" in capfd.readouterr().out
     fens = {key(asked(example)[0]) for example in everything(Games(SMALL, seed=0))}
     assert {key(record["prompt"].removeprefix("P: ")) for record in records} == fens
-    options = {**TINY, "task": "policy", "data": str(data), "reward_weights": "", "max_new_tokens": 90, "max_steps": 2}
-    Trainer(Config(**{**options, "loss": "nll", "out_dir": str(tmp_path / "warm")}), quiet=True).fit()
-    Trainer(Config(**{**options, "init_from": str(tmp_path / "warm"), "out_dir": str(tmp_path / "grpo")}), quiet=True).fit()
+    options = {
+        **TINY,
+        "task": "policy",
+        "data": str(data),
+        "reward_weights": "",
+        "max_new_tokens": 90,
+        "max_steps": 2,
+    }
+    Trainer(
+        Config(**{**options, "loss": "nll", "out_dir": str(tmp_path / "warm")}), quiet=True
+    ).fit()
+    Trainer(
+        Config(
+            **{**options, "init_from": str(tmp_path / "warm"), "out_dir": str(tmp_path / "grpo")}
+        ),
+        quiet=True,
+    ).fit()
     last = json.loads((tmp_path / "grpo" / "eval.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 2 and {"best", "moves", "evals", "legal", "format", "exact/policy"} <= set(last)
+    assert last["step"] == 2 and {
+        "best",
+        "moves",
+        "evals",
+        "legal",
+        "format",
+        "exact/policy",
+    } <= set(last)
     task = load_task("policy", seed=0, data=str(data))
     for number in range(20):
-        assert task.score(task.train(number), task.train(number).answer) == dict.fromkeys(task.parts, 1.0)
+        assert task.score(task.train(number), task.train(number).answer) == dict.fromkeys(
+            task.parts, 1.0
+        )
 
 
 @engine
-def test_an_engine_that_dies_leaves_what_it_said(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_leaves_what_it_said(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, calls = chess.engine.SimpleEngine.analyse, []
 
     def analyse(self: chess.engine.SimpleEngine, *args: Any, **options: Any) -> Any:
@@ -121,7 +165,9 @@ def test_an_engine_that_dies_leaves_what_it_said(tmp_path: Path, run: Run, monke
         return original(self, *args, **options)
 
     monkeypatch.setattr(chess.engine.SimpleEngine, "analyse", analyse)
-    with pytest.raises(SystemExit, match="error: the engine failed .*; the same command goes on from here"):
+    with pytest.raises(
+        SystemExit, match="error: the engine failed .*; the same command goes on from here"
+    ):
         run(tmp_path / "a.jsonl", "--n", 30)
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 10
 
@@ -151,12 +197,21 @@ def test_what_is_wrong_is_one_line(
     ("content", "arguments", "words"),
     [
         ('{"prompt": "x"}\n', [], "line 1: was not written by this tool; take another file"),
-        ('{"prompt": "P: x", "answer": "", "made_by": "Elder Fish"}\n', [], "was made by Elder Fish, this would be"),
+        (
+            '{"prompt": "P: x", "answer": "", "made_by": "Elder Fish"}\n',
+            [],
+            "was made by Elder Fish, this would be",
+        ),
         ("", ["--positions", "games.pgn"], "games.pgn: cannot be read (No such file or directory)"),
     ],
 )
 def test_a_file_that_does_not_fit_is_left_alone(
-    content: str, arguments: list[Any], words: str, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+    content: str,
+    arguments: list[Any],
+    words: str,
+    tmp_path: Path,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)

@@ -1,4 +1,6 @@
-"""The benchmark measures what it says: the naive step is the same step, and rows, tables and charts come out whole."""
+"""The benchmark measures what it says: the naive step is the same step, and rows, tables and charts
+come out whole.
+"""
 
 import json
 from dataclasses import replace
@@ -16,8 +18,30 @@ from minigrpo.tools.bench_memory import WAYS, Memory
 from minigrpo.tools.bench_steps import LAYERS, NAIVE, PLAIN, Steps, _stacked
 
 TINY = [
-    *("--layers", "1", "--width", "16", "--heads", "2", "--vocab-size", "300", "--prompts-per-step", "2"),
-    *("--group-size", "3", "--prompt-len", "9", "--max-new-tokens", "7", "--repeats", "1", "--device", "cpu"),
+    *(
+        "--layers",
+        "1",
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--vocab-size",
+        "300",
+        "--prompts-per-step",
+        "2",
+    ),
+    *(
+        "--group-size",
+        "3",
+        "--prompt-len",
+        "9",
+        "--max-new-tokens",
+        "7",
+        "--repeats",
+        "1",
+        "--device",
+        "cpu",
+    ),
 ]
 CPU = torch.device("cpu")
 
@@ -32,7 +56,10 @@ def test_the_naive_step_is_the_same_step(options: dict[str, object]) -> None:
     asked = Sizes(**options) if options else parse(Steps, TINY)  # type: ignore[arg-type]
     work = Work.of(asked, CPU)
     work.model.double()
-    naive, ours = machine(work, NAIVE), machine(work, layout="tree", draft_answers=True, skip_dead_groups=True)
+    naive, ours = (
+        machine(work, NAIVE),
+        machine(work, layout="tree", draft_answers=True, skip_dead_groups=True),
+    )
     for number in range(2):
         a, b = naive.step(number), ours.step(number)
         assert torch.equal(naive.tokens(), ours.tokens())
@@ -60,54 +87,89 @@ def test_each_row_adds_one_layer_and_brackets_are_not_kept() -> None:
             continue
         added = {name for name in row.flags if row.flags[name] != kept.flags.get(name)}
         layer = next(layer for layer in LAYERS if layer.name == row.name.strip("()"))
-        assert added == {name for name, value in layer.flags.items() if kept.flags.get(name) != value}
+        assert added == {
+            name for name, value in layer.flags.items() if kept.flags.get(name) != value
+        }
         if not row.name.startswith("("):
             kept = row
     assert not kept.naive
 
 
-def test_the_steps_benchmark_writes_tables_charts_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_benchmark_writes_tables_charts_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "figures.json"
     only = ["--only", "one batch", "tree", "TF32", "autocast", "lean"]
-    benchmark.main([*TINY, *only, "--full", "--out-dir", str(tmp_path / "out"), "--json", str(file)])
+    benchmark.main(
+        [*TINY, *only, "--full", "--out-dir", str(tmp_path / "out"), "--json", str(file)]
+    )
     out = capsys.readouterr().out
-    assert "all rows sampled the same tokens" in out or "completions that are not the naive ones" in out
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"steps.md", "steps.json", "steps.png"}
+    assert (
+        "all rows sampled the same tokens" in out
+        or "completions that are not the naive ones" in out
+    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "steps.md",
+        "steps.json",
+        "steps.png",
+    }
     result = json.loads(file.read_text())
     rows = {row["name"].strip("()"): row for row in result["rows"]}
     assert result["rows"][0]["name"] == "naive" and result["rows"][0]["speedup"] == 1
     assert rows["TF32"]["status"] == "needs cuda" and rows["TF32"]["s_per_step"] is None
-    assert rows["tree layout"]["grad_difference"] < 1e-4 < rows["bfloat16 autocast"]["grad_difference"]
-    assert rows["tree layout"]["loss_difference"] < 1e-5 < rows["bfloat16 autocast"]["loss_difference"] < 0.05
+    assert (
+        rows["tree layout"]["grad_difference"] < 1e-4 < rows["bfloat16 autocast"]["grad_difference"]
+    )
+    assert (
+        rows["tree layout"]["loss_difference"]
+        < 1e-5
+        < rows["bfloat16 autocast"]["loss_difference"]
+        < 0.05
+    )
     assert rows["tree layout"]["tokens_update"] < rows["naive"]["tokens_update"]
     for row in rows.values():
         if row["status"] == "ok":
-            assert row["s_per_step"] > 0 and row["roofline_multiple"] > 1 and len(row["samples"]) == 1
+            assert (
+                row["s_per_step"] > 0 and row["roofline_multiple"] > 1 and len(row["samples"]) == 1
+            )
     assert {row["name"] for row in result["alone"]} > {"naive", "plain"} - {"plain"}
 
 
-def test_the_memory_benchmark_holds_all_ways_to_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_benchmark_holds_all_ways_to_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("minigrpo.tools.bench_memory.logprobs_alone.__defaults__", (40, 300, 16))
     asked = parse(Memory, [*TINY, "--group-sizes", "2", "4", "--out-dir", str(tmp_path)])
     result = asked.run(Console(quiet=True))
     assert len(result["rows"]) == 2 * 2 * len(WAYS)
-    assert all(row["status"] == "ok" and row["different_completions"] == 0 for row in result["rows"])
+    assert all(
+        row["status"] == "ok" and row["different_completions"] == 0 for row in result["rows"]
+    )
     assert set(result["timelines"]) == set(WAYS)
     assert result["logprobs"]["gradient_difference"] < 1e-5
-    assert (tmp_path / "memory.png").exists() and "stored once" in (tmp_path / "memory.md").read_text()
+    assert (tmp_path / "memory.png").exists() and "stored once" in (
+        tmp_path / "memory.md"
+    ).read_text()
 
 
-def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row does not quietly run in smaller pieces than it says."""
     forward = GPT.forward
 
-    def small(self: GPT, stream: Stream, layout: LogprobLayout, *args: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def small(
+        self: GPT, stream: Stream, layout: LogprobLayout, *args: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if len(layout.mask) > 1 and len(stream.ids) < 70:  # the tree's, not the repeated layout's
             raise torch.OutOfMemoryError("out of memory")
         return forward(self, stream, layout, *args)
 
     monkeypatch.setattr(GPT, "forward", small)
-    asked = parse(Steps, [*TINY, "--only", "completion-only", "tree", "one prompt", "--out-dir", str(tmp_path)])
+    asked = parse(
+        Steps,
+        [*TINY, "--only", "completion-only", "tree", "one prompt", "--out-dir", str(tmp_path)],
+    )
     result = asked.run(Console(quiet=True))
     assert [row["status"] for row in result["rows"]] == ["ok", "ok", "out of memory", "ok"]
 
@@ -122,7 +184,9 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(tmp_path: Path, 
         (["--config", "/nowhere.toml"], "--config /nowhere.toml: cannot be read"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         benchmark.main(words)
     assert stop.value.code == 2

@@ -7,11 +7,22 @@ import pytest
 import torch
 
 from minigrpo import checkpoint
-from minigrpo.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, path_of, save_checkpoint
+from minigrpo.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    path_of,
+    save_checkpoint,
+)
 
 
 def state(step: int) -> checkpoint.State:
-    return {"model": {"w": torch.full((50,), float(step))}, "optimizer": {}, "step": step, "config": {"seed": 0}}
+    return {
+        "model": {"w": torch.full((50,), float(step))},
+        "optimizer": {},
+        "step": step,
+        "config": {"seed": 0},
+    }
 
 
 def save(folder: Path, *steps: int, keep_last: int = 9) -> None:
@@ -38,7 +49,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step_000003", "step_000004"]
 
 
-def test_a_newer_damaged_checkpoint_does_not_push_out_the_one_that_was_just_written(tmp_path: Path) -> None:
+def test_a_newer_damaged_checkpoint_does_not_push_out_the_one_that_was_just_written(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 1, 3)
     damage(path_of(tmp_path, 3) / "state.pt")
     save(tmp_path, 2, keep_last=1)
@@ -47,7 +60,9 @@ def test_a_newer_damaged_checkpoint_does_not_push_out_the_one_that_was_just_writ
 
 
 @pytest.mark.parametrize("kind", ["bit", "truncated", "no manifest", "no state", "empty manifest"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, kind: str
+) -> None:
     save(tmp_path, 1, 2)
     newest = path_of(tmp_path, 2)
     if kind == "bit":
@@ -64,7 +79,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     assert len(warnings) == 1 and "step_000002" in warnings[0]
 
 
-def test_with_only_damaged_checkpoints_auto_is_an_error_and_with_none_a_fresh_start(tmp_path: Path) -> None:
+def test_with_only_damaged_checkpoints_auto_is_an_error_and_with_none_a_fresh_start(
+    tmp_path: Path,
+) -> None:
     assert find_checkpoint(tmp_path, "auto", pytest.fail) is None
     save(tmp_path, 1)
     damage(path_of(tmp_path, 1) / "state.pt")
@@ -97,7 +114,9 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
         pickle.dump({"model": Evil()}, file)
     save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=1)
     target = path_of(tmp_path, 1)
-    digest = checkpoint._write(target / "state.pt", lambda path: path.write_bytes((tmp_path / "evil").read_bytes()))
+    digest = checkpoint._write(
+        target / "state.pt", lambda path: path.write_bytes((tmp_path / "evil").read_bytes())
+    )
     (target / "manifest.json").write_text(json.dumps({"files": {"state.pt": digest}}))
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_checkpoint(target)

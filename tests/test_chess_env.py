@@ -4,7 +4,14 @@ import chess
 import pytest
 
 from minigrpo.rewards import is_valid_fen
-from minigrpo.tasks.chess_env import KINDS, PLIES_PER_GAME, ChessEnv, Positions, is_held_out, transition
+from minigrpo.tasks.chess_env import (
+    KINDS,
+    PLIES_PER_GAME,
+    ChessEnv,
+    Positions,
+    is_held_out,
+    transition,
+)
 
 START = chess.STARTING_FEN
 
@@ -22,11 +29,25 @@ START = chess.STARTING_FEN
         ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "f1f7", "7k/5Q2/6K1/8/8/8/8/8 b - - 1 1+0.5+1+0"),
         ("8/8/8/8/8/k7/p7/K7 b - - 0 1", "a3b3", "8/8/8/8/8/1k6/p7/K7 w - - 1 2+0.5+1+0"),
         ("8/8/8/8/8/1k6/p7/K7 b - - 149 99", "b3c3", "8/8/8/8/8/2k5/p7/K7 w - - 150 100+0.5+1+0"),
-        ("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 3 9", "e1g1", "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 4 9+0.001+0+0"),
+        (
+            "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 3 9",
+            "e1g1",
+            "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 4 9+0.001+0+0",
+        ),
         ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6", "4k3/8/3P4/8/8/8/8/4K3 b - - 0 2+0.001+0+0"),
         ("4k3/P7/8/8/8/8/8/4K3 w - - 0 2", "a7a8q", "Q3k3/8/8/8/8/8/8/4K3 b - - 0 2+0.001+0+0"),
     ],
-    ids=["quiet", "illegal", "mate", "stalemate", "stalemate-black", "75 moves", "castling", "en passant", "promotion"],
+    ids=[
+        "quiet",
+        "illegal",
+        "mate",
+        "stalemate",
+        "stalemate-black",
+        "75 moves",
+        "castling",
+        "en passant",
+        "promotion",
+    ],
 )
 def test_transition(fen: str, move: str, answer: str) -> None:
     assert transition(fen, move) == answer
@@ -42,7 +63,9 @@ def test_an_example_is_a_pure_function_of_seed_and_index() -> None:
     assert forwards != [Positions(4, "train").example(i) for i in range(40)]
 
 
-def test_draws_mix_games_never_repeat_and_need_one_new_game_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_mix_games_never_repeat_and_need_one_new_game_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     positions = Positions(0, "train")
     monkeypatch.setattr(Positions, "example", lambda self, index: index)
     draws = [[positions.draw(16 * turn + i) for i in range(PLIES_PER_GAME)] for turn in range(200)]

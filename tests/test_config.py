@@ -29,7 +29,10 @@ ROOT = Path(__file__).parent.parent
         (["--temperature", "0"], ["--temperature must be a number above 0"]),
         (["--kl-coef", "-0.1"], ["--kl-coef must be at least 0"]),
         (["--clip-low", "x"], ["--clip-low"]),
-        (["--micro-batch-size", "5"], ["--micro-batch-size must divide --prompts-per-step 16", "1, 2, 4, 8, 16"]),
+        (
+            ["--micro-batch-size", "5"],
+            ["--micro-batch-size must divide --prompts-per-step 16", "1, 2, 4, 8, 16"],
+        ),
         (["--width", "100", "--heads", "3"], ["--width must be even and a multiple of --heads"]),
         (["--loss", "nll", "--kl-coef", "0.1"], ["--kl-coef must be 0 with --loss nll"]),
         (["--weight-decay", "inf"], ["--weight-decay must be at least 0 and finite, got inf"]),
@@ -67,7 +70,9 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(
         ("group_size = ", ["not TOML"]),
     ],
 )
-def test_a_bad_toml_file_is_an_error_that_names_the_key(tmp_path: Path, toml: str, words: list[str]) -> None:
+def test_a_bad_toml_file_is_an_error_that_names_the_key(
+    tmp_path: Path, toml: str, words: list[str]
+) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(toml)
     with pytest.raises(ConfigError) as error:
@@ -78,10 +83,22 @@ def test_a_bad_toml_file_is_an_error_that_names_the_key(tmp_path: Path, toml: st
 
 def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text('group_size = 4\nlayout = "repeated"\nclip_high = 1\n[reward_weights]\nvalid = 0.5\nexact_fen = 2\n')
-    config = Config.from_cli(["--layout", "shared", "--config", str(path), "--use-amp", "--no-kv-cache"])
-    changed = {"group_size": 4, "layout": "shared", "clip_high": 1, "use_amp": True, "kv_cache": False}
-    assert config == dataclasses.replace(Config(), reward_weights="valid=0.5,exact_fen=2", **changed)
+    path.write_text(
+        'group_size = 4\nlayout = "repeated"\nclip_high = 1\n[reward_weights]\nvalid = 0.5\nexact_fen = 2\n'
+    )
+    config = Config.from_cli(
+        ["--layout", "shared", "--config", str(path), "--use-amp", "--no-kv-cache"]
+    )
+    changed = {
+        "group_size": 4,
+        "layout": "shared",
+        "clip_high": 1,
+        "use_amp": True,
+        "kv_cache": False,
+    }
+    assert config == dataclasses.replace(
+        Config(), reward_weights="valid=0.5,exact_fen=2", **changed
+    )
     assert config.weights() == {"valid": 0.5, "exact_fen": 2.0}
 
 
@@ -94,14 +111,20 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--" + field.name.replace("_", "-") in out
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_the_shipped_configs_load(path: Path) -> None:
     Config.from_toml(path)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
-    """A dry run: the preset on the tiny model on this device, float16 and compilation left out where there is no GPU."""
+    """A dry run: the preset on the tiny model on this device, float16 and compilation left out
+    where there is no GPU.
+    """
     values = {**read_toml(path), **TINY, "out_dir": str(tmp_path / "run")}
     values |= {
         "prompts_per_step": 8,
@@ -111,13 +134,17 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         "device": "cpu",
         "compile_model": False,
     }
-    if values.get("tokenizer") == "gpt2":  # which is not at hand, like its weights: small ones in the same formats
+    if (
+        values.get("tokenizer") == "gpt2"
+    ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config(**values), quiet=True)
         values["amp_dtype"] = "bfloat16"
-    Trainer(Config(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True).fit()
+    Trainer(
+        Config(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True
+    ).fit()
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -125,7 +152,9 @@ def small_gpt2(folder: Path) -> dict[str, str]:
     """A random model and a learnt vocabulary, in one folder as Hugging Face has them."""
     bpe.write_gpt2(folder, bpe.chess_merges(), ("merges.txt", "vocab.json"))
     shape = GPTShape(256 + 60 + 1, context=256, layers=1, width=16, heads=2)
-    export_gpt2(GPT(shape).state_dict(), folder, shape=dataclasses.asdict(shape), eos=shape.vocab_size - 1)
+    export_gpt2(
+        GPT(shape).state_dict(), folder, shape=dataclasses.asdict(shape), eos=shape.vocab_size - 1
+    )
     return {"init_from": str(folder), "tokenizer": str(folder)}
 
 

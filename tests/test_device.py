@@ -1,4 +1,6 @@
-"""The same runs with everything on a device that is not the host: what CUDA would refuse is an error here too."""
+"""The same runs with everything on a device that is not the host: what CUDA would refuse is an
+error here too.
+"""
 
 import json
 from pathlib import Path
@@ -27,10 +29,20 @@ def test_the_pretended_device_refuses_what_cuda_refuses(monkeypatch: pytest.Monk
     with pretend_cuda(monkeypatch):
         x = torch.ones(3, requires_grad=True)
         there = x.to("cuda")
-        for made in (there, there + 1, there[:2], torch.arange(3, device=there.device), there.new_empty(2)):
+        for made in (
+            there,
+            there + 1,
+            there[:2],
+            torch.arange(3, device=there.device),
+            there.new_empty(2),
+        ):
             assert made.device.type == "cuda" and made.is_cuda
         assert there.cpu().device.type == "cpu" and x.device.type == "cpu"
-        for wrong in (lambda: there + x, lambda: there[torch.tensor([0])], lambda: torch.cat([there, x])):
+        for wrong in (
+            lambda: there + x,
+            lambda: there[torch.tensor([0])],
+            lambda: torch.cat([there, x]),
+        ):
             with pytest.raises(RuntimeError, match="two devices"):
                 wrong()
         with pytest.raises(TypeError, match="to numpy"):
@@ -41,10 +53,22 @@ def test_the_pretended_device_refuses_what_cuda_refuses(monkeypatch: pytest.Monk
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"layout": "repeated", "kv_cache": False, "draft_answers": False, "num_iterations": 2, "loss": "gspo"},
+    "plain": {
+        "layout": "repeated",
+        "kv_cache": False,
+        "draft_answers": False,
+        "num_iterations": 2,
+        "loss": "gspo",
+    },
     "fast": {"use_amp": True, "low_precision_weights": True, "kl_coef": 0.1},
     "lean": {**LEAN, "micro_batch_size": 2, "kl_coef": 0.1},
-    "truncated": {"loss": "cispo", "sampler_correction": True, "top_k": 50, "top_p": 0.9, "resample_dead_groups": 1},
+    "truncated": {
+        "loss": "cispo",
+        "sampler_correction": True,
+        "top_k": 50,
+        "top_p": 0.9,
+        "resample_dead_groups": 1,
+    },
     "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
     "half": {"use_amp": True, "amp_dtype": "float16"},
     "supervised": {"loss": "nll", "group_size": 1},
@@ -55,10 +79,25 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_a_run_and_its_resumption_have_nothing_on_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    options = {**TINY, "reward_weights": "", "max_steps": 4, **WAYS[way], "out_dir": str(tmp_path), "device": "cuda"}
+    options = {
+        **TINY,
+        "reward_weights": "",
+        "max_steps": 4,
+        **WAYS[way],
+        "out_dir": str(tmp_path),
+        "device": "cuda",
+    }
     with pretend_cuda(monkeypatch):
-        for steps, fused in ((1, False), (2, True), (3, False)):  # whose counts of steps lie in different places
-            more = {"stop_after": steps, "fused_optimizer": fused, "resume": "auto" if steps > 1 else ""}
+        for steps, fused in (
+            (1, False),
+            (2, True),
+            (3, False),
+        ):  # whose counts of steps lie in different places
+            more = {
+                "stop_after": steps,
+                "fused_optimizer": fused,
+                "resume": "auto" if steps > 1 else "",
+            }
             trainer = Trainer(Config(**{**options, **more}), quiet=True)
             assert trainer.model.wte.weight.is_cuda
             trainer.fit()
@@ -66,7 +105,9 @@ def test_a_run_and_its_resumption_have_nothing_on_two_devices(
 
 
 @pytest.mark.parametrize("what", [["steps"], ["memory", "--group-sizes", "2"]])
-def test_a_benchmark_has_nothing_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]) -> None:
+def test_a_benchmark_has_nothing_on_two_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]
+) -> None:
     monkeypatch.setattr("minigrpo.tools.bench_memory.logprobs_alone.__defaults__", (40, 300, 16))
     monkeypatch.setattr(accel, "compile_blocks", lambda config, model: None)
     for rate in ("matmul_rate", "bandwidth"):  # products of a size for GPUs
@@ -79,12 +120,21 @@ def test_a_benchmark_has_nothing_on_two_devices(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("amp", [False, True])
-def test_recorded_rounds_write_what_rounds_write(monkeypatch: pytest.MonkeyPatch, amp: bool) -> None:
-    """Rollout after rollout, of other prompts and weights; a round is recorded once for a shape, and never waits."""
+def test_recorded_rounds_write_what_rounds_write(
+    monkeypatch: pytest.MonkeyPatch, amp: bool
+) -> None:
+    """Rollout after rollout, of other prompts and weights; a round is recorded once for a shape,
+    and never waits.
+    """
     with pretend_cuda(monkeypatch):
-        model, graphs = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).cuda(), Graphs()
+        model, graphs = (
+            GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).cuda(),
+            Graphs(),
+        )
         with torch.no_grad():
-            model.wte.weight.mul_(3)  # surer of itself, so that completions part one by one, and cells become more
+            model.wte.weight.mul_(
+                3
+            )  # surer of itself, so that completions part one by one, and cells become more
         recorded = []
         for turn in range(4):
             c = make_completions(turn % 2, prompts=6).to("cuda")
@@ -98,7 +148,9 @@ def test_recorded_rounds_write_what_rounds_write(monkeypatch: pytest.MonkeyPatch
             }
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-                found = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+                found = generate(
+                    model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options
+                )
             assert torch.equal(found.completion_ids, plain.completion_ids)
             assert torch.equal(found.completion_mask, plain.completion_mask)
             recorded.append(dict(graphs.rounds))

@@ -1,4 +1,6 @@
-"""`torchrun distributed_train.py` as people start it, and on bad days. Gradients are compared in test_invariance.py."""
+"""`torchrun distributed_train.py` as people start it, and on bad days. Gradients are compared in
+test_invariance.py.
+"""
 
 import contextlib
 import hashlib
@@ -21,7 +23,14 @@ from .gradients import TINY
 pytestmark = pytest.mark.usefixtures("no_orphans")
 ROOT = Path(__file__).parent.parent
 FAULTY = str(ROOT / "tests" / "faulty_task.py")
-OPTIONS: dict[str, Any] = {**TINY, "task": FAULTY, "reward_weights": "", "max_steps": 20, "eval_every": 0, "save_every": 3}
+OPTIONS: dict[str, Any] = {
+    **TINY,
+    "task": FAULTY,
+    "reward_weights": "",
+    "max_steps": 20,
+    "eval_every": 0,
+    "save_every": 3,
+}
 
 
 def command(*launcher: str, processes: int = 2, **changes: Any) -> list[str]:
@@ -38,7 +47,9 @@ def command(*launcher: str, processes: int = 2, **changes: Any) -> list[str]:
     return words
 
 
-def start(*launcher: str, env: dict[str, str] | None = None, processes: int = 2, **changes: Any) -> subprocess.Popen[str]:
+def start(
+    *launcher: str, env: dict[str, str] | None = None, processes: int = 2, **changes: Any
+) -> subprocess.Popen[str]:
     """torchrun in a session of its own, so that nothing of it outlives the test."""
     if not any("rdzv" in word for word in launcher):
         launcher = ("--standalone", *launcher)
@@ -66,7 +77,9 @@ def wait_for(folder: Path, pattern: str, seconds: float = 60) -> None:
 
 def weights(folder: Path) -> tuple[int, str]:
     """Step, and sha256 of the model and the optimizer in the newest checkpoint."""
-    newest = max((folder / "checkpoints").glob("step_*/state.pt"), key=lambda path: path.parent.name)
+    newest = max(
+        (folder / "checkpoints").glob("step_*/state.pt"), key=lambda path: path.parent.name
+    )
     state = torch.load(newest, weights_only=True)
     digest = hashlib.sha256()
     for part in (state["model"], *state["optimizer"]["state"].values()):
@@ -87,7 +100,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = start(out_dir=folder)
     output = finish(process)
     assert process.returncode == 0, output
-    assert "grpo: 4 prompts x 3 completions a step, on 2 x cpu: 2 prompts each in 1 micro-batch" in output
+    assert (
+        "grpo: 4 prompts x 3 completions a step, on 2 x cpu: 2 prompts each in 1 micro-batch"
+        in output
+    )
     assert output.count("finished (max_steps) at step 20") == 1
     return folder
 
@@ -109,9 +125,12 @@ def test_a_run_of_two_processes_is_one_run(calm: Path) -> None:
 def test_two_processes_log_the_metrics_of_one(calm: Path, tmp_path: Path) -> None:
     words = command(max_steps=20, out_dir=tmp_path / "run")
     words = [sys.executable, "train.py", *words[words.index("distributed_train.py") + 1 :]]
-    subprocess.run(words, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        words, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     one, two = (
-        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (tmp_path / "run", calm)
+        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()]
+        for f in (tmp_path / "run", calm)
     )
     for a, b in zip(one[:3], two[:3], strict=True):
         assert a.keys() == b.keys()
@@ -120,7 +139,9 @@ def test_two_processes_log_the_metrics_of_one(calm: Path, tmp_path: Path) -> Non
                 assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
 
 
-def test_a_killed_rank_takes_all_down_and_a_restart_ends_with_the_same_bits(calm: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_takes_all_down_and_a_restart_ends_with_the_same_bits(
+    calm: Path, tmp_path: Path
+) -> None:
     env = {"FAULT": "kill", "FAULT_MARKER": str(tmp_path / "marker")}
     process = start("--max-restarts=1", env=env, out_dir=tmp_path / "run", resume="auto")
     output = finish(process)
@@ -143,14 +164,20 @@ def test_a_fault_in_one_rank_ends_all_of_them_soon(fault: str, tmp_path: Path) -
         assert "RuntimeError: out of luck" in output and "rank 1 of 2, during step" in output
 
 
-def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(
+    tmp_path: Path,
+) -> None:
     marker = tmp_path / "marker"
-    process = start(env={"FAULT": "hang", "FAULT_MARKER": str(marker)}, out_dir=tmp_path / "run", pg_timeout=2)
+    process = start(
+        env={"FAULT": "hang", "FAULT_MARKER": str(marker)}, out_dir=tmp_path / "run", pg_timeout=2
+    )
     wait_for(tmp_path, "marker")
     at = time.monotonic()
     assert process.stdout is not None
     output = ""
-    while "closing signal SIGTERM" not in output:  # then the launcher waits 30 s before it kills the one that hangs
+    while (
+        "closing signal SIGTERM" not in output
+    ):  # then the launcher waits 30 s before it kills the one that hangs
         line = process.stdout.readline()
         assert line, output
         output += line
@@ -164,7 +191,9 @@ def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(t
 
 def test_a_long_evaluation_does_not_trip_the_timeout(tmp_path: Path) -> None:
     """Rank 0 evaluates for longer than --pg-timeout, and rank 1 waits."""
-    process = start(out_dir=tmp_path / "run", pg_timeout=1, max_steps=2, eval_size=1500, max_new_tokens=60)
+    process = start(
+        out_dir=tmp_path / "run", pg_timeout=1, max_steps=2, eval_size=1500, max_new_tokens=60
+    )
     output = finish(process)
     assert process.returncode == 0, output
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
@@ -182,21 +211,32 @@ def test_a_signal_to_the_launcher_finishes_the_step_and_saves(name: str, tmp_pat
     assert (summary(folder)["status"], summary(folder)["exit_reason"]) == ("stopped", name), output
     assert weights(folder)[0] == summary(folder)["step"] >= 3
     assert "Traceback" not in output.split("torch/distributed")[0]
-    assert f"exitcode  : -{getattr(signal, name).value}" not in output  # the workers left by themselves
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert (
+        f"exitcode  : -{getattr(signal, name).value}" not in output
+    )  # the workers left by themselves
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     assert str(folder) not in listed  # no orphans
 
 
 def test_another_number_of_processes_goes_on_with_the_same_step(calm: Path, tmp_path: Path) -> None:
-    """2 -> 1: the same global batch; gradients of the next step within 1e-5, so the metrics that they enter into too."""
+    """2 -> 1: the same global batch; gradients of the next step within 1e-5, so the metrics that
+    they enter into too.
+    """
     process = start(out_dir=tmp_path / "run", stop_after=9)
     assert finish(process) and process.returncode == 0
     words = command(out_dir=tmp_path / "run", resume="auto", stop_after=10)
     words = [sys.executable, "train.py", *words[words.index("distributed_train.py") + 1 :]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert "was written by 2 processes" in done.stderr
-    a, b = (json.loads((f / "metrics.jsonl").read_text().splitlines()[9]) for f in (calm, tmp_path / "run"))
+    a, b = (
+        json.loads((f / "metrics.jsonl").read_text().splitlines()[9])
+        for f in (calm, tmp_path / "run")
+    )
     for name in ("reward", "loss", "grad_norm", "entropy", "learning_rate", "tokens/repeated"):
         assert b[name] == pytest.approx(a[name], rel=1e-5, abs=1e-7), name
 
@@ -206,7 +246,12 @@ def test_two_agents_meet_on_one_machine(calm: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    launcher = [
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=test",
+    ]
     agents = [start(*launcher, processes=1, out_dir=tmp_path / "run") for _ in range(2)]
     outputs = [finish(agent) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs

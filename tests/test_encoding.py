@@ -1,4 +1,6 @@
-"""The boundary between prompt and completion: what is trained on and sampled is encode(prompt) + encode(completion)."""
+"""The boundary between prompt and completion: what is trained on and sampled is encode(prompt) +
+encode(completion).
+"""
 
 import json
 from pathlib import Path
@@ -20,8 +22,16 @@ def make_trainer(folder: Path, **changes: object) -> Trainer:
     """A run on pairs `ab` -> `cd`, with a tokenizer that has the token `bc`."""
     ranks = bpe.write_ranks(folder / "bc.tiktoken", [(b"b", b"c")])
     data = folder / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}ab", "answer": "cd"}) + "\n" for i in range(40)))
-    options = {**TINY, "reward_weights": "", "tokenizer": str(ranks), "data": str(data), "out_dir": str(folder / "run")}
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i}ab", "answer": "cd"}) + "\n" for i in range(40))
+    )
+    options = {
+        **TINY,
+        "reward_weights": "",
+        "tokenizer": str(ranks),
+        "data": str(data),
+        "out_dir": str(folder / "run"),
+    }
     return Trainer(Config(**{**options, **changes}), quiet=True)  # type: ignore[arg-type]
 
 
@@ -42,7 +52,9 @@ def test_the_warm_start_trains_on_prompt_and_answer_encoded_apart(tmp_path: Path
     assert answers == [[c, d, tokenizer.eot_token]] * 4
 
 
-def test_the_sampler_goes_on_from_the_same_prompt_tokens_and_its_tokens_are_trained_on_as_they_are(tmp_path: Path) -> None:
+def test_the_sampler_goes_on_from_the_same_prompt_tokens_and_its_tokens_are_trained_on_as_they_are(
+    tmp_path: Path,
+) -> None:
     trainer = make_trainer(tmp_path)
     assert isinstance(trainer.source, OnPolicy)
     with torch.no_grad():
@@ -56,14 +68,24 @@ def test_the_sampler_goes_on_from_the_same_prompt_tokens_and_its_tokens_are_trai
     for p, group in enumerate(texts):
         for g, text in enumerate(group):
             tokens = done.completion_ids[p, g][done.completion_mask[p, g]].tolist()
-            assert text == trainer.tokenizer.decode([t for t in tokens if t != trainer.tokenizer.eot_token])
+            assert text == trainer.tokenizer.decode(
+                [t for t in tokens if t != trainer.tokenizer.eot_token]
+            )
 
 
-def test_in_chess_env_nothing_is_merged_across_the_boundary_by_gpt2s_pattern(tmp_path: Path) -> None:
-    """A prompt ends in + and an answer begins with a letter or a digit: the pattern never puts them into one piece."""
-    tokenizer = load_tokenizer(str(bpe.write_ranks(tmp_path / "chess.tiktoken", bpe.chess_merges())))
+def test_in_chess_env_nothing_is_merged_across_the_boundary_by_gpt2s_pattern(
+    tmp_path: Path,
+) -> None:
+    """A prompt ends in + and an answer begins with a letter or a digit: the pattern never puts them
+    into one piece.
+    """
+    tokenizer = load_tokenizer(
+        str(bpe.write_ranks(tmp_path / "chess.tiktoken", bpe.chess_merges()))
+    )
     for history in (0, 4):
         env = ChessEnv(0, history)
         for example in map(env.train, range(64)):
-            apart = tokenizer.encode_ordinary(example.prompt) + tokenizer.encode_ordinary(example.answer)
+            apart = tokenizer.encode_ordinary(example.prompt) + tokenizer.encode_ordinary(
+                example.answer
+            )
             assert tokenizer.encode_ordinary(example.prompt + example.answer) == apart

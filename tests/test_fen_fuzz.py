@@ -1,4 +1,5 @@
-"""`is_valid_fen` against its contract, spelled out in python-chess, on texts made to hit every clause of it.
+"""`is_valid_fen` against its contract, spelled out in python-chess, on texts made to hit every
+clause of it.
 
 40,000 of them, or a million with --hypothesis-profile=thorough.
 """
@@ -17,9 +18,33 @@ from minigrpo.tasks.chess_env import ChessEnv
 
 FENS = [ChessEnv(0).train(i).answer.split("+")[0] for i in range(256)]
 ALPHABET = "KQRBNPkqrbnp12345678/ -wabcdefgh0+9_~\u0663\u00a0\t"
-CASTLING = ["".join(x) for n in range(5) for x in itertools.permutations("KQkq", n)] + ["-", "HA", "KK", "--", "AHah", "kQ"]
+CASTLING = ["".join(x) for n in range(5) for x in itertools.permutations("KQkq", n)] + [
+    "-",
+    "HA",
+    "KK",
+    "--",
+    "AHah",
+    "kQ",
+]
 PASSANT = ["-", "", "e", "e9", "z3", *(file + rank for file in "abcdefgh" for rank in "2346")]
-CLOCKS = ["0", "1", "00", "-1", "+5", "1_0", "007", "99", "9999", "10000", "\u0663", "1.0", "", " 1", "0x1", "9" * 5000]
+CLOCKS = [
+    "0",
+    "1",
+    "00",
+    "-1",
+    "+5",
+    "1_0",
+    "007",
+    "99",
+    "9999",
+    "10000",
+    "\u0663",
+    "1.0",
+    "",
+    " 1",
+    "0x1",
+    "9" * 5000,
+]
 
 
 def contract(text: str) -> bool:
@@ -44,7 +69,9 @@ def edited(rng: np.random.Generator, fen: str) -> str:
             other = rng.integers(len(text))
             text[place], text[other] = text[other], text[place]
         else:
-            text[place : place + (kind != 1)] = [ALPHABET[rng.integers(len(ALPHABET))]] if kind < 2 else []
+            text[place : place + (kind != 1)] = (
+                [ALPHABET[rng.integers(len(ALPHABET))]] if kind < 2 else []
+            )
     return "".join(text)
 
 
@@ -70,8 +97,14 @@ def moved(rng: np.random.Generator, fen: str) -> str:
 
 
 def combined() -> Iterator[str]:
-    """Every castling field and every en passant square on boards with rooks and pawns everywhere, and some without."""
-    boards = ["r3k2r/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/R3K2R", "4k3/8/8/8/8/8/8/4K3", "1r2k1r1/8/8/3pPp2/2PpP3/8/8/1R2K1R1"]
+    """Every castling field and every en passant square on boards with rooks and pawns everywhere,
+    and some without.
+    """
+    boards = [
+        "r3k2r/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/R3K2R",
+        "4k3/8/8/8/8/8/8/4K3",
+        "1r2k1r1/8/8/3pPp2/2PpP3/8/8/1R2K1R1",
+    ]
     for board, side, castling, passant in itertools.product(boards, "wb", CASTLING, PASSANT):
         yield f"{board} {side} {castling} {passant} 0 1"
 
@@ -79,7 +112,9 @@ def combined() -> Iterator[str]:
 def texts(n: int) -> Iterator[str]:
     rng = np.random.default_rng(0)
     yield from combined()
-    for kind, size in itertools.product(("8/" * 5000, "9" * 10**6, " " * 10**6, "K" * 101, FENS[0] + " " * 10**6), (1, 2)):
+    for kind, size in itertools.product(
+        ("8/" * 5000, "9" * 10**6, " " * 10**6, "K" * 101, FENS[0] + " " * 10**6), (1, 2)
+    ):
         yield kind * size
     for i in range(n):
         kind = (edited, spliced, moved)[i % 3]
@@ -101,6 +136,7 @@ def test_any_text_has_the_verdict_of_the_contract(text: str) -> None:
 
 
 def test_the_queen_side_hole_is_closed() -> None:
-    hole = "4k3/8/8/8/8/8/8/4K3 w Q - 0 1"  # a right whose rook is gone, which python-chess does not flag
+    # a right whose rook is gone, which python-chess does not flag
+    hole = "4k3/8/8/8/8/8/8/4K3 w Q - 0 1"
     assert chess.Board(hole).is_valid()
     assert not is_valid_fen(hole)

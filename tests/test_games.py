@@ -67,10 +67,14 @@ def asked(example: Example) -> tuple[str, str]:
 def assert_every_ply(games: Games, played: Counter[tuple[str, str]]) -> None:
     """As often as it was played in training; once in evaluation, whatever the clocks."""
     train, held_out = ([asked(ask(i)) for i in range(n)] for ask, n in _splits(games))
-    assert Counter(train) == {ply: number for ply, number in played.items() if not is_held_out(ply[0])}
+    assert Counter(train) == {
+        ply: number for ply, number in played.items() if not is_held_out(ply[0])
+    }
     assert set(held_out) <= set(played)
     questions = [(*fen.split(" ")[:4], move) for fen, move in held_out]
-    assert Counter(questions) == Counter({(*fen.split(" ")[:4], move): 1 for fen, move in played if is_held_out(fen)})
+    assert Counter(questions) == Counter(
+        {(*fen.split(" ")[:4], move): 1 for fen, move in played if is_held_out(fen)}
+    )
 
 
 def _splits(games: Games) -> list[tuple[Callable[[int], Example], int]]:
@@ -81,18 +85,27 @@ def test_a_small_file_with_all_that_can_be_in_one() -> None:
     heard = Heard()
     games = Games(SMALL, seed=0, listener=heard)
     assert heard.warnings == [
-        f"{SMALL}: skipped 5 of 11 games: game 4 (illegal san: 'Ke3' in rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR w "
+        f"{SMALL}: skipped 5 of 11 games: game 4 (illegal san: 'Ke3' in "
+        "rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR w "
         "KQkq - 0 2), game 6 (a null move at ply 2), game 7 (starts from an impossible position: "
         "8/8/8/8/8/8/8/K7 w - - 0 1), ..."
     ]
     assert heard.done[-1] == SMALL.stat().st_size
     whole = ("comments", "mate", "broken", "from", "and", "the last")
-    good = [game for game in SMALL.read_text(encoding="utf-8").split("[Event ") if game[1:].startswith(whole)]
+    good = [
+        game
+        for game in SMALL.read_text(encoding="utf-8").split("[Event ")
+        if game[1:].startswith(whole)
+    ]
     examples = everything(games)
     assert_every_ply(games, plies("[Event ".join(["", *good])))
     assert len(examples) == 20 + 4 + 3 + 4 + 5 - 1  # 2. Nf3 is held out, and played twice
     kinds = Counter(example.kind for example in examples)
-    assert kinds["checkmate"] == kinds["en passant"] == 1 and kinds["castling"] == 3 and kinds["check"] == 3
+    assert (
+        kinds["checkmate"] == kinds["en passant"] == 1
+        and kinds["castling"] == 3
+        and kinds["check"] == 3
+    )
     assert set(kinds) <= set(KINDS)
 
 
@@ -110,10 +123,18 @@ def test_answers_are_true_and_positions_stay_in_their_split() -> None:
 
 
 def test_history_is_what_the_game_has() -> None:
-    told = {asked(example): example.prompt.split("+")[2] for example in everything(Games(SMALL, seed=0, history=3))}
+    told = {
+        asked(example): example.prompt.split("+")[2]
+        for example in everything(Games(SMALL, seed=0, history=3))
+    }
     assert told[chess.STARTING_FEN, "f2f3"] == ""
-    assert told["rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq g3 0 2", "d8h4"] == "f2f3,e7e5,g2g4"
-    assert told["Q3k3/7p/8/8/8/8/8/4K3 b - - 0 40", "e8d7"] == "a7a8q"  # nothing from before the position it begins with
+    assert (
+        told["rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq g3 0 2", "d8h4"]
+        == "f2f3,e7e5,g2g4"
+    )
+    assert (
+        told["Q3k3/7p/8/8/8/8/8/4K3 b - - 0 40", "e8d7"] == "a7a8q"
+    )  # nothing from before the position it begins with
 
 
 def test_an_example_is_a_pure_function_of_file_seed_and_number(tmp_path: Path) -> None:
@@ -135,14 +156,29 @@ def test_an_example_is_a_pure_function_of_file_seed_and_number(tmp_path: Path) -
     [
         ("none.pgn", None, "none.pgn: cannot be read .No such file"),
         ("empty.pgn", b"", "empty.pgn: 0 usable examples for training and 0 for"),
-        ("one.pgn", b"1. e4", "one.pgn: [01] usable examples for training and [01] for evaluation; .* one position in 4"),
-        ("noise.pgn", bytes(range(256)) * 40, "noise.pgn: 0 usable examples for training and 0 for"),
+        (
+            "one.pgn",
+            b"1. e4",
+            "one.pgn: [01] usable examples for training and [01] for evaluation; .* one position "
+            "in 4",
+        ),
+        (
+            "noise.pgn",
+            bytes(range(256)) * 40,
+            "noise.pgn: 0 usable examples for training and 0 for",
+        ),
         ("not.pgn.gz", b"1. e4", "not.pgn.gz: cannot be read .Not a gzipped file"),
-        ("cut.pgn.gz", gzip.compress(SMALL.read_bytes())[:-300], "cut.pgn.gz: cannot be read .Compressed file ended"),
+        (
+            "cut.pgn.gz",
+            gzip.compress(SMALL.read_bytes())[:-300],
+            "cut.pgn.gz: cannot be read .Compressed file ended",
+        ),
         ("games.doc", b"1. e4", "must end with .pgn, .pgn.gz, .txt, .jsonl, got .*games.doc"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(
+    tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=words) as error:
@@ -150,19 +186,29 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, name: str, conte
     assert "\n" not in str(error.value)
 
 
-def test_a_run_on_games_says_what_it_skipped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = {**TINY, "max_steps": 1, "eval_every": 0, "history": 2, "out_dir": str(tmp_path / "run")}
+def test_a_run_on_games_says_what_it_skipped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        **TINY,
+        "max_steps": 1,
+        "eval_every": 0,
+        "history": 2,
+        "out_dir": str(tmp_path / "run"),
+    }
     summary = Trainer(Config(**options, data=str(SMALL)), quiet=True).fit()
     assert summary["last_evaluation"]["n"] == 8
     assert capfd.readouterr().err.count("skipped 5 of 11 games") == 1
 
 
-# --- real games -----------------------------------------------------------------------------------------------------------
+# --- real games -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """200 games of an engine against itself, annotated as servers and people do, some broken off; 2 damaged on top."""
+    """200 games of an engine against itself, annotated as servers and people do, some broken off; 2
+    damaged on top.
+    """
     path, rng, good = tmp_path_factory.mktemp("games") / "played.pgn", random.Random(0), []
     with chess.engine.SimpleEngine.popen_uci(find_engine()) as engine, open(path, "w") as file:
         for number in range(200):
@@ -173,10 +219,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
                 moves = list(board.legal_moves)
                 move = rng.choice(moves)
                 if board.ply() > 5:
-                    move = engine.play(board, chess.engine.Limit(nodes=30), game=number).move or move
+                    move = (
+                        engine.play(board, chess.engine.Limit(nodes=30), game=number).move or move
+                    )
                 if number % 3 == 0 and rng.random() < 0.2:
                     node.add_variation(rng.choice(moves), comment="instead {1. e4")
-                node = node.add_main_variation(move) if not node.variations else _promoted(node, move)
+                node = (
+                    node.add_main_variation(move) if not node.variations else _promoted(node, move)
+                )
                 if number % 2 == 0:
                     node.set_clock(600 - board.ply())
                 if number % 5 == 0:
@@ -205,7 +255,10 @@ def test_every_ply_of_real_games_is_an_example(played: tuple[Path, str]) -> None
     path, good = played
     heard = Heard()
     games = Games(path, seed=1, history=4, listener=heard)
-    assert len(heard.warnings) == 1 and "skipped 2 of 202 games: game 52 (illegal san: 'Kxh8' in" in heard.warnings[0]
+    assert (
+        len(heard.warnings) == 1
+        and "skipped 2 of 202 games: game 52 (illegal san: 'Kxh8' in" in heard.warnings[0]
+    )
     examples = everything(games)
     assert len(examples) > 8_000
     assert_every_ply(games, plies(good))
@@ -222,7 +275,9 @@ def test_every_ply_of_real_games_is_an_example(played: tuple[Path, str]) -> None
 
 
 @pytest.mark.engine
-def test_real_games_compressed_and_with_other_line_ends_are_the_same(played: tuple[Path, str], tmp_path: Path) -> None:
+def test_real_games_compressed_and_with_other_line_ends_are_the_same(
+    played: tuple[Path, str], tmp_path: Path
+) -> None:
     plain = Games(played[0], seed=2)
     packed = tmp_path / "played.pgn.gz"
     with open(played[0], "rb") as source, gzip.open(packed, "wb") as target:

@@ -1,8 +1,9 @@
 """The gradient of a step does not depend on how the step is run.
 
-In float64, relative to its largest entry, to 1e-10: for any micro-batch size, any accumulation, any layout, chunked log-probs
-on or off, checkpointing on or off, the reference offloaded or not, cache and drafts on or off, one process or two. bnpo
-is the exception that its definition makes it: it averages over the micro-batch at hand.
+In float64, relative to its largest entry, to 1e-10: for any micro-batch size, any accumulation, any
+layout, chunked log-probs on or off, checkpointing on or off, the reference offloaded or not, cache
+and drafts on or off, one process or two. bnpo is the exception that its definition makes it: it
+averages over the micro-batch at hand.
 """
 
 import os
@@ -33,7 +34,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree, micro-batches of 2": {"layout": "tree", "micro_batch_size": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "chunked log-probs": {"chunked_logprobs": True},
-    "chunked, micro-batches of 1, repeated": {"chunked_logprobs": True, "micro_batch_size": 1, "layout": "repeated"},
+    "chunked, micro-batches of 1, repeated": {
+        "chunked_logprobs": True,
+        "micro_batch_size": 1,
+        "layout": "repeated",
+    },
     "offloaded reference": {"offload_reference": True},
     "no cache": {"kv_cache": False},
     "no drafts": {"draft_answers": False},
@@ -42,7 +47,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-10) -> None:
+def assert_same(
+    found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-10
+) -> None:
     assert len(found) == len(expected) > 0
     scale = max(g.abs().max() for g in expected)
     assert scale > 0
@@ -54,16 +61,25 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], toleran
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
     """The gradient of each loss, all at once and in one process."""
     folder = tmp_path_factory.mktemp("whole")
-    return {loss: first_gradient(folder / loss, loss=loss, **options) for loss, options in LOSSES.items()}
+    return {
+        loss: first_gradient(folder / loss, loss=loss, **options)
+        for loss, options in LOSSES.items()
+    }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_does_not_depend_on(
-    way: str, loss: str, whole: dict[str, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    loss: str,
+    whole: dict[str, list[torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK", 5)
-    assert_same(first_gradient(tmp_path / "run", loss=loss, **LOSSES[loss], **WAYS[way]), whole[loss])
+    assert_same(
+        first_gradient(tmp_path / "run", loss=loss, **LOSSES[loss], **WAYS[way]), whole[loss]
+    )
 
 
 def test_the_losses_differ_from_one_another(whole: dict[str, list[torch.Tensor]]) -> None:
@@ -74,7 +90,9 @@ def test_the_losses_differ_from_one_another(whole: dict[str, list[torch.Tensor]]
 
 
 def test_bnpo_depends_on_the_micro_batch_by_definition(tmp_path: Path) -> None:
-    whole, cut = (first_gradient(tmp_path / str(size), loss="bnpo", micro_batch_size=size) for size in (0, 1))
+    whole, cut = (
+        first_gradient(tmp_path / str(size), loss="bnpo", micro_batch_size=size) for size in (0, 1)
+    )
     assert not all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(whole, cut, strict=True))
 
 
@@ -83,10 +101,17 @@ def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward(tmp_p
     once, twice = (first_gradient(tmp_path / str(n), loss="grpo", num_iterations=n) for n in (1, 2))
     assert_same(twice, once)
     trainer = make_trainer(
-        tmp_path / "moved", loss="grpo", num_iterations=3, learning_rate=0.1, warmup_steps=0, reward_weights=""
+        tmp_path / "moved",
+        loss="grpo",
+        num_iterations=3,
+        learning_rate=0.1,
+        warmup_steps=0,
+        reward_weights="",
     )
     metrics = trainer.learner.learn(trainer.source.batch(0), 0)
-    assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0  # the third step is off-policy
+    assert (
+        metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0
+    )  # the third step is off-policy
 
 
 def test_padding_is_invisible(tmp_path: Path) -> None:
@@ -126,11 +151,15 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     kept = first_gradient(tmp_path / "kept", loss=loss, skip_dead_groups=False)
     assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
     trainer = make_trainer(tmp_path / "live", loss=loss)
-    assert trainer.learner.live_prompts(trainer.source.batch(0)) == ([0, 1, 2, 3, 4, 5] if loss == "bnpo" else [0, 2, 5])
+    assert trainer.learner.live_prompts(trainer.source.batch(0)) == (
+        [0, 1, 2, 3, 4, 5] if loss == "bnpo" else [0, 2, 5]
+    )
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What two or three processes over gloo say: see tests/gradients.py."""
     out, count = tmp_path_factory.mktemp("ranks"), request.param
     with socket.socket() as free:
@@ -145,7 +174,10 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     command = [sys.executable, "-m", "tests.gradients", str(out)]
     options: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options) for rank in range(count)]
+    processes = [
+        subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options)
+        for rank in range(count)
+    ]
     errors = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * count, errors
     return [torch.load(out / f"{rank}.pt") for rank in range(count)]
@@ -159,7 +191,9 @@ def test_several_processes_have_the_gradient_of_one(
         assert_same(found[loss], whole[loss])
 
 
-def test_several_processes_sample_what_one_does_and_keep_equal_weights(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_several_processes_sample_what_one_does_and_keep_equal_weights(
+    ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
     trainer = make_trainer(tmp_path / "run")
     for step in range(2):
         batch = trainer.source.batch(step)
@@ -168,7 +202,9 @@ def test_several_processes_sample_what_one_does_and_keep_equal_weights(ranks: li
         assert batch.rewards is not None and rewards == batch.rewards.total.tolist()
         trainer.learner.learn(batch, step)
     for name, weight in trainer.model.state_dict().items():
-        assert all(torch.equal(ranks[0]["weights"][name], found["weights"][name]) for found in ranks)
+        assert all(
+            torch.equal(ranks[0]["weights"][name], found["weights"][name]) for found in ranks
+        )
         torch.testing.assert_close(ranks[0]["weights"][name], weight, rtol=1e-8, atol=1e-10)
 
 
@@ -177,13 +213,31 @@ def test_an_infinity_in_one_process_is_a_bad_step_in_all(ranks: list[dict[str, A
 
 
 def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:
-    """The smoke test of what users run: float32, to 1e-5 (CUDA adds in any order), everything on against everything off."""
+    """The smoke test of what users run: float32, to 1e-5 (CUDA adds in any order), everything on
+    against everything off.
+    """
     gradients = []
     for name, ways in {
-        "plain": {"layout": "repeated", "kv_cache": False, "draft_answers": False, "micro_batch_size": 1},
-        "fast": {"chunked_logprobs": True, "offload_reference": True, "gradient_checkpointing": True},
+        "plain": {
+            "layout": "repeated",
+            "kv_cache": False,
+            "draft_answers": False,
+            "micro_batch_size": 1,
+        },
+        "fast": {
+            "chunked_logprobs": True,
+            "offload_reference": True,
+            "gradient_checkpointing": True,
+        },
     }.items():
-        config = {**TINY, "group_size": 4, "kl_coef": 0.1, "grad_clip": 1e9, **ways, "device": device}
+        config = {
+            **TINY,
+            "group_size": 4,
+            "kl_coef": 0.1,
+            "grad_clip": 1e9,
+            **ways,
+            "device": device,
+        }
         trainer = Trainer(Config(**config, out_dir=str(tmp_path / name)), quiet=True)
         found: list[torch.Tensor] = []
         trainer.learner.optimizer.step = lambda *a, found=found, t=trainer, **k: found.extend(  # type: ignore[method-assign,assignment]

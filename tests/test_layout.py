@@ -32,17 +32,25 @@ def test_log_probs_are_those_of_the_plain_forward(
 ) -> None:
     built = LAYOUTS[layout](completions)
     logp, entropy = model(built.stream, built, temperature)
-    torch.testing.assert_close(logp, naive_logp(model, completions, temperature), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        logp, naive_logp(model, completions, temperature), rtol=1e-10, atol=1e-12
+    )
     assert (entropy[completions.completion_mask] > 0).all()
     assert (logp[~completions.completion_mask] == 0).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_the_plain_forward(model: GPT, completions: Completions, layout: str) -> None:
+def test_gradients_are_those_of_the_plain_forward(
+    model: GPT, completions: Completions, layout: str
+) -> None:
     weights = torch.randn(completions.completion_ids.shape, dtype=torch.float64)
     built = LAYOUTS[layout](completions)
-    found = torch.autograd.grad((model(built.stream, built)[0] * weights).sum(), list(model.parameters()))
-    expected = torch.autograd.grad((naive_logp(model, completions, 1.0) * weights).sum(), list(model.parameters()))
+    found = torch.autograd.grad(
+        (model(built.stream, built)[0] * weights).sum(), list(model.parameters())
+    )
+    expected = torch.autograd.grad(
+        (naive_logp(model, completions, 1.0) * weights).sum(), list(model.parameters())
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
@@ -57,10 +65,14 @@ def test_padding_is_invisible(model: GPT, completions: Completions, layout: str)
         torch.nn.functional.pad(c.completion_mask, (0, 3)),
     )
     a, b = LAYOUTS[layout](c), LAYOUTS[layout](padded)
-    torch.testing.assert_close(model(a.stream, a)[0], model(b.stream, b)[0][..., :-3], rtol=0, atol=0)
+    torch.testing.assert_close(
+        model(a.stream, a)[0], model(b.stream, b)[0][..., :-3], rtol=0, atol=0
+    )
 
 
-def test_shared_runs_each_prompt_and_each_distinct_completion_once(completions: Completions) -> None:
+def test_shared_runs_each_prompt_and_each_distinct_completion_once(
+    completions: Completions,
+) -> None:
     c = completions
     distinct = {
         (p, tuple(c.completion_ids[p, g][c.completion_mask[p, g]].tolist()))
@@ -68,16 +80,23 @@ def test_shared_runs_each_prompt_and_each_distinct_completion_once(completions: 
     }
     expected = int(c.prompt_len.sum()) + sum(len(tokens) - 1 for _, tokens in distinct)
     assert len(shared(c).stream.ids) == expected
-    every = int(c.prompt_len.sum()) * c.completion_ids.shape[1] + int((c.completion_mask.sum(-1) - 1).sum())
+    every = int(c.prompt_len.sum()) * c.completion_ids.shape[1] + int(
+        (c.completion_mask.sum(-1) - 1).sum()
+    )
     assert len(repeated(c).stream.ids) == every
 
 
-def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(model: GPT, completions: Completions) -> None:
+def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(
+    model: GPT, completions: Completions
+) -> None:
     c = completions
     texts = {
-        (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist()) for p, g in np.ndindex(*c.completion_mask.shape[:2])
+        (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist())
+        for p, g in np.ndindex(*c.completion_mask.shape[:2])
     }
-    prefixes = {text[:n] for text in texts for n in range(2, len(text))}  # with a token, and one after it
+    prefixes = {
+        text[:n] for text in texts for n in range(2, len(text))
+    }  # with a token, and one after it
     layout = tree(c)
     assert len(layout.stream.ids) == int(c.prompt_len.sum()) + len(prefixes)
     assert len(layout.targets) == len({text[:n] for text in texts for n in range(2, len(text) + 1)})
@@ -86,11 +105,19 @@ def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(model: G
     torch.testing.assert_close(logp, naive_logp(model, c, 1.0), rtol=1e-10, atol=1e-12)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 2))
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 2),
+)
 def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
     seed: int, prompts: int, samples: int, length: int, letters: int
 ) -> None:
-    """Few letters, so that prefixes repeat in all ways: one completion the beginning of another, empty ones, equal ones."""
+    """Few letters, so that prefixes repeat in all ways: one completion the beginning of another,
+    empty ones, equal ones.
+    """
     rng = np.random.default_rng(seed)
     model = GPT(GPTShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
     lengths = rng.integers(0, length + 1, (prompts, samples))
@@ -100,26 +127,43 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
     mask = np.arange(length) < lengths[..., None]
     c = Completions(*map(torch.from_numpy, (prompt_ids, prompt_len, ids, mask)))
     built, plain = tree(c), repeated(c)
-    torch.testing.assert_close(model(built.stream, built)[0], model(plain.stream, plain)[0], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        model(built.stream, built)[0], model(plain.stream, plain)[0], rtol=1e-9, atol=1e-11
+    )
 
 
 def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, EOS, (2, 8, 60)))
     ids[:, :, 0] = torch.arange(8)
     c = Completions(
-        torch.zeros(2, 30, dtype=torch.int64), torch.tensor([30, 30]), ids, torch.ones(2, 8, 60, dtype=torch.bool)
+        torch.zeros(2, 30, dtype=torch.int64),
+        torch.tensor([30, 30]),
+        ids,
+        torch.ones(2, 8, 60, dtype=torch.bool),
     )
     a, b = tree(c), shared(c)
     assert torch.equal(a.stream.ids, b.stream.ids)
-    assert [branches.visible.shape for branches in a.branches] == [branches.visible.shape for branches in b.branches]
+    assert [branches.visible.shape for branches in a.branches] == [
+        branches.visible.shape for branches in b.branches
+    ]
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 5), st.integers(1, 6), st.integers(2, 6))
-def test_any_shape_leads_back_to_its_own_tokens(seed: int, prompts: int, samples: int, width: int, length: int) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 4),
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.integers(2, 6),
+)
+def test_any_shape_leads_back_to_its_own_tokens(
+    seed: int, prompts: int, samples: int, width: int, length: int
+) -> None:
     c = make_completions(seed, prompts, max(samples, 3), width, length)
     for build in LAYOUTS.values():
         layout = build(c)
-        assert torch.equal(layout.targets[layout.index][c.completion_mask], c.completion_ids[c.completion_mask])
+        assert torch.equal(
+            layout.targets[layout.index][c.completion_mask], c.completion_ids[c.completion_mask]
+        )
         assert layout.stream.positions.max() < width + length
 
 
@@ -129,7 +173,9 @@ def test_completions_of_one_token_and_empty_ones_need_no_attention_of_their_own(
     short.completion_mask[0] = False
     for build in LAYOUTS.values():
         layout = build(short)
-        torch.testing.assert_close(model(layout.stream, layout)[0], naive_logp(model, short, 1.0), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            model(layout.stream, layout)[0], naive_logp(model, short, 1.0), rtol=1e-10, atol=1e-12
+        )
     empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
     for build in LAYOUTS.values():
         layout = build(empty)
@@ -141,7 +187,9 @@ def test_fp32_layouts_are_equal_on_this_device(device: str) -> None:
     model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2)).to(device)
     one, *others = (build(c).to(device) for build in LAYOUTS.values())
     for other in others:
-        torch.testing.assert_close(model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_what_a_group_reads_adds_up_in_float32() -> None:

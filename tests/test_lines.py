@@ -32,16 +32,28 @@ MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
             f"{AFTER_E4} - 0 1+0.001+0+0",
             "quiet",
         ),
-        (f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0\r\n", f"A: {START}+e2e4+d2d4 e2e4+", None, "quiet"),
+        (
+            f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0\r\n",
+            f"A: {START}+e2e4+d2d4 e2e4+",
+            None,
+            "quiet",
+        ),
         (f"A: {START}+e2e4+{AFTER_E4} e3 0 1+0.001+0+0", f"A: {START}+e2e4+", None, "quiet"),
-        (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", f"{START}+-1.0+0+1", "illegal"),
+        (
+            f"{START}+e2e5+e2e5+{START}+-1.0+0+1",
+            f"A: {START}+e2e5+e2e5+",
+            f"{START}+-1.0+0+1",
+            "illegal",
+        ),
         (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", f"{START}+0.0+0+1", "illegal"),
         (f"{REPEATED}+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0", None, None, "quiet"),
         (PADDED, f"P: {ENDGAME}", PADDED.removeprefix(f"P: {ENDGAME}"), "policy"),
         (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "policy"),
     ],
 )
-def test_a_good_line_is_taken_to_the_letter(line: str, prompt: str | None, answer: str | None, kind: str) -> None:
+def test_a_good_line_is_taken_to_the_letter(
+    line: str, prompt: str | None, answer: str | None, kind: str
+) -> None:
     read = text_line(line.strip())
     assert (read.prompt + read.answer).removeprefix("A: ") == line.strip().removeprefix("A: ")
     assert prompt in (None, read.prompt) and answer in (None, read.answer)
@@ -55,10 +67,20 @@ def test_a_good_line_is_taken_to_the_letter(line: str, prompt: str | None, answe
         (f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0", "8 fields"),
         (f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0", "no position"),
         (f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0", "e2e4 ends with 0.001.0.0, not 1.0.1.0"),
-        (f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0", "e2e4 leads to .* e3 0 1, not to .* d3 0 1"),
-        (f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0", "e2e5 leads to"),  # a move that was carried out unlooked at
+        (
+            f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
+            "e2e4 leads to .* e3 0 1, not to .* d3 0 1",
+        ),
+        (
+            f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",
+            "e2e5 leads to",
+        ),  # a move that was carried out unlooked at
         (f"A: {START}+e2e5++{START}+0.001+0+0", "e2e5 ends with -1.0.0.1 or 0.0.0.1"),
-        (f"A: {START}+g1f3++{'rnbqkbnr/pppppppp/8/8/8/5N2/PPPPPPPP/RNBQKB1R b KQkq - 1 1'}+0.5+1+0", "g1f3 ends with"),
+        (
+            f"A: "
+            f"{START}+g1f3++{'rnbqkbnr/pppppppp/8/8/8/5N2/PPPPPPPP/RNBQKB1R b KQkq - 1 1'}+0.5+1+0",
+            "g1f3 ends with",
+        ),
         (f"P: {START}", "a P line without M:"),
         (f"P: {START} M: e2e4 E: 0.3 0.2 B: e2e4", "not M: moves E: as many numbers"),
         (f"P: {START} M: e2e4 E: 0.3", "not M: moves"),
@@ -73,7 +95,9 @@ def test_a_damaged_line_says_why(line: str, words: str) -> None:
 
 
 def environment_lines(number: int) -> list[str]:
-    """A lines of self-play, as this library writes them, or, every other one, as python-chess does by default."""
+    """A lines of self-play, as this library writes them, or, every other one, as python-chess does
+    by default.
+    """
     lines = []
     for i in range(number):
         example = Positions(0, ("train", "held-out")[i % 4 == 0], history=2).example(i)
@@ -82,7 +106,9 @@ def environment_lines(number: int) -> list[str]:
             fen, uci, history, _, *ending = line.removeprefix("A: ").split("+")
             board = chess.Board(fen)
             board.push_uci(uci)
-            line = "+".join([chess.Board(fen).fen(), uci, history.replace(",", " "), board.fen(), *ending])
+            line = "+".join(
+                [chess.Board(fen).fen(), uci, history.replace(",", " "), board.fen(), *ending]
+            )
         lines.append(line)
     return lines
 
@@ -90,13 +116,20 @@ def environment_lines(number: int) -> list[str]:
 def test_a_file_of_both_kinds(tmp_path: Path) -> None:
     path, heard = tmp_path / "lines.txt", Heard()
     records = map(json.loads, annotated(tmp_path / "a.jsonl", 40).read_text().splitlines())
-    good = [*environment_lines(120), PADDED, MATED, *(record["prompt"] + record["answer"] for record in records)]
+    good = [
+        *environment_lines(120),
+        PADDED,
+        MATED,
+        *(record["prompt"] + record["answer"] for record in records),
+    ]
     raw = [line.encode() for line in good]
     path.write_bytes(b"\n".join([b"nonsense", *raw[:60], b"", b"P: no", b"\xff", *raw[60:]]))
     lines = Lines(path, 0, text_line, listener=heard)
     assert heard.warnings == [
-        f"{path}: skipped 3 of 166 lines: line 1 (1 fields, where fen+move+history+fen+reward+terminated+truncated has 7), "
-        "line 63 (a P line without M:), line 64 ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"
+        f"{path}: skipped 3 of 166 lines: line 1 (1 fields, where "
+        "fen+move+history+fen+reward+terminated+truncated has 7), "
+        "line 63 (a P line without M:), line 64 ('utf-8' codec can't decode byte 0xff in position "
+        "0: invalid start byte)"
     ]
     assert lines.heads == ("A: ", "P: ") and lines.num_train + lines.num_held_out == len(good)
     task = load_task("chess-env", seed=0, data=str(path))
@@ -124,8 +157,16 @@ def test_a_position_is_in_one_split_whichever_convention_its_line_has() -> None:
 
 def test_an_annotated_line() -> None:
     record = {"prompt": f"P: {START}", "answer": " M: e2e4 E: 0.3 B: e2e4", "made_by": "somebody"}
-    assert json_line(json.dumps(record)) == Line(record["prompt"], record["answer"], START, "policy")
-    for wrong in ("[1]", "no", '{"prompt": 1, "answer": ""}', '{"prompt": "P: x", "answer": ""}', "[" * 4000):
+    assert json_line(json.dumps(record)) == Line(
+        record["prompt"], record["answer"], START, "policy"
+    )
+    for wrong in (
+        "[1]",
+        "no",
+        '{"prompt": 1, "answer": ""}',
+        '{"prompt": "P: x", "answer": ""}',
+        "[" * 4000,
+    ):
         with pytest.raises(ValueError):  # noqa: PT011 - the words are those of the check above
             json_line(wrong)
 
@@ -133,4 +174,7 @@ def test_an_annotated_line() -> None:
 def test_the_shipped_task_judges_a_reward_of_minus_one() -> None:
     line = text_line(f"{START}+e2e5++{START}+-1.0+0+1")
     scores = ChessEnv(0).score(Example(line.prompt, line.answer), f"{START}+0.0+0+1")
-    assert scores["reward_value"] == 0 and scores["format"] == scores["exact_fen"] == scores["flags"] == 1
+    assert (
+        scores["reward_value"] == 0
+        and scores["format"] == scores["exact_fen"] == scores["flags"] == 1
+    )

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.losses import KL_ESTIMATORS, LOSSES, Counts, advantages, policy_loss, truncated_importance_weights
+from minigrpo.losses import (
+    KL_ESTIMATORS,
+    LOSSES,
+    Counts,
+    advantages,
+    policy_loss,
+    truncated_importance_weights,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -35,7 +42,9 @@ METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "kl", "cispo_clip_rati
 
 def golden_inputs() -> tuple[torch.Tensor, ...]:
     """Inputs as TRL was given them: float32 numbers, carried in float64 here."""
-    logp, old, ref, adv = (torch.tensor(GOLDEN[name], dtype=torch.float64) for name in ("logp", "old", "ref", "adv"))
+    logp, old, ref, adv = (
+        torch.tensor(GOLDEN[name], dtype=torch.float64) for name in ("logp", "old", "ref", "adv")
+    )
     return logp.requires_grad_(), old, ref, adv, torch.tensor(GOLDEN["mask"]).bool()
 
 
@@ -43,14 +52,24 @@ def golden_inputs() -> tuple[torch.Tensor, ...]:
 def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     logp, old, ref, adv, mask = golden_inputs()
     loss, metrics = policy_loss(
-        logp, old, adv, mask, ref_logp=ref, max_completion_length=GOLDEN["max_completion_length"], **ROWS[row]
+        logp,
+        old,
+        adv,
+        mask,
+        ref_logp=ref,
+        max_completion_length=GOLDEN["max_completion_length"],
+        **ROWS[row],
     )
     loss.backward()
     expected = GOLDEN["results"][row]
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
-    torch.testing.assert_close(logp.grad, torch.tensor(expected["grad"], dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        logp.grad, torch.tensor(expected["grad"], dtype=torch.float64), atol=1e-6, rtol=0
+    )
     found = {name: value.item() for name, value in metrics.items()}
-    assert found == pytest.approx({k: v for k, v in expected["metrics"].items() if k in METRICS}, abs=1e-5)
+    assert found == pytest.approx(
+        {k: v for k, v in expected["metrics"].items() if k in METRICS}, abs=1e-5
+    )
 
 
 def test_nll_is_the_mean_negative_log_probability_of_the_tokens() -> None:
@@ -63,7 +82,9 @@ def test_nll_is_the_mean_negative_log_probability_of_the_tokens() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_micro_batches_add_up_to_the_whole_batch(loss: str, size: int) -> None:
     generator = torch.Generator().manual_seed(size)
-    logp, old, ref = (-torch.rand(4, 3, 5, dtype=torch.float64, generator=generator) for _ in range(3))
+    logp, old, ref = (
+        -torch.rand(4, 3, 5, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     adv = torch.randn(4, 3, dtype=torch.float64, generator=generator)
     mask = torch.arange(5) < torch.randint(1, 6, (4, 3, 1), generator=generator)
     options = {"loss": loss, "kl_coef": 0.1, "max_completion_length": 5}
@@ -75,7 +96,13 @@ def test_micro_batches_add_up_to_the_whole_batch(loss: str, size: int) -> None:
     for a in range(0, 4, size):
         cut = slice(a, a + size)
         part, found = policy_loss(
-            pieces[cut], old[cut], adv[cut], mask[cut], ref_logp=ref[cut], counts=Counts.of(mask), **options
+            pieces[cut],
+            old[cut],
+            adv[cut],
+            mask[cut],
+            ref_logp=ref[cut],
+            counts=Counts.of(mask),
+            **options,
         )
         part.backward()
         losses.append(part.item())
@@ -99,7 +126,9 @@ def test_padding_has_no_loss_and_no_gradient_even_if_it_is_infinite(loss: str) -
     torch.testing.assert_close(dirty.grad, expected, rtol=0, atol=0)
 
 
-def test_without_old_logp_the_ratio_is_one_and_the_gradient_is_that_of_the_policy_gradient() -> None:
+def test_without_old_logp_the_ratio_is_one_and_the_gradient_is_that_of_the_policy_gradient() -> (
+    None
+):
     logp, _, _, adv, mask = golden_inputs()
     loss, metrics = policy_loss(logp, None, adv, mask)
     loss.backward()
@@ -112,7 +141,9 @@ def test_without_old_logp_the_ratio_is_one_and_the_gradient_is_that_of_the_polic
 def test_an_empty_completion_is_no_nan(loss: str) -> None:
     logp = torch.zeros(2, 3, requires_grad=True)
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    loss_value, _ = policy_loss(logp, None, torch.tensor([1.0, -1.0]), mask, loss=loss, ref_logp=logp.detach(), kl_coef=0.1)
+    loss_value, _ = policy_loss(
+        logp, None, torch.tensor([1.0, -1.0]), mask, loss=loss, ref_logp=logp.detach(), kl_coef=0.1
+    )
     loss_value.backward()
     assert torch.isfinite(logp.grad).all()
     assert (logp.grad[1] == 0).all()
@@ -125,7 +156,9 @@ def policy_and_reference() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("kl", "forward"), [("k2", True), ("k3", False), ("k3_is", True)])
 def test_kl_estimators_have_the_exact_on_policy_gradient(kl: str, forward: bool) -> None:
-    """A three-way categorical, where the expectation over samples is a sum: k2, k3_is: KL(pi||ref); k3: KL(ref||pi)."""
+    """A three-way categorical, where the expectation over samples is a sum: k2, k3_is: KL(pi||ref);
+    k3: KL(ref||pi).
+    """
     logits, ref = policy_and_reference()
     logp = logits.log_softmax(-1)
     penalty = KL_ESTIMATORS[kl](ref - logp, (logp - logp.detach()).exp())
@@ -137,7 +170,8 @@ def test_kl_estimators_have_the_exact_on_policy_gradient(kl: str, forward: bool)
 
 
 def test_k1_off_the_rewards_has_the_exact_on_policy_gradient() -> None:
-    """E[-A grad logp] with A = -k1 is grad KL(pi||ref): the reward carries what the loss could not."""
+    """E[-A grad logp] with A = -k1 is grad KL(pi||ref): the reward carries what the loss could
+    not."""
     logits, ref = policy_and_reference()
     logp = logits.log_softmax(0)
     kl = (logp.exp() * (logp - ref)).sum()
@@ -150,7 +184,9 @@ def test_k1_off_the_rewards_has_the_exact_on_policy_gradient() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_sampler_correction_is_the_truncated_ratio_of_trainer_and_sampler_and_spares_the_kl() -> None:
+def test_sampler_correction_is_the_truncated_ratio_of_trainer_and_sampler_and_spares_the_kl() -> (
+    None
+):
     logp = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
     sampled = torch.tensor([[-1.5, -1.0, -3.0]])
     weights = truncated_importance_weights(logp, sampled, 2.0)
@@ -176,9 +212,13 @@ def test_k1_in_the_loss_would_have_no_gradient() -> None:
 
 def test_rewards_1_0_0_1_have_centred_advantages_half() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    torch.testing.assert_close(advantages(rewards, scale="none"), torch.tensor([[0.5, -0.5, -0.5, 0.5]]))
+    torch.testing.assert_close(
+        advantages(rewards, scale="none"), torch.tensor([[0.5, -0.5, -0.5, 0.5]])
+    )
     std = rewards.std()
-    torch.testing.assert_close(advantages(rewards), torch.tensor([[0.5, -0.5, -0.5, 0.5]]) / (std + 1e-4))
+    torch.testing.assert_close(
+        advantages(rewards), torch.tensor([[0.5, -0.5, -0.5, 0.5]]) / (std + 1e-4)
+    )
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
@@ -191,7 +231,9 @@ def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
 def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
     rewards = torch.tensor([[1.0, 0.0], [5.0, 5.0]])
     found = advantages(rewards, scale="batch")
-    torch.testing.assert_close(found, torch.tensor([[0.5, -0.5], [0.0, 0.0]]) / (rewards.std() + 1e-4))
+    torch.testing.assert_close(
+        found, torch.tensor([[0.5, -0.5], [0.0, 0.0]]) / (rewards.std() + 1e-4)
+    )
 
 
 @given(st.floats(-10, 10, width=32), st.integers(2, 16))

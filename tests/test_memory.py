@@ -35,7 +35,10 @@ def test_the_size_is_halved_until_it_fits_and_stays() -> None:
 
 @pytest.mark.parametrize("options", [{"kl_coef": 0.1}, {"num_iterations": 2}])
 def test_out_of_memory_in_an_update_leaves_the_gradient_as_it_is(
-    options: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: dict[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = first_gradient(tmp_path / "whole", **options)
     forward = GPT.forward
@@ -48,13 +51,17 @@ def test_out_of_memory_in_an_update_leaves_the_gradient_as_it_is(
 
     monkeypatch.setattr(GPT, "forward", small)
     cut = first_gradient(tmp_path / "cut", **options)
-    assert "from here on 3 (see --micro-batch-size)" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "from here on 3 (see --micro-batch-size)" in (
+        said := " ".join(capsys.readouterr().err.split())
+    )
     assert "from here on 1 (see --micro-batch-size)" in said
     for a, b in zip(cut, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_out_of_memory_in_a_rollout_leaves_the_tokens_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_rollout_leaves_the_tokens_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = make_trainer(tmp_path / "whole").source.batch(0)
     prefill, sizes = CachedDecoder.prefill, list[int]()
 

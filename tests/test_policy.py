@@ -1,4 +1,6 @@
-"""The policy task: what a completion is worth against the engine's, and training steps on both kinds of question at once."""
+"""The policy task: what a completion is worth against the engine's, and training steps on both
+kinds of question at once.
+"""
 
 import json
 import math
@@ -24,15 +26,33 @@ ROOT = Path(__file__).parent.parent
 SMALL = ROOT / "tests" / "data" / "small.pgn"
 START = chess.STARTING_FEN
 EXAMPLE = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 0.2 B: e2e4", kind="policy")
-HOSTILE = ["", " ", "M:", "M: E: B:", "M: " + "e2e4 " * 10_000, "M:" + " " * 100_000, "E: " + "9" * 9999, "\x00", "\ud800",
-           "M: ١e4 E: ١ B: e2e4", " M: e2e4 E: nan B: e2e4", " M: e2e4 E: 1e9 B: e2e4", "x" * 1_000_000]  # fmt: skip
+HOSTILE = [
+    "",
+    " ",
+    "M:",
+    "M: E: B:",
+    "M: " + "e2e4 " * 10_000,
+    "M:" + " " * 100_000,
+    "E: " + "9" * 9999,
+    "\x00",
+    "\ud800",
+    # fmt: skip
+    "M: ١e4 E: ١ B: e2e4",
+    " M: e2e4 E: nan B: e2e4",
+    " M: e2e4 E: 1e9 B: e2e4",
+    "x" * 1_000_000,
+]
 
 
 def annotated(path: Path, number: int) -> Path:
-    """Positions of self-play with legal moves and evaluations that a formula, not an engine, has given."""
+    """Positions of self-play with legal moves and evaluations that a formula, not an engine, has
+    given.
+    """
     with open(path, "w") as file:
         for i in range(number):
-            fen = Positions(5, ("train", "held-out")[i % 4 == 0]).example(i).prompt[3:].split("+")[0]
+            fen = (
+                Positions(5, ("train", "held-out")[i % 4 == 0]).example(i).prompt[3:].split("+")[0]
+            )
             moves = sorted(move.uci() for move in chess.Board(fen).legal_moves)[:5]
             answer = write([(move, 1.5 - rank / 4) for rank, move in enumerate(moves)])
             file.write(json.dumps({"prompt": f"P: {fen}", "answer": answer}) + "\n")
@@ -55,9 +75,13 @@ def annotated(path: Path, number: int) -> Path:
         ("no idea", 0, 0, 0, 0, 0),
     ],
 )
-def test_parts_of_a_completion(text: str, best: float, moves: float, evals: float, legal: float, form: float) -> None:
+def test_parts_of_a_completion(
+    text: str, best: float, moves: float, evals: float, legal: float, form: float
+) -> None:
     scores = Policy().score(EXAMPLE, text)
-    assert scores == pytest.approx({"best": best, "moves": moves, "evals": evals, "legal": legal, "format": form}, rel=1e-6)
+    assert scores == pytest.approx(
+        {"best": best, "moves": moves, "evals": evals, "legal": legal, "format": form}, rel=1e-6
+    )
 
 
 def test_evaluations_far_beyond_a_win_are_alike() -> None:
@@ -67,7 +91,11 @@ def test_evaluations_far_beyond_a_win_are_alike() -> None:
     assert Policy().score(example, " M: e2e4 E: -999.98 B: e2e4")["evals"] == pytest.approx(1 / 21)
 
 
-@given(st.one_of(st.text(), st.from_regex(r" M:( [a-h][1-8][a-h][1-8])+ E:( -?[0-9]+\.[0-9])+ B: [a-h][1-8]")))
+@given(
+    st.one_of(
+        st.text(), st.from_regex(r" M:( [a-h][1-8][a-h][1-8])+ E:( -?[0-9]+\.[0-9])+ B: [a-h][1-8]")
+    )
+)
 def test_any_text_has_parts_between_0_and_1(text: str) -> None:
     assert all(0 <= value <= 1 for value in Policy().score(EXAMPLE, text).values())
 
@@ -100,15 +128,29 @@ def test_what_does_not_concern_a_question_is_the_same_for_its_group(tmp_path: Pa
 
 
 @pytest.mark.parametrize("loss", ["grpo", "nll"])
-def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(tmp_path: Path, loss: str) -> None:
+def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(
+    tmp_path: Path, loss: str
+) -> None:
     data = annotated(tmp_path / "a.jsonl", 60)
-    options = {**TINY, "reward_weights": "", "loss": loss, "max_new_tokens": 90, "max_steps": 2, "eval_every": 0}
-    trainer = Trainer(Config(**options, task="chess-env+policy", data=str(data), out_dir=str(tmp_path / "run")), quiet=True)
+    options = {
+        **TINY,
+        "reward_weights": "",
+        "loss": loss,
+        "max_new_tokens": 90,
+        "max_steps": 2,
+        "eval_every": 0,
+    }
+    trainer = Trainer(
+        Config(**options, task="chess-env+policy", data=str(data), out_dir=str(tmp_path / "run")),
+        quiet=True,
+    )
     batch = trainer.source.batch(0)
     assert [example.prompt[0] for example in batch.examples] == ["A", "P", "A", "P"]
     assert len(set(batch.completions.prompt_len.tolist())) > 1
     trainer.fit()
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) for step in steps)
     evaluation = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
     assert evaluation["count/policy"] == 4 and evaluation["n"] == 8
@@ -118,18 +160,39 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(tmp_pat
 @pytest.mark.parametrize(
     ("task", "data", "words"),
     [
-        ("policy", "", "--task policy needs annotated positions, .* got none; `python -m minigrpo.tools.annotate --out"),
+        (
+            "policy",
+            "",
+            "--task policy needs annotated positions, .* got none; `python -m "
+            "minigrpo.tools.annotate --out",
+        ),
         ("chess-env+policy", "", "--task chess-env.policy needs annotated positions"),
-        ("policy", str(SMALL), "small.pgn; .*annotate --out FILE.jsonl --positions FILE.pgn` makes them"),
-        ("policy", str(ROOT / "examples" / "sums.jsonl"), "sums.jsonl: 0 usable examples for training and 0 for"),
+        (
+            "policy",
+            str(SMALL),
+            "small.pgn; .*annotate --out FILE.jsonl --positions FILE.pgn` makes them",
+        ),
+        (
+            "policy",
+            str(ROOT / "examples" / "sums.jsonl"),
+            "sums.jsonl: 0 usable examples for training and 0 for",
+        ),
         ("chess-env", f"{SMALL},missing.txt", "missing.txt: cannot be read"),
-        ("chess-env+policy", "LINES.txt", "--task chess-env.policy needs annotated positions, .* got .*LINES.txt"),
+        (
+            "chess-env+policy",
+            "LINES.txt",
+            "--task chess-env.policy needs annotated positions, .* got .*LINES.txt",
+        ),
     ],
 )
-def test_what_is_missing_is_one_line_that_says_how_to_get_it(task: str, data: str, words: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_one_line_that_says_how_to_get_it(
+    task: str, data: str, words: str, tmp_path: Path
+) -> None:
     if data == "LINES.txt":  # all of them about what follows, none about what to play
         data = str(tmp_path / data)
-        examples = [Positions(0, split).example(i) for split in ("train", "held-out") for i in range(3)]
+        examples = [
+            Positions(0, split).example(i) for split in ("train", "held-out") for i in range(3)
+        ]
         Path(data).write_text("\n".join(example.prompt + example.answer for example in examples))
     with pytest.raises(ValueError, match=words) as error:
         load_task(task, seed=0, data=data)

@@ -1,4 +1,5 @@
-"""Bad days of one process: kills, full disks, two runs in one folder, numbers that are not finite."""
+"""Bad days of one process: kills, full disks, two runs in one folder, numbers that are not
+finite."""
 
 import json
 import resource
@@ -37,11 +38,14 @@ def test_killed_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["kills"] == kills and not result["differ"]
-    assert OPTIONS["num_iterations"] == 2 and OPTIONS["micro_batch_size"] == 2  # so that there is an inside
+    assert (
+        OPTIONS["num_iterations"] == 2 and OPTIONS["micro_batch_size"] == 2
+    )  # so that there is an inside
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """While a checkpoint of one of these steps is saved no file may grow beyond 12 KB, which is less than it needs.
+    """While a checkpoint of one of these steps is saved no file may grow beyond 12 KB, which is
+    less than it needs.
 
     Only meanwhile: the limit is the process's, and what pytest writes to is a file, too.
     """
@@ -86,7 +90,9 @@ def test_a_disk_that_is_full_at_the_end_fails_the_run_and_keeps_what_was_saved(
     assert again.step == 4
 
 
-def test_two_runs_in_one_folder_are_refused_and_the_lock_goes_with_the_first(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_refused_and_the_lock_goes_with_the_first(
+    tmp_path: Path,
+) -> None:
     first = make(tmp_path / "run")
     with pytest.raises(ConfigError, match="--out-dir .*run: another run is writing to it"):
         make(tmp_path / "run", resume="auto")
@@ -96,7 +102,9 @@ def test_two_runs_in_one_folder_are_refused_and_the_lock_goes_with_the_first(tmp
 
 def poison(trainer: Trainer, steps: set[int]) -> None:
     """Make the gradient of some steps infinite."""
-    trainer.model.ln_f.weight.register_hook(lambda grad: grad * (torch.inf if trainer.step in steps else 1.0))
+    trainer.model.ln_f.weight.register_hook(
+        lambda grad: grad * (torch.inf if trainer.step in steps else 1.0)
+    )
 
 
 def test_a_bad_step_changes_no_weight_and_no_moment_and_keeps_its_batch(
@@ -115,20 +123,33 @@ def test_a_bad_step_changes_no_weight_and_no_moment_and_keeps_its_batch(
     summary = trainer.fit()
     assert summary["skipped_steps"] == 1 and trainer.step == 6
     assert seen[2] == seen[1] and len(set(seen)) == 5
-    assert "step 3: loss" in (said := capfd.readouterr().err) and "the weights stay as they are; the batch is in" in said
-    dumped = torch.load(tmp_path / "run" / "bad_batches" / "step_000003_rank_0.pt", weights_only=True)
+    assert (
+        "step 3: loss" in (said := capfd.readouterr().err)
+        and "the weights stay as they are; the batch is in" in said
+    )
+    dumped = torch.load(
+        tmp_path / "run" / "bad_batches" / "step_000003_rank_0.pt", weights_only=True
+    )
     assert len(dumped["prompts"]) == 4 and dumped["rewards"].shape == (4, 3)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-def test_three_bad_steps_in_a_row_halve_the_learning_rate_for_good_and_end_autocast(tmp_path: Path) -> None:
+def test_three_bad_steps_in_a_row_halve_the_learning_rate_for_good_and_end_autocast(
+    tmp_path: Path,
+) -> None:
     trainer = make(tmp_path / "run", use_amp=True, max_steps=8, warmup_steps=0, save_every=1)
     poison(trainer, {0, 2, 3, 4})
     trainer.fit()
-    rates = [json.loads(line)["learning_rate"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [
+        json.loads(line)["learning_rate"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     calm = make(tmp_path / "calm", max_steps=8, warmup_steps=0)
     calm.fit()
-    expected = [json.loads(line)["learning_rate"] for line in (tmp_path / "calm" / "metrics.jsonl").read_text().splitlines()]
+    expected = [
+        json.loads(line)["learning_rate"]
+        for line in (tmp_path / "calm" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert BAD_STEPS_TO_HALVE == 3
     assert rates == pytest.approx([*expected[:5], *(rate / 2 for rate in expected[5:])])
     with trainer.learner.autocast():
@@ -140,14 +161,18 @@ def test_three_bad_steps_in_a_row_halve_the_learning_rate_for_good_and_end_autoc
 def test_six_bad_steps_in_a_row_stop_the_run_with_a_clear_error(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", max_steps=20)
     poison(trainer, set(range(2, 20)))
-    with pytest.raises(Diverged, match="6 steps in a row had a loss or gradient that is not finite"):
+    with pytest.raises(
+        Diverged, match="6 steps in a row had a loss or gradient that is not finite"
+    ):
         trainer.fit()
     assert BAD_STEPS_TO_STOP == 6 and trainer.step == 7
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and "6 steps in a row" in summary["exit_reason"]
 
 
-def test_under_float16_an_overflow_is_the_scalers_business_and_a_bad_loss_is_not(tmp_path: Path) -> None:
+def test_under_float16_an_overflow_is_the_scalers_business_and_a_bad_loss_is_not(
+    tmp_path: Path,
+) -> None:
     """With the scaler on the CPU, which is the one that CUDA has."""
     trainer = make(tmp_path / "overflow")
     trainer.learner.scaler = torch.amp.GradScaler("cpu", enabled=True)
@@ -173,7 +198,9 @@ def test_a_bad_batch_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path) ->
     assert trainer.fit()["skipped_steps"] == 1
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_do_not_fit(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_do_not_fit(
+    tmp_path: Path,
+) -> None:
     make(tmp_path / "run", stop_after=2).fit()
     path = next((tmp_path / "run" / "checkpoints").glob("*/state.pt"))
     state = torch.load(path, weights_only=True)
@@ -184,7 +211,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_do_not_fit(
     assert "\n" not in str(error.value)
 
 
-def test_another_number_of_threads_is_said_on_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_number_of_threads_is_said_on_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path / "run", stop_after=2).fit()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -20,10 +20,25 @@ from minigrpo.types import Example
 ROOT = Path(__file__).parent.parent
 ENV = ChessEnv(0)
 EXAMPLES = [ENV.train(i) for i in range(64)]
-HOSTILE = ["", "+", "+++", "\0" * 50, "\ud800", "٠+0.0+0+0", "NaN+nan+0+0", "a" * 10**6, "+" * 10**6, " " * 10**5, "9" * 5000]
+HOSTILE = [
+    "",
+    "+",
+    "+++",
+    "\0" * 50,
+    "\ud800",
+    "٠+0.0+0+0",
+    "NaN+nan+0+0",
+    "a" * 10**6,
+    "+" * 10**6,
+    " " * 10**5,
+    "9" * 5000,
+]
 
 
-@pytest.mark.parametrize("fen", [chess.STARTING_FEN, "4k3/8/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/8/R3K3 w Q - 12 2034"])
+@pytest.mark.parametrize(
+    "fen",
+    [chess.STARTING_FEN, "4k3/8/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/8/R3K3 w Q - 12 2034"],
+)
 def test_valid_fens(fen: str) -> None:
     assert is_valid_fen(fen)
 
@@ -56,7 +71,9 @@ def test_invalid_fens(fen: object) -> None:
 
 
 @given(st.sampled_from(EXAMPLES), st.integers(0, 60), st.characters())
-def test_a_valid_fen_is_what_python_chess_accepts_and_writes_back(example: Example, place: int, character: str) -> None:
+def test_a_valid_fen_is_what_python_chess_accepts_and_writes_back(
+    example: Example, place: int, character: str
+) -> None:
     fen = example.answer.split("+")[0]
     mutant = fen[:place] + character + fen[place + 1 :]
     try:
@@ -75,11 +92,15 @@ def test_similarity() -> None:
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.integers(0, 30), st.characters())
-def test_moving_away_from_the_truth_never_raises_similarity(truth: str, prefix: str, place: int, other: str) -> None:
+def test_moving_away_from_the_truth_never_raises_similarity(
+    truth: str, prefix: str, place: int, other: str
+) -> None:
     """Replacing a character that is right by one that stands nowhere in the truth."""
     if place < len(truth) and other not in truth:
         assert similarity(truth[:place] + other + truth[place + 1 :], truth) < 1
-        assert similarity(prefix + other, truth) <= similarity(prefix, truth) + 1e-12 or len(prefix) < len(truth)
+        assert similarity(prefix + other, truth) <= similarity(prefix, truth) + 1e-12 or len(
+            prefix
+        ) < len(truth)
 
 
 def test_parts_tell_what_is_wrong() -> None:
@@ -131,7 +152,9 @@ def test_the_pool_equals_serial_bit_for_bit_and_keeps_the_order() -> None:
         assert np.array_equal(a.parts[name], b.parts[name])
     for p, g in [(0, 0), (17, 3), (63, 1562)]:
         parts = ENV.score(EXAMPLES[p], texts[p][g])
-        assert a.total[p, g] == pytest.approx(sum(weight * parts[name] for name, weight in ENV.parts.items()))
+        assert a.total[p, g] == pytest.approx(
+            sum(weight * parts[name] for name, weight in ENV.parts.items())
+        )
 
 
 def test_each_distinct_text_of_a_prompt_is_scored_once() -> None:
@@ -155,7 +178,7 @@ def test_weights_choose_and_scale_the_parts() -> None:
         RewardScorer(ENV, weights={"typo": 1.0})
 
 
-# --- rewards of one's own -------------------------------------------------------------------------------------------------
+# --- rewards of one's own -------------------------------------------------------------------------
 
 TEXTS = [["good", "bad", "good"], ["bad", "good", "worse"]]
 
@@ -168,13 +191,19 @@ def hold() -> Iterator[threading.Event]:
     event.set()
 
 
-def score(function: RewardFunction, workers: int = 2, **options: Any) -> tuple[np.ndarray, int, list[str]]:
+def score(
+    function: RewardFunction, workers: int = 2, **options: Any
+) -> tuple[np.ndarray, int, list[str]]:
     """The function's part of TEXTS, how often it failed, and what was warned of."""
     warnings: list[str] = []
-    scorer = RewardScorer(ENV, functions=[function], workers=workers, warn=warnings.append, **options)
+    scorer = RewardScorer(
+        ENV, functions=[function], workers=workers, warn=warnings.append, **options
+    )
     table = scorer.score(EXAMPLES[:2], TEXTS)
     scorer.close()
-    assert np.array_equal(table.parts["similarity"], RewardScorer(ENV).score(EXAMPLES[:2], TEXTS).parts["similarity"])
+    assert np.array_equal(
+        table.parts["similarity"], RewardScorer(ENV).score(EXAMPLES[:2], TEXTS).parts["similarity"]
+    )
     return table.parts[function.name], table.failures[function.name], warnings
 
 
@@ -182,7 +211,9 @@ def score(function: RewardFunction, workers: int = 2, **options: Any) -> tuple[n
 def test_a_reward_of_ones_own_is_a_part_with_a_weight(workers: int) -> None:
     @reward(weight=0.5)
     def length(example: Example, text: str) -> float:
-        time.sleep(0.01 if text == "good" else 0)  # the others are ready first, and the order is kept
+        time.sleep(
+            0.01 if text == "good" else 0
+        )  # the others are ready first, and the order is kept
         return len(text)
 
     scorer = RewardScorer(ENV, functions=[length], workers=workers)
@@ -211,7 +242,9 @@ def test_what_is_no_number_gets_the_floor_and_is_counted(answer: Any, workers: i
     assert len(warnings) == 1 and warnings[0].startswith("reward odd: returned ")
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(3), TimeoutError("own"), RecursionError(), "\n" * 3])
+@pytest.mark.parametrize(
+    "error", [ValueError("broken"), SystemExit(3), TimeoutError("own"), RecursionError(), "\n" * 3]
+)
 def test_a_reward_that_raises_gets_the_floor_and_the_others_keep_theirs(error: Any) -> None:
     @reward()
     def odd(example: Example, text: str) -> float:
@@ -224,7 +257,9 @@ def test_a_reward_that_raises_gets_the_floor_and_the_others_keep_theirs(error: A
     assert failures == 2 and len(warnings) == 1
 
 
-@pytest.mark.parametrize("answer", [None, 1.0, "123", [1.0], [1.0] * 9, [None] * 4, [1.0, 2.0, "x", 3.0]], ids=repr)
+@pytest.mark.parametrize(
+    "answer", [None, 1.0, "123", [1.0], [1.0] * 9, [None] * 4, [1.0, 2.0, "x", 3.0]], ids=repr
+)
 def test_a_batched_reward_that_returns_a_wrong_count_gives_all_the_floor(answer: Any) -> None:
     seen = []
 
@@ -234,13 +269,17 @@ def test_a_batched_reward_that_returns_a_wrong_count_gives_all_the_floor(answer:
         return answer
 
     scores, failures, warnings = score(odd)
-    assert seen == [(5, ["good", "bad", "bad", "good", "worse"])]  # each distinct text of a prompt once
+    assert seen == [
+        (5, ["good", "bad", "bad", "good", "worse"])
+    ]  # each distinct text of a prompt once
     assert (scores == 0.25).all()
     assert failures == 6 and len(warnings) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_reward_that_hangs_is_given_up_and_the_step_goes_on(workers: int, hold: threading.Event) -> None:
+def test_a_reward_that_hangs_is_given_up_and_the_step_goes_on(
+    workers: int, hold: threading.Event
+) -> None:
     @reward(timeout_s=0.05)
     def slow(example: Example, text: str) -> float:
         if text == "bad":
@@ -250,7 +289,10 @@ def test_a_reward_that_hangs_is_given_up_and_the_step_goes_on(workers: int, hold
     scores, failures, warnings = score(slow, workers)
     assert scores.tolist() == [[1, 0, 1], [0, 1, 1]]
     assert failures == 2
-    assert warnings == ["reward slow: took longer than 0.05 s; such completions get 0.0, rewards/<part>/failures counts them"]
+    assert warnings == [
+        "reward slow: took longer than 0.05 s; such completions get 0.0, rewards/<part>/failures "
+        "counts them"
+    ]
 
 
 def test_however_many_hang_there_is_a_bound_on_threads_and_an_end(hold: threading.Event) -> None:
@@ -292,7 +334,9 @@ def test_threads_that_come_back_after_all_free_their_places() -> None:
     scorer.close()
 
 
-def test_a_result_that_is_asked_for_twice_is_the_same_and_gives_up_once(hold: threading.Event) -> None:
+def test_a_result_that_is_asked_for_twice_is_the_same_and_gives_up_once(
+    hold: threading.Event,
+) -> None:
     @reward(timeout_s=0.02)
     def slow(example: Example, text: str) -> float:
         hold.wait()
@@ -320,7 +364,13 @@ env = ChessEnv(0)
 scorer = RewardScorer(env, functions=[hangs], workers=2)
 print(scorer.score([env.train(0)], [["a", "b"]]).failures)
 """)
-    done = subprocess.run([sys.executable, program], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout) == (0, b"{'hangs': 2}\n"), done.stderr
 
 

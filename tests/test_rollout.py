@@ -11,16 +11,19 @@ from .gradients import make_trainer
 
 
 def test_overlong_punishment_is_dapos() -> None:
-    """Nothing up to L - buffer, -1 at L, a straight line between (arXiv 2503.14476, equation 13)."""
-    assert overlong_punishment(torch.tensor([0, 60, 80, 90, 99, 100]), 100, 20).tolist() == pytest.approx(
-        [0, 0, 0, -0.5, -0.95, -1]
-    )
+    """Nothing up to L - buffer, -1 at L, a straight line between (arXiv 2503.14476, equation
+    13)."""
+    assert overlong_punishment(
+        torch.tensor([0, 60, 80, 90, 99, 100]), 100, 20
+    ).tolist() == pytest.approx([0, 0, 0, -0.5, -0.95, -1])
 
 
 def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # type: ignore[no-untyped-def]
     batches = {}
     for overlong in ("keep", "mask", "punish"):
-        trainer = make_trainer(tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0)
+        trainer = make_trainer(
+            tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0
+        )
         batches[overlong] = trainer.source.batch(0)
         eos = trainer.tokenizer.eot_token
         metrics = trainer.learner.learn(batches[overlong], 0)
@@ -37,8 +40,12 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
     lengths = keep.completions.completion_mask.sum(-1)
     total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12, 4)
-    torch.testing.assert_close(punish.advantages, total - total.mean(1, keepdim=True), check_dtype=False)
-    assert describe(mask, eos)["completions/clipped_ratio"] == pytest.approx(1 - float(ended.double().mean()))
+    torch.testing.assert_close(
+        punish.advantages, total - total.mean(1, keepdim=True), check_dtype=False
+    )
+    assert describe(mask, eos)["completions/clipped_ratio"] == pytest.approx(
+        1 - float(ended.double().mean())
+    )
 
 
 def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -52,14 +59,18 @@ def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[
     assert torch.equal(trainer.model.wte.weight, before)
 
 
-def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
+    tmp_path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     plain = make_trainer(tmp_path / "plain").source.batch(0)
     trainer = make_trainer(tmp_path / "resampled", resample_dead_groups=2)
     asked: list[int] = []
     submit = trainer.scorer.submit
 
     class Doctored:
-        """Scores of 0 for the groups at places 1 and 3, and of those that replace them for the second."""
+        """Scores of 0 for the groups at places 1 and 3, and of those that replace them for the
+        second.
+        """
 
         def __init__(self, table: RewardTable, dead: list[int]) -> None:
             self.table, self.dead = table, dead
@@ -87,18 +98,32 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(tmp_pat
     assert describe(batch, eos)["frac_reward_zero_std"] == pytest.approx(1 / 6)
     assert describe(batch, eos)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     for group, mask, texts in zip(
-        batch.completions.completion_ids, batch.completions.completion_mask, batch.texts, strict=True
+        batch.completions.completion_ids,
+        batch.completions.completion_mask,
+        batch.texts,
+        strict=True,
     ):
         decoded = [
-            trainer.tokenizer.decode([t for t in row[m].tolist() if t != eos]) for row, m in zip(group, mask, strict=True)
+            trainer.tokenizer.decode([t for t in row[m].tolist() if t != eos])
+            for row, m in zip(group, mask, strict=True)
         ]
         assert decoded == texts
     assert np.isfinite(trainer.learner.learn(batch, 0)["loss"])
 
 
 def test_completions_that_are_joined_are_those_that_were_put_in() -> None:
-    a = Completions(torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[[3, 4]]]), torch.tensor([[[True, True]]]))
-    b = Completions(torch.tensor([[5]]), torch.tensor([1]), torch.tensor([[[6, 7, 8]]]), torch.tensor([[[True] * 3]]))
+    a = Completions(
+        torch.tensor([[1, 2]]),
+        torch.tensor([2]),
+        torch.tensor([[[3, 4]]]),
+        torch.tensor([[[True, True]]]),
+    )
+    b = Completions(
+        torch.tensor([[5]]),
+        torch.tensor([1]),
+        torch.tensor([[[6, 7, 8]]]),
+        torch.tensor([[[True] * 3]]),
+    )
     both = Completions.join([a, b])
     assert both.prompt_ids.tolist() == [[1, 2], [5, 0]]
     assert both.completion_ids.tolist() == [[[3, 4, 0]], [[6, 7, 8]]]
@@ -109,5 +134,9 @@ def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd) -> None
     trainer = make_trainer(tmp_path / "run", top_p=0.9, max_steps=2)
     trainer.fit()
     assert capfd.readouterr().err.count("truncate the sampler only") == 1
-    removed = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "removed_mass" in line]
+    removed = [
+        line
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if "removed_mass" in line
+    ]
     assert len(removed) == 2

@@ -9,7 +9,15 @@ from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
 from minigrpo.model import GPT, GPTShape
 from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import STEPS_BETWEEN_LOOKS, Choice, generate, guess, pick_token, regroup, truncate
+from minigrpo.sampling import (
+    STEPS_BETWEEN_LOOKS,
+    Choice,
+    generate,
+    guess,
+    pick_token,
+    regroup,
+    truncate,
+)
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -63,10 +71,13 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
     rounds = []
     step = kind.step
     monkeypatch.setattr(kind, "step", lambda self, *args: rounds.append(1) or step(self, *args))
-    # the draft of a prompt is its second sample with a token left out: right for one row up to there, then shifted
+    # the draft of a prompt is its second sample with a token left out: right for one row up to
+    # there, then shifted
     drafts = torch.cat([plain.completion_ids[:, 1, :4], plain.completion_ids[:, 1, 5:]], dim=1)
     for draft in (drafts, torch.zeros_like(drafts), drafts[:, :1]):
-        drafted = sample(model, prompts, list(range(6)), decoder=kind, drafts=draft, draft_window=window)
+        drafted = sample(
+            model, prompts, list(range(6)), decoder=kind, drafts=draft, draft_window=window
+        )
         assert torch.equal(drafted.completion_ids, plain.completion_ids)
         assert torch.equal(drafted.completion_mask, plain.completion_mask)
         torch.testing.assert_close(drafted.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
@@ -78,10 +89,19 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         text = plain.completion_ids[p, :1]
         u = torch.from_numpy(uniforms(0, "test", 0, np.array([p]), 1, LENGTH))
         options = {"eos": EOS, "max_new_tokens": LENGTH, "u": u, "decoder": kind}
-        again = generate(model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], drafts=text, draft_window=window, **options)
+        again = generate(
+            model,
+            prompts.prompt_ids[[p]],
+            prompts.prompt_len[[p]],
+            drafts=text,
+            draft_window=window,
+            **options,
+        )
         length = int(again.completion_mask.sum())
         assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])
-        late = STEPS_BETWEEN_LOOKS - 1 if window == 1 else 0  # nothing is guessed: who has finished is seen later
+        late = (
+            STEPS_BETWEEN_LOOKS - 1 if window == 1 else 0
+        )  # nothing is guessed: who has finished is seen later
         assert len(rounds) <= -(-(length - 1) // window) + 1 + late
 
 
@@ -99,7 +119,9 @@ def test_a_guess_is_what_follows_the_same_tokens_nearest_to_the_rows_own_column(
     assert at([2, 3, 6], 9) == [7, 7]
 
 
-def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(model: GPT, prompts: Completions) -> None:
+def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(
+    model: GPT, prompts: Completions
+) -> None:
     """What drafted decoding needs: rows stand at different columns, and run W tokens at once."""
     tokens = torch.randint(0, EOS, (12, 8), generator=torch.Generator().manual_seed(0))
     decoders = [kind(model, prompts.prompt_ids, prompts.prompt_len, 2, 10) for kind in DECODERS]
@@ -113,7 +135,9 @@ def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forwar
         step = [decoder.step(window, columns, int(columns.max()) + 3) for decoder in decoders]
         for other in step[1:]:
             torch.testing.assert_close(step[0], other, rtol=1e-10, atol=1e-12)
-        columns = columns + 1 + torch.arange(12) % 2  # some rows keep one of the three tokens, some two
+        columns = (
+            columns + 1 + torch.arange(12) % 2
+        )  # some rows keep one of the three tokens, some two
 
 
 @torch.no_grad()
@@ -121,7 +145,13 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
     model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).to(device)
     prompts = make_completions(0, prompts=6).to(device)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)).to(device)
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": Choice(0.8)}
+    options = {
+        "eos": EOS,
+        "max_new_tokens": LENGTH,
+        "num_samples": 3,
+        "u": u,
+        "choice": Choice(0.8),
+    }
     c = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     for build in LAYOUTS.values():
         layout = build(c.to("cpu")).to(device)
@@ -141,7 +171,9 @@ def test_the_ratio_is_exactly_one_on_the_first_inner_step(model: GPT, prompts: C
     assert implied == explicit
 
 
-def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(model: GPT, prompts: Completions) -> None:
+def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(
+    model: GPT, prompts: Completions
+) -> None:
     together = sample(model, prompts, list(range(6)))
     for row in range(6):
         alone = sample(model, prompts, [row])
@@ -193,23 +225,32 @@ def naive_truncation(p: list[float], choice: Choice) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
-    """Chi-square against the (truncated) softmax: 100,000 draws, 99.99 % quantile of the degrees of freedom at hand."""
+    """Chi-square against the (truncated) softmax: 100,000 draws, 99.99 % quantile of the degrees of
+    freedom at hand.
+    """
     logp = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)).mul(1.5).log_softmax(-1)
     expected = naive_truncation(logp.exp().tolist(), CHOICES[name])
     n = 100_000
     u = torch.from_numpy(stream(0, "chi-square").random(n, dtype=np.float32))
     allowed = truncate(logp[None], CHOICES[name])
     found = torch.bincount(
-        pick_token(allowed[None], u[:, None], torch.zeros(n, dtype=torch.int64))[:, 0], minlength=VOCAB
+        pick_token(allowed[None], u[:, None], torch.zeros(n, dtype=torch.int64))[:, 0],
+        minlength=VOCAB,
     ).tolist()
     assert {i for i, count in enumerate(found) if count} <= set(expected)
-    assert len(expected) == VOCAB if name in ("all", "more than there are") else len(expected) < VOCAB
+    assert (
+        len(expected) == VOCAB if name in ("all", "more than there are") else len(expected) < VOCAB
+    )
     chi_square = sum((found[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
     freedom = len(expected) - 1
-    assert chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9  # above the 99.99 % quantile for 0 to 30 degrees
+    assert (
+        chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9
+    )  # above the 99.99 % quantile for 0 to 30 degrees
 
 
-def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(model: GPT, prompts: Completions) -> None:
+def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(
+    model: GPT, prompts: Completions
+) -> None:
     choice = Choice(temperature=0.9, top_k=6, top_p=0.9)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": choice}
@@ -221,12 +262,19 @@ def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(mode
     kept = out.log_kept[out.completion_mask].exp()
     assert 0 < kept.min() < kept.max() < 1
     tokens = out.completion_ids[0, 0].tolist()
-    plain = model.logits(torch.tensor([prompts.prompt_ids[0, : prompts.prompt_len[0]].tolist() + tokens]))[0] / 0.9
+    plain = (
+        model.logits(
+            torch.tensor([prompts.prompt_ids[0, : prompts.prompt_len[0]].tolist() + tokens])
+        )[0]
+        / 0.9
+    )
     for s, token in enumerate(tokens[: int(out.completion_mask[0, 0].sum())]):
         p = plain[int(prompts.prompt_len[0]) - 1 + s].softmax(-1).tolist()
         remaining = naive_truncation(p, choice)
         assert token in remaining
-        assert float(out.log_kept[0, 0, s].exp()) == pytest.approx(sum(p[i] for i in remaining), rel=1e-5)
+        assert float(out.log_kept[0, 0, s].exp()) == pytest.approx(
+            sum(p[i] for i in remaining), rel=1e-5
+        )
 
 
 def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> None:
@@ -237,14 +285,23 @@ def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> No
 
 def test_there_is_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
     # rows 0-2 in cell 0, of which row 2 went another way; row 3 in cell 1; row 4 in cell 5
-    cells, cell, speakers = regroup(np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]]))
-    assert cells.tolist() == [0, 1, 0, 5]  # cells 0 and 1 stay where they are, the others take what places are left
+    cells, cell, speakers = regroup(
+        np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]])
+    )
+    assert cells.tolist() == [
+        0,
+        1,
+        0,
+        5,
+    ]  # cells 0 and 1 stay where they are, the others take what places are left
     assert cell.tolist() == [0, 0, 2, 1, 3]
     assert speakers.tolist() == [0, 3, 2, 4]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 20))
-def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(seed: int, rows: int) -> None:
+def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(
+    seed: int, rows: int
+) -> None:
     rng = np.random.default_rng(seed)
     cell, said = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
     cells, of_row, speakers = regroup(cell, said)
@@ -252,21 +309,29 @@ def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(see
     assert np.array_equal(of_row[speakers], np.arange(len(cells)))
     assert len(cells) == len({(c, *s) for c, s in zip(cell.tolist(), said.T.tolist(), strict=True)})
     for i, old in enumerate(cells):
-        assert i == old or old >= len(cells) or cells[old] == old  # where it comes from is not overwritten
+        assert (
+            i == old or old >= len(cells) or cells[old] == old
+        )  # where it comes from is not overwritten
 
 
-def test_while_they_agree_completions_of_a_prompt_are_run_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_they_agree_completions_of_a_prompt_are_run_once(
+    model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = make_completions(0, prompts=2)
     u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
     u[1, 4, 3:] = 0.9  # but one, from its fourth token on
     cells = []
     step = CachedDecoder.step
-    monkeypatch.setattr(CachedDecoder, "step", lambda self, *args: cells.append(self.num_cells) or step(self, *args))
+    monkeypatch.setattr(
+        CachedDecoder, "step", lambda self, *args: cells.append(self.num_cells) or step(self, *args)
+    )
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     cells.clear()
     drafts = torch.zeros(2, 1, dtype=torch.int64)
-    shared = generate(model, prompts.prompt_ids, prompts.prompt_len, drafts=drafts, draft_window=2, **options)
+    shared = generate(
+        model, prompts.prompt_ids, prompts.prompt_len, drafts=drafts, draft_window=2, **options
+    )
     assert torch.equal(shared.completion_ids, plain.completion_ids)
     assert cells[0] == 2
     assert max(cells) == 3
@@ -277,6 +342,9 @@ def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
     b = uniforms(0, "sample", 3, np.array([9]), 2, 12)
     assert np.array_equal(a[1, :2], b[0, :, :6])
     assert len(np.unique(a)) == a.size
-    others = [uniforms(1, "sample", 3, np.array([7]), 4, 6), uniforms(0, "evaluate", 3, np.array([7]), 4, 6)]
+    others = [
+        uniforms(1, "sample", 3, np.array([7]), 4, 6),
+        uniforms(0, "evaluate", 3, np.array([7]), 4, 6),
+    ]
     others.append(uniforms(0, "sample", 4, np.array([7]), 4, 6))
     assert all(not np.array_equal(a[:1], other) for other in others)

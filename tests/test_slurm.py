@@ -1,4 +1,6 @@
-"""slurm/grpo.sbatch, with stand-ins for SLURM's commands on PATH: allocation, signals, requeue, staging."""
+"""slurm/grpo.sbatch, with stand-ins for SLURM's commands on PATH: allocation, signals, requeue,
+staging.
+"""
 
 import json
 import os
@@ -18,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 JOB = str(os.getpid())  # the launcher's port is made of it
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
 STANDINS = {
-    # drops its own options and becomes what it starts; srun passes signals on, and this one is the process itself
+    # drops its own options and becomes what it starts; srun passes signals on, and this one is the
+    # process itself
     "srun": """while [[ $1 == --* ]]; do shift; done
         [[ ${SLURM_JOB_NUM_NODES:-1} == 2 ]] || exec "$@"
         SLURM_NODEID=1 "$@" & other=$!
@@ -63,17 +66,28 @@ def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
 
 
-def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
     job = submit(slurm, max_steps=7)
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 0, output
     out = tmp_path / "out"
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
     assert weights(out)[0] == 7
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000006", "step_000007"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "step_000006",
+        "step_000007",
+    ]
     report = (out / "slurm" / f"{JOB}.0" / "job_summary.txt").read_text()
-    assert "exit code   0" in report and "status      finished (max_steps)" in report and "step        7" in report
-    assert "finished (max_steps) at step 7" in (out / "slurm" / f"{JOB}.0" / "train.log").read_text()
+    assert (
+        "exit code   0" in report
+        and "status      finished (max_steps)" in report
+        and "step        7" in report
+    )
+    assert (
+        "finished (max_steps) at step 7" in (out / "slurm" / f"{JOB}.0" / "train.log").read_text()
+    )
     assert not list((tmp_path / "local").iterdir())
     assert not (tmp_path / "requeued").exists()
 
@@ -99,7 +113,9 @@ def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     assert where in (out / "slurm" / f"{JOB}.0" / "job_summary.txt").read_text()
     assert "on 2 x cpu" in output
     if name == "USR1":
-        job = submit({**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=100_000, stop_after=summary["step"] + 2)
+        job = submit(
+            {**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=100_000, stop_after=summary["step"] + 2
+        )
         output = job.communicate(timeout=120)[0]
         assert job.returncode == 0, output
         assert f"resumed from step {summary['step']}" in output
@@ -120,7 +136,9 @@ def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_pat
 def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """tar fails: on the way out the local run is the only whole one, on the way in the one in GRPO_OUT is."""
+    """tar fails: on the way out the local run is the only whole one, on the way in the one in
+    GRPO_OUT is.
+    """
     out, broken = tmp_path / "out", tmp_path / "bin" / "tar"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
@@ -147,7 +165,9 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
         ({"GRPO_PYTHON": "/bin/false"}, "/bin/false cannot import minigrpo"),
     ],
 )
-def test_what_is_missing_is_said_before_any_work(slurm: dict[str, str], env: dict[str, str], words: str) -> None:
+def test_what_is_missing_is_said_before_any_work(
+    slurm: dict[str, str], env: dict[str, str], words: str
+) -> None:
     job = submit({**slurm, **env})
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2

@@ -13,12 +13,21 @@ from minigrpo.tasks.pairs import Pairs
 from .gradients import TINY
 
 ROOT = Path(__file__).parent.parent
-SUMS, REVERSE, REWARDS = (str(ROOT / "examples" / name) for name in ("sums.jsonl", "reverse.py", "rewards.py"))
+SUMS, REVERSE, REWARDS = (
+    str(ROOT / "examples" / name) for name in ("sums.jsonl", "reverse.py", "rewards.py")
+)
 
 
 def run(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     """The metrics of a short run."""
-    options = {**TINY, "reward_weights": "", "max_steps": 2, "eval_every": 0, **changes, "out_dir": str(folder)}
+    options = {
+        **TINY,
+        "reward_weights": "",
+        "max_steps": 2,
+        "eval_every": 0,
+        **changes,
+        "out_dir": str(folder),
+    }
     Trainer(Config(**options), quiet=True).fit()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -28,7 +37,9 @@ def test_a_task_of_ones_own_in_one_file(tmp_path: Path, loss: str) -> None:
     metrics = run(tmp_path / "run", task=REVERSE, max_new_tokens=12, loss=loss)
     assert len(metrics) == 2
     if loss == "grpo":
-        assert {"rewards/exact/mean", "rewards/similarity/mean", "rewards/exact/failures"} <= set(metrics[0])
+        assert {"rewards/exact/mean", "rewards/similarity/mean", "rewards/exact/failures"} <= set(
+            metrics[0]
+        )
     evaluation = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
     assert {"exact", "exact_sampled", "similarity"} <= set(evaluation)
 
@@ -46,7 +57,11 @@ def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: 
     toml.write_text(f'data = "{SUMS}"\nrewards = "{REWARDS}"\n[reward_weights]\nbrevity = 2\n')
     config = Config.from_toml(toml)
     metrics = run(
-        tmp_path / "run", data=config.data, rewards=config.rewards, reward_weights=config.reward_weights, max_new_tokens=8
+        tmp_path / "run",
+        data=config.data,
+        rewards=config.rewards,
+        reward_weights=config.reward_weights,
+        max_new_tokens=8,
     )
     assert metrics[0]["reward"] == pytest.approx(2 * metrics[0]["rewards/brevity/mean"], rel=1e-5)
 
@@ -84,7 +99,10 @@ def test_a_bad_line_of_data_is_named(tmp_path: Path, content: str, words: str) -
 
 def test_text_with_unusual_line_ends_stays_in_its_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    lines = [json.dumps({"prompt": f"{i}\u2028\x85", "answer": "a"}, ensure_ascii=False) for i in range(40)]
+    lines = [
+        json.dumps({"prompt": f"{i}\u2028\x85", "answer": "a"}, ensure_ascii=False)
+        for i in range(40)
+    ]
     path.write_text("\n".join(lines), encoding="utf-8")
     pairs = Pairs(path, seed=0)
     assert len(pairs.train(0).prompt.strip("0123456789")) == 2
@@ -100,9 +118,7 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
     broken, empty, two = tmp_path / "broken.py", tmp_path / "empty.py", tmp_path / "two.py"
     broken.write_text("import nothing_of_that_name")
     empty.write_text("x = 1")
-    body = (
-        "    parts = {}\n    def __init__(self, seed): raise RuntimeError('no luck')\n    train = held_out = score = None\n"
-    )
+    body = "    parts = {}\n    def __init__(self, seed): raise RuntimeError('no luck')\n    train = held_out = score = None\n"
     two.write_text(f"class A:\n{body}")
     none, leaves = tmp_path / "nothing.py", tmp_path / "leaves.py"
     body = "    parts = {}\n    score = None\n    def __init__(self, seed): pass\n    def train(self, n): pass\n"
@@ -110,18 +126,31 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
     leaves.write_text("raise SystemExit(0)")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"task": "chess"}, "--task must be chess-env, policy, chess-env.policy or a Python file"),
-        ({"task": str(tmp_path / "none.py")}, "--task .*none.py: must be a Python file that is there"),
+        (
+            {"task": str(tmp_path / "none.py")},
+            "--task .*none.py: must be a Python file that is there",
+        ),
         ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
         ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
         ({"task": str(two)}, "--task .*two.py: A: RuntimeError: no luck"),
-        ({"task": str(none)}, "--task .*nothing.py: A: TypeError: train.0. must return a minigrpo.types.Example, got None"),
+        (
+            {"task": str(none)},
+            "--task .*nothing.py: A: TypeError: train.0. must return a minigrpo.types.Example, got "
+            "None",
+        ),
         ({"rewards": str(leaves)}, "--rewards .*leaves.py: SystemExit: 0"),
         ({"data": str(tmp_path / "none.jsonl")}, "--data .*none.jsonl: cannot be read"),
         ({"data": "games.doc"}, "must end with .pgn, .pgn.gz, .txt, .jsonl, got games.doc"),
-        ({"data": SUMS, "task": REVERSE}, "--data goes with chess-env, policy, chess-env.policy, got --task"),
+        (
+            {"data": SUMS, "task": REVERSE},
+            "--data goes with chess-env, policy, chess-env.policy, got --task",
+        ),
         ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
         ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that is there"),
-        ({"reward_weights": "exact_fen=1,typo=2"}, "--reward-weights: no part typo; allowed: exact_fen, similarity"),
+        (
+            {"reward_weights": "exact_fen=1,typo=2"},
+            "--reward-weights: no part typo; allowed: exact_fen, similarity",
+        ),
     ]
     for changes, words in cases:
         with pytest.raises(ValueError, match=words) as error:
@@ -131,10 +160,20 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
 
 
 def test_the_decorated_functions_of_a_file() -> None:
-    assert [(f.name, f.weight, f.batched) for f in load_rewards(REWARDS)] == [("close", 0.5, False), ("brevity", 0.1, True)]
+    assert [(f.name, f.weight, f.batched) for f in load_rewards(REWARDS)] == [
+        ("close", 0.5, False),
+        ("brevity", 0.1, True),
+    ]
     assert load_rewards("") == []
 
 
-def test_that_nothing_is_learnt_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_that_nothing_is_learnt_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path / "run", data=SUMS, reward_weights="exact=1", max_steps=24, max_new_tokens=4)
-    assert capfd.readouterr().err.count("for 20 steps all completions of each prompt had equal rewards") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "for 20 steps all completions of each prompt had equal rewards"
+        )
+        == 1
+    )

@@ -21,7 +21,9 @@ def test_any_text_round_trips(text: str) -> None:
 
 def test_the_shipped_ranks_are_the_ones_that_the_module_describes() -> None:
     tokenizer = load_tokenizer("chess")
-    assert all(tokenizer.decode_single_token_bytes(rank) == token for token, rank in chess_ranks().items())
+    assert all(
+        tokenizer.decode_single_token_bytes(rank) == token for token, rank in chess_ranks().items()
+    )
     assert tokenizer.n_vocab == len(chess_ranks()) + 1
     assert tokenizer.eot_token == tokenizer.n_vocab - 1
 
@@ -46,7 +48,9 @@ def test_end_of_text_written_out_is_plain_text() -> None:
     assert tokenizer.eot_token not in tokenizer.encode_ordinary("<|endoftext|>")
 
 
-def test_where_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_network(name: str) -> tiktoken.Encoding:
         raise ConnectionError("no route")
 
@@ -57,31 +61,53 @@ def test_where_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(monkeypatc
     assert "\n" not in str(error.value)
 
 
-# --- ranks by path -------------------------------------------------------------------------------------------------------
+# --- ranks by path --------------------------------------------------------------------------------
 
-TEXTS = ["A: 8/2b1k3 w Kq e3 0 12+e7e8q+", "it's  a test,\n\n 12 x\t", "Ελλάδα 象棋 \U0001f600", "<|endoftext|>", " ", ""]
+TEXTS = [
+    "A: 8/2b1k3 w Kq e3 0 12+e7e8q+",
+    "it's  a test,\n\n 12 x\t",
+    "Ελλάδα 象棋 \U0001f600",
+    "<|endoftext|>",
+    " ",
+    "",
+]
 HUGGING_FACE = ("merges.txt", "vocab.json")
 
 
 def test_every_way_to_give_ranks_is_the_same_tokenizer(tmp_path: Path) -> None:
     merges = bpe.chess_merges()
-    first, second = bpe.write_gpt2(tmp_path / "a", merges), bpe.write_gpt2(tmp_path / "b", merges, HUGGING_FACE)
-    paths = [first, first / "vocab.bpe", first / "encoder.json", second, second / "merges.txt", second / "vocab.json"]
+    first, second = (
+        bpe.write_gpt2(tmp_path / "a", merges),
+        bpe.write_gpt2(tmp_path / "b", merges, HUGGING_FACE),
+    )
+    paths = [
+        first,
+        first / "vocab.bpe",
+        first / "encoder.json",
+        second,
+        second / "merges.txt",
+        second / "vocab.json",
+    ]
     plain = load_tokenizer(str(bpe.write_ranks(tmp_path / "ranks.tiktoken", merges)))
     assert plain.n_vocab == 256 + 60 + 1 and plain.eot_token == plain.n_vocab - 1
     for path in paths:
         other = load_tokenizer(str(path))
         assert (other.n_vocab, other.eot_token) == (plain.n_vocab, plain.eot_token)
         for text in TEXTS:
-            bytes_of = [plain.decode_single_token_bytes(token) for token in plain.encode_ordinary(text)]
-            assert [other.decode_single_token_bytes(token) for token in other.encode_ordinary(text)] == bytes_of
+            bytes_of = [
+                plain.decode_single_token_bytes(token) for token in plain.encode_ordinary(text)
+            ]
+            assert [
+                other.decode_single_token_bytes(token) for token in other.encode_ordinary(text)
+            ] == bytes_of
             assert other.decode(other.encode_ordinary(text)) == text
     assert len(plain.encode_ordinary(TEXTS[0])) < len(TEXTS[0])
 
 
 @given(st.text(max_size=30))
 def test_the_pattern_cuts_as_tiktokens_own_gpt2_does(text: str) -> None:
-    import tiktoken_ext.openai_public as published  # the pattern is there, the ranks would be fetched
+    # the pattern is there, the ranks would be fetched
+    import tiktoken_ext.openai_public as published
 
     assert regex.findall(GPT2_PATTERN, text) == regex.findall(published.r50k_pat_str, text)
 
@@ -93,11 +119,17 @@ def test_the_pattern_cuts_as_tiktokens_own_gpt2_does(text: str) -> None:
         ("x.tiktoken", "IQ== 0\nhello\n", "line 2 is not a token in base 64 and its rank"),
         ("x.tiktoken", "IQ== 0\n", "has no token for 255 of the 256 bytes, the first is 0"),
         ("x.tiktoken", "", "has no token for 256 of the 256 bytes"),
-        ("vocab.bpe", "#version: 0.2\n", "must be chess, gpt2 or a path; there is no .*encoder.json"),
+        (
+            "vocab.bpe",
+            "#version: 0.2\n",
+            "must be chess, gpt2 or a path; there is no .*encoder.json",
+        ),
         ("folder", None, "must be chess, gpt2 or a path"),
     ],
 )
-def test_a_path_without_ranks_is_one_line(tmp_path: Path, name: str, content: str | None, words: str) -> None:
+def test_a_path_without_ranks_is_one_line(
+    tmp_path: Path, name: str, content: str | None, words: str
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_text(content)
@@ -109,7 +141,11 @@ def test_a_path_without_ranks_is_one_line(tmp_path: Path, name: str, content: st
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("merges.txt", lambda text: text[: len(text) // 2], "does not number 256 bytes, the .* merges in their order"),
+        (
+            "merges.txt",
+            lambda text: text[: len(text) // 2],
+            "does not number 256 bytes, the .* merges in their order",
+        ),
         ("merges.txt", lambda text: text.replace("\n", "\nx y\n", 1), "does not number 256 bytes"),
         ("vocab.json", lambda text: text[: len(text) // 2], "the vocabulary is not whole JSON"),
         ("vocab.json", lambda text: "[1, 2]", "not a JSON object of tokens and their numbers"),
@@ -126,7 +162,9 @@ def test_damaged_merges_and_vocabulary_are_one_line(
     assert str(error.value).startswith(f"--tokenizer {folder}: ") and "\n" not in str(error.value)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match="neither vocab.bpe and encoder.json nor merges.txt and vocab.json"):
+    with pytest.raises(
+        ValueError, match="neither vocab.bpe and encoder.json nor merges.txt and vocab.json"
+    ):
         load_tokenizer(str(empty))
 
 
@@ -137,7 +175,9 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     folder = bpe.write_gpt2(tmp_path, bpe.chess_merges(), HUGGING_FACE)
     theirs = transformers.GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     ours, env = load_tokenizer(str(folder)), ChessEnv(1)
-    texts = [example.prompt + example.answer for example in map(env.held_out, range(50))] + TEXTS[:3]
+    texts = [example.prompt + example.answer for example in map(env.held_out, range(50))] + TEXTS[
+        :3
+    ]
     for text in texts:
         assert ours.encode_ordinary(text) == theirs.encode(text)
     assert ours.eot_token == theirs.eos_token_id

@@ -31,7 +31,14 @@ START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps that tells two earlier moves, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    options = {**TINY, "max_steps": 2, "save_every": 1, "eval_every": 0, "history": 2, "context": 160}
+    options = {
+        **TINY,
+        "max_steps": 2,
+        "save_every": 1,
+        "eval_every": 0,
+        "history": 2,
+        "context": 160,
+    }
     Trainer(Config(**{**options, "out_dir": str(folder)}), quiet=True).fit()
     return folder
 
@@ -41,7 +48,7 @@ def call(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> No
     tool.main()
 
 
-# --- which weights -------------------------------------------------------------------------------------------------------
+# --- which weights --------------------------------------------------------------------------------
 
 
 def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(
@@ -63,32 +70,44 @@ def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(
     assert not torch.equal(before.sampler.model.logits(ids), final.logits(ids))
 
 
-def test_without_checkpoints_it_is_model_safetensors_and_without_that_one_line(run: Path, tmp_path: Path) -> None:
+def test_without_checkpoints_it_is_model_safetensors_and_without_that_one_line(
+    run: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "checkpoints")
     assert load(Which(copy), Screen(quiet=True)).name == str(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="without a whole checkpoint, and without model.safetensors"):
+    with pytest.raises(
+        ValueError, match="without a whole checkpoint, and without model.safetensors"
+    ):
         load(Which(copy), Screen(quiet=True))
 
 
 def test_a_model_file_and_the_word_shipped_have_the_defaults(run: Path) -> None:
-    assert load(Which(run / "model.safetensors", history=2), Screen(quiet=True)).config == Config(history=2)
+    assert load(Which(run / "model.safetensors", history=2), Screen(quiet=True)).config == Config(
+        history=2
+    )
     assert load(Which(Path("shipped")), Screen(quiet=True)).sampler.model.shape.width == 128
 
 
-# --- sample --------------------------------------------------------------------------------------------------------------
+# --- sample ---------------------------------------------------------------------------------------
 
 
-def test_a_position_of_ones_own(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_position_of_ones_own(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     call(sample, monkeypatch, run, "--fen", START, "--move", "e2e4", "--before", "a2a3,a7a6,h2h3")
     out = capsys.readouterr().out
     assert f"prompt      A: {START}+e2e4+a7a6,h2h3+\n" in out  # the run tells two moves
-    assert "truth       rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1+0.001+0+0\n" in out
+    assert (
+        "truth       rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1+0.001+0+0\n" in out
+    )
     assert "completion  " in out and "   wrong" in out and "4 [.][.][.][.][P][.][.][.]" in out
 
 
-def test_samples_of_held_out_examples(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_of_held_out_examples(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     call(sample, monkeypatch, run, "--examples", 2, "--n", 3)
     first = capsys.readouterr().out
     assert first.count("prompt      A: ") == 2
@@ -105,10 +124,16 @@ def test_samples_of_held_out_examples(run: Path, monkeypatch: pytest.MonkeyPatch
         (["--nn", "3"], "--nn"),
         (["--n", "x"], "--n"),
         (["--fen", "8/8", "--move", "e2e4"], "--fen '8/8'"),
-        (["--fen", START.replace("K", "Q", 1), "--move", "e2e4"], "not a legal position (NO_WHITE_KING"),
+        (
+            ["--fen", START.replace("K", "Q", 1), "--move", "e2e4"],
+            "not a legal position (NO_WHITE_KING",
+        ),
         (["--fen", START, "--move", "e2"], "--move and --before take moves"),
         (["--fen", START], "--fen and --move go together"),
-        (["--fen", START, "--move", "e2e4", "--before", "a2a3", "--history", "0"], "--before goes with --history"),
+        (
+            ["--fen", START, "--move", "e2e4", "--before", "a2a3", "--history", "0"],
+            "--before goes with --history",
+        ),
         (["--examples", "0"], "--examples at least 1"),
         (["--max-new-tokens", "160"], "--max-new-tokens must leave room"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere: must be chess, gpt2 or a path"),
@@ -117,7 +142,11 @@ def test_samples_of_held_out_examples(run: Path, monkeypatch: pytest.MonkeyPatch
     ids=lambda value: "",
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    run: Path, argv: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    argv: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         call(sample, monkeypatch, run, *argv)
@@ -134,10 +163,30 @@ def render(truth: str, text: str, **options: bool) -> str:
 
 
 def test_wrong_squares_are_marked_on_both_boards_with_and_without_colour() -> None:
-    truth, text = "8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0", "8/8/8/8/3P4/8/8/K6k b - d3 0 2+0.001+0"
+    truth, text = (
+        "8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0",
+        "8/8/8/8/3P4/8/8/K6k b - d3 0 2+0.001+0",
+    )
     plain = render(truth, text)
     (line,) = [line for line in plain.splitlines() if line.startswith("4 ")]
-    assert line.split() == ["4", ".", ".", ".", "[.][P]", ".", ".", ".", "4", ".", ".", ".", "[P][.]", ".", ".", "."]
+    assert line.split() == [
+        "4",
+        ".",
+        ".",
+        ".",
+        "[.][P]",
+        ".",
+        ".",
+        ".",
+        "4",
+        ".",
+        ".",
+        ".",
+        "[P][.]",
+        ".",
+        ".",
+        ".",
+    ]
     assert plain.count("[") == 4
     assert "\x1b[1;37;41m[P]" in render(truth, text, force_terminal=True)
     assert "[" not in render(truth, truth)
@@ -157,7 +206,10 @@ def test_wrong_squares_are_marked_on_both_boards_with_and_without_colour() -> No
         ("8/8/8/8/4P3/8/8/K6k1 b - e3 0 1+0.001+0+0", ["rank 1 is 9 wide"]),
         ("8/8/8/8/4P3/8/8/K6k/8 b - e3 0 1+0.001+0+0", ["not 8 ranks but 9"]),
         ("8/8/8/8/4P3/8/8/K51k b - e3 0 1+0.001+0+0", ["how the board is written"]),
-        ("8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0+\x1b[2J+1+2", ["beyond that '\\x1b[2J+1+2' instead of ''"]),
+        (
+            "8/8/8/8/4P3/8/8/K6k b - e3 0 1+0.001+0+0+\x1b[2J+1+2",
+            ["beyond that '\\x1b[2J+1+2' instead of ''"],
+        ),
         ("\N{BLACK CHESS PAWN}/²/" * 40, ["squares"]),
     ],
 )
@@ -170,31 +222,49 @@ def test_any_text_has_a_board_and_a_description(text: str, words: list[str]) -> 
     assert "\x1b" not in sample.plain(text)
 
 
-# --- evaluate ------------------------------------------------------------------------------------------------------------
+# --- evaluate -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("hits", "n"), [(0, 10), (3, 10), (10, 10), (500, 2000)])
-def test_wilsons_bounds_are_where_the_share_is_just_z_standard_errors_away(hits: int, n: int) -> None:
+def test_wilsons_bounds_are_where_the_share_is_just_z_standard_errors_away(
+    hits: int, n: int
+) -> None:
     found = share(np.arange(n) < hits)
     assert found.value == hits / n and 0 <= found.low <= found.value <= found.high <= 1
     for bound in (found.low, found.high):
-        assert abs(bound - found.value) == pytest.approx(Z * math.sqrt(bound * (1 - bound) / n), abs=1e-12)
+        assert abs(bound - found.value) == pytest.approx(
+            Z * math.sqrt(bound * (1 - bound) / n), abs=1e-12
+        )
     assert found.low < found.high
 
 
 def test_the_mean_has_the_normal_interval_and_one_value_none() -> None:
     found = mean(np.array([0.2, 0.4, 0.6]))
-    assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.4 - Z * 0.2 / 3**0.5, 0.4 + Z * 0.2 / 3**0.5))
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (0.4, 0.4 - Z * 0.2 / 3**0.5, 0.4 + Z * 0.2 / 3**0.5)
+    )
     assert math.isnan(mean(np.array([0.5])).low) and str(mean(np.array([0.5]))) == "50.0"
 
 
 def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call(evaluate, monkeypatch, "shipped", "--n", 40, "--seed", 3, "--json", tmp_path / "made" / "out.json")
+    call(
+        evaluate,
+        monkeypatch,
+        "shipped",
+        "--n",
+        40,
+        "--seed",
+        3,
+        "--json",
+        tmp_path / "made" / "out.json",
+    )
     result = json.loads((tmp_path / "made" / "out.json").read_text())
     loaded = load(Which(Path("shipped"), seed=3), Screen(quiet=True))
-    trainer = Trainer(Config(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True)
+    trainer = Trainer(
+        Config(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True
+    )
     expected = evaluate_in_training(loaded.sampler, loaded.task, trainer.scorer, size=40, seed=3)
     everything, kinds = result["kinds"]["all"], result["kinds"].keys() - {"all"}
     for name in ("exact", "valid", "similarity"):
@@ -208,10 +278,12 @@ def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
     assert "40 held-out examples, seed 3" in out and "Wilson" in out and "quiet" in out
 
 
-# --- export --------------------------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
-def test_an_export_of_a_run_is_a_model_like_any_other(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_of_a_run_is_a_model_like_any_other(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call(export, monkeypatch, run, "--out", tmp_path / "new" / "model")
     exported = GPT.from_pretrained(tmp_path / "new" / "model")
     ids = torch.arange(30)[None]
@@ -222,7 +294,10 @@ def test_an_export_of_a_run_is_a_model_like_any_other(run: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("argv", [["nowhere"], [__file__]])
 def test_what_cannot_be_exported_is_one_line(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         call(export, monkeypatch, *argv, "--out", tmp_path / "out")
@@ -238,7 +313,9 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
 
     for name, shares in (("a", [0.25, 0.5, 0.75]), ("b", [0.25, 0.4])):
         (tmp_path / name).mkdir()
-        lines = [json.dumps({"step": 10 * i, "n": 8.0, "exact": share}) for i, share in enumerate(shares)]
+        lines = [
+            json.dumps({"step": 10 * i, "n": 8.0, "exact": share}) for i, share in enumerate(shares)
+        ]
         (tmp_path / name / "eval.jsonl").write_text("\n".join(lines) + "\n")
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
@@ -246,9 +323,15 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
     call(curves, monkeypatch, *runs, "--out", tmp_path / "c.png", "--difference")
     assert "+50.0" in capsys.readouterr().out
     curve, apart = drawn[0].axes
-    assert [line.get_ydata()[-1] for line in curve.lines[::2]] == [75, 40]  # a line and its ends, each
+    assert [line.get_ydata()[-1] for line in curve.lines[::2]] == [
+        75,
+        40,
+    ]  # a line and its ends, each
     assert [list(line.get_ydata()) for line in apart.lines] == [[0, 0, 0], [0, pytest.approx(-10)]]
-    for arguments, words in (([tmp_path], "no readable eval.jsonl"), ([*runs, "--out", "c.gif"], "--out must end with")):
+    for arguments, words in (
+        ([tmp_path], "no readable eval.jsonl"),
+        ([*runs, "--out", "c.gif"], "--out must end with"),
+    ):
         with pytest.raises(SystemExit):
             call(curves, monkeypatch, *arguments)
         assert words in " ".join(capsys.readouterr().err.split())

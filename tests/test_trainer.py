@@ -48,11 +48,15 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if "time" not in name and "memory" not in name}
+    return {
+        name: value for name, value in record.items() if "time" not in name and "memory" not in name
+    }
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"kl_coef": 0.1, "num_iterations": 2}, WARM], ids=["grpo", "kl, 2 iterations", "nll"]
+    "changes",
+    [{}, {"kl_coef": 0.1, "num_iterations": 2}, WARM],
+    ids=["grpo", "kl, 2 iterations", "nll"],
 )
 def test_interrupted_after_3_of_6_steps_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path: Path, changes: dict[str, Any]
@@ -60,12 +64,17 @@ def test_interrupted_after_3_of_6_steps_and_resumed_equals_uninterrupted_bit_for
     whole = train(tmp_path / "whole", **changes)
     first = train(tmp_path / "cut", stop_after=3, **changes)
     assert first.step == 3
-    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["exit_reason"] == "stop_after"
+    assert (
+        json.loads((tmp_path / "cut" / "summary.json").read_text())["exit_reason"] == "stop_after"
+    )
     second = train(tmp_path / "cut", **changes, resume="auto")
     assert second.step == 6
     assert fingerprint(second) == fingerprint(whole) != fingerprint(first)
     for name in ("metrics.jsonl", "eval.jsonl"):
-        a, b = ([without_times(record) for record in lines(tmp_path / run, name)] for run in ("whole", "cut"))
+        a, b = (
+            [without_times(record) for record in lines(tmp_path / run, name)]
+            for run in ("whole", "cut")
+        )
         assert a == b
 
 
@@ -73,26 +82,46 @@ def test_on_resume_what_a_lost_run_wrote_after_the_checkpoint_is_cut(tmp_path: P
     whole = train(tmp_path / "run", keep_last=3)
     again = train(tmp_path / "run", keep_last=3, resume="2")
     assert fingerprint(again) == fingerprint(whole)
-    assert [record["step"] for record in lines(tmp_path / "run", "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in lines(tmp_path / "run", "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert [record["step"] for record in lines(tmp_path / "run", "eval.jsonl")] == [0, 2, 4, 6]
 
 
-def test_resuming_with_another_config_is_refused_and_with_other_speed_flags_is_not(tmp_path: Path) -> None:
+def test_resuming_with_another_config_is_refused_and_with_other_speed_flags_is_not(
+    tmp_path: Path,
+) -> None:
     train(tmp_path / "run", stop_after=2)
     with pytest.raises(ConfigError, match=r"--learning-rate was 0.01, is 0.02"):
         train(tmp_path / "run", resume="auto", learning_rate=0.02)
-    train(tmp_path / "run", resume="auto", layout="repeated", micro_batch_size=2, parallel_rewards=False)
+    train(
+        tmp_path / "run",
+        resume="auto",
+        layout="repeated",
+        micro_batch_size=2,
+        parallel_rewards=False,
+    )
 
 
 def test_resuming_from_before_the_newest_checkpoint_abandons_the_newer_ones(tmp_path: Path) -> None:
     train(tmp_path / "run", keep_last=9)
     train(tmp_path / "run", keep_last=9, resume="2", stop_after=3)
-    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step_000002",
+        "step_000003",
+    ]
 
 
 def test_a_finished_run_that_is_resumed_is_left_as_it_is(tmp_path: Path) -> None:
     train(tmp_path / "run")
-    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("eval.jsonl", "metrics.jsonl")}
+    before = {
+        name: (tmp_path / "run" / name).read_bytes() for name in ("eval.jsonl", "metrics.jsonl")
+    }
     again = train(tmp_path / "run", resume="auto")
     assert again.step == 6
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
@@ -120,16 +149,55 @@ def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> Non
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000008", "step_000010"]
     record = lines(run, "metrics.jsonl")[-1]
     assert set(record) >= {
-        *("step", "reward", "reward_std", "rewards/similarity/mean", "kl", "entropy", "loss", "grad_norm", "learning_rate"),
-        *("clip_ratio/low_mean", "clip_ratio/high_mean", "completions/mean_length", "completions/clipped_ratio"),
-        *("frac_reward_zero_std", "step_time", "time/rollout", "time/reward", "time/reference", "time/update"),
+        *(
+            "step",
+            "reward",
+            "reward_std",
+            "rewards/similarity/mean",
+            "kl",
+            "entropy",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+        ),
+        *(
+            "clip_ratio/low_mean",
+            "clip_ratio/high_mean",
+            "completions/mean_length",
+            "completions/clipped_ratio",
+        ),
+        *(
+            "frac_reward_zero_std",
+            "step_time",
+            "time/rollout",
+            "time/reward",
+            "time/reference",
+            "time/update",
+        ),
         *("memory/peak_mib", "sampling/logp_difference_mean", "sampling/logp_difference_max"),
     }
     assert all(math.isfinite(value) for value in record.values())
-    assert set(lines(run, "eval.jsonl")[0]) >= {"step", "exact", "valid", "similarity", "reward", "exact_sampled"}
-    assert set(lines(run, "samples.jsonl")[0]) >= {"step", "prompt", "completion", "truth", "parts", "reward"}
+    assert set(lines(run, "eval.jsonl")[0]) >= {
+        "step",
+        "exact",
+        "valid",
+        "similarity",
+        "reward",
+        "exact_sampled",
+    }
+    assert set(lines(run, "samples.jsonl")[0]) >= {
+        "step",
+        "prompt",
+        "completion",
+        "truth",
+        "parts",
+        "reward",
+    }
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
-    assert dataclasses.replace(Config.from_toml(run / "config.toml"), out_dir=str(run)) == trainer.config
+    assert (
+        dataclasses.replace(Config.from_toml(run / "config.toml"), out_dir=str(run))
+        == trainer.config
+    )
     assert record["tokens/run"] <= record["tokens/repeated"]
     again = GPT.from_pretrained(run)
     ids = torch.randint(0, 300, (2, 9))
@@ -142,7 +210,13 @@ def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
 
 
 def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) -> None:
-    options = {**TINY, "kl": "k1_reward", "kl_coef": 0.5, "scale": "none", "out_dir": str(tmp_path / "run")}
+    options = {
+        **TINY,
+        "kl": "k1_reward",
+        "kl_coef": 0.5,
+        "scale": "none",
+        "out_dir": str(tmp_path / "run"),
+    }
     trainer = Trainer(Config(**options), quiet=True)
     with torch.no_grad():
         trainer.reference.model.wte.weight.mul_(1.5)  # type: ignore[attr-defined]
@@ -155,7 +229,9 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("flag", ["use_amp", "gradient_checkpointing", "use_tf32"])
-def test_a_speed_flag_trains_and_keeps_the_loss_near(tmp_path: Path, flag: str, device: str) -> None:
+def test_a_speed_flag_trains_and_keeps_the_loss_near(
+    tmp_path: Path, flag: str, device: str
+) -> None:
     plain = train(tmp_path / "plain", **{**WARM, "device": device})
     fast = train(tmp_path / "fast", **{**WARM, "device": device, flag: True})
     a, b = (lines(trainer.folder, "metrics.jsonl")[-1]["loss"] for trainer in (plain, fast))
@@ -175,7 +251,9 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path: Path) -> Non
     assert fingerprint(trainer) != before
 
 
-def test_a_run_that_fails_says_so_in_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_says_so_in_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: Learner, batch: object, step: int) -> dict[str, float]:
         raise RuntimeError("out of luck")
 
@@ -194,9 +272,18 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1)
 
 
-def test_a_file_that_is_not_there_is_one_line_and_exit_code_2_before_any_work(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_one_line_and_exit_code_2_before_any_work(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
-    argv = [sys.executable, "train.py", "--init-from", str(tmp_path / "nowhere"), "--out-dir", str(run)]
+    argv = [
+        sys.executable,
+        "train.py",
+        "--init-from",
+        str(tmp_path / "nowhere"),
+        "--out-dir",
+        str(run),
+    ]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --init-from") and done.stderr.count("\n") == 1
@@ -205,7 +292,11 @@ def test_a_file_that_is_not_there_is_one_line_and_exit_code_2_before_any_work(tm
 
 
 def test_what_does_not_fit_is_an_error_before_the_folder_is_made(tmp_path: Path) -> None:
-    damaged, other, blocked = tmp_path / "damaged.safetensors", tmp_path / "other.safetensors", tmp_path / "file"
+    damaged, other, blocked = (
+        tmp_path / "damaged.safetensors",
+        tmp_path / "other.safetensors",
+        tmp_path / "file",
+    )
     damaged.write_bytes(b"junk" * 100)
     GPT(GPTShape(50, layers=1, width=16, heads=2)).save_pretrained(other)
     blocked.write_text("in the way")
@@ -222,17 +313,27 @@ def test_what_does_not_fit_is_an_error_before_the_folder_is_made(tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_that_says_how_long_it_may_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a prompt of .* tokens leaves no room .* at most 20 are allowed"):
+def test_a_prompt_that_does_not_fit_is_an_error_that_says_how_long_it_may_be(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ConfigError, match="a prompt of .* tokens leaves no room .* at most 20 are allowed"
+    ):
         train(tmp_path / "run", context=30, max_new_tokens=10)
     assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_0(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "max_steps": 10**6}.items()]
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in {**TINY, "max_steps": 10**6}.items()
+    ]
     process = subprocess.Popen(
-        [sys.executable, "train.py", *flags, "--out-dir", str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "train.py", *flags, "--out-dir", str(run)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -250,10 +351,25 @@ def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_0(tmp_path: Path) -
 def test_asked_twice_it_stops_at_once_and_what_was_saved_is_whole(tmp_path: Path) -> None:
     """In a step that never ends: the second Ctrl-C does not wait for it."""
     marker, folder = tmp_path / "marker", tmp_path / "run"
-    flags = {**TINY, "reward_weights": "", "task": ROOT / "tests" / "faulty_task.py", "max_steps": 100, "save_every": 3}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**flags, "out_dir": folder}.items()]
+    flags = {
+        **TINY,
+        "reward_weights": "",
+        "task": ROOT / "tests" / "faulty_task.py",
+        "max_steps": 100,
+        "save_every": 3,
+    }
+    words = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in {**flags, "out_dir": folder}.items()
+    ]
     env = {**os.environ, "RANK": "1", "FAULT": "hang", "FAULT_MARKER": str(marker)}
-    options: dict[str, Any] = {"cwd": ROOT, "env": env, "stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    options: dict[str, Any] = {
+        "cwd": ROOT,
+        "env": env,
+        "stderr": subprocess.PIPE,
+        "stdout": subprocess.DEVNULL,
+        "text": True,
+    }
     process = subprocess.Popen([sys.executable, "train.py", *words], **options)
     manifest = folder / "checkpoints" / "step_000012" / "manifest.json"
     end = time.monotonic() + 60

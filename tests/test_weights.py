@@ -1,4 +1,6 @@
-"""GPT-2 files: what is read and refused, and, against transformers (-m peer), that the function is the same on both sides."""
+"""GPT-2 files: what is read and refused, and, against transformers (-m peer), that the function is
+the same on both sides.
+"""
 
 import json
 import os
@@ -31,14 +33,25 @@ IDS = torch.arange(40).view(2, 20)
 def ours() -> GPT:
     model = GPT(GPTShape(**SHAPE), seed=3)
     with torch.no_grad():
-        for name, p in model.named_parameters():  # biases and norms that are not 0 and 1, or their names could be mixed up
+        for (
+            name,
+            p,
+        ) in (
+            model.named_parameters()
+        ):  # biases and norms that are not 0 and 1, or their names could be mixed up
             if p.dim() == 1:
-                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+                p.add_(
+                    0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
     return model
 
 
-def write(folder: Path, model: GPT, change: Callable[[State], Any] = lambda state: None, **settings: Any) -> Path:
-    """A model's folder as Hugging Face writes it, with a change to its tensors (as stored) and to its config.json."""
+def write(
+    folder: Path, model: GPT, change: Callable[[State], Any] = lambda state: None, **settings: Any
+) -> Path:
+    """A model's folder as Hugging Face writes it, with a change to its tensors (as stored) and to
+    its config.json.
+    """
     export_gpt2(model.state_dict(), folder, shape=SHAPE, eos=60)
     state = load_file(folder / "model.safetensors")
     change(state)
@@ -48,11 +61,17 @@ def write(folder: Path, model: GPT, change: Callable[[State], Any] = lambda stat
     return folder
 
 
-def test_heads_come_from_the_header_then_from_config_json_then_from_the_width(tmp_path: Path, ours: GPT) -> None:
+def test_heads_come_from_the_header_then_from_config_json_then_from_the_width(
+    tmp_path: Path, ours: GPT
+) -> None:
     ours.save_pretrained(tmp_path / "own.safetensors")
     assert GPT.from_pretrained(tmp_path / "own.safetensors").shape.heads == 3
     folder = write(tmp_path / "folder", ours, n_head=4)
-    assert GPT.from_pretrained(folder).shape.heads == GPT.from_pretrained(folder / "model.safetensors").shape.heads == 4
+    assert (
+        GPT.from_pretrained(folder).shape.heads
+        == GPT.from_pretrained(folder / "model.safetensors").shape.heads
+        == 4
+    )
     (folder / "config.json").unlink()
     assert GPT.from_pretrained(folder).shape.heads == 1  # at most one of 64 in a width of 24
 
@@ -102,22 +121,50 @@ def nothing(state: State) -> None: ...
 @pytest.mark.parametrize(
     ("change", "settings", "words"),
     [
-        (drop_and_misshape, {}, ["h.1.ln_2.weight is missing", "extra is unknown", "c_fc.weight is [96, 24], not [24, 96]"]),
+        (
+            drop_and_misshape,
+            {},
+            [
+                "h.1.ln_2.weight is missing",
+                "extra is unknown",
+                "c_fc.weight is [96, 24], not [24, 96]",
+            ],
+        ),
         (lose_positions, {}, ["wte.weight [V, D] and wpe.weight [T, D] expected"]),
         (untie, {}, ["lm_head.weight is not wte.weight"]),
         (quantize, {}, ["h.0.attn.c_attn.weight is torch.int8"]),
-        (nothing, {"activation_function": "relu"}, ["activation_function in config.json is 'relu', not 'gelu_new'"]),
-        (nothing, {"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon in config.json is 1e-06, not 1e-05"]),
+        (
+            nothing,
+            {"activation_function": "relu"},
+            ["activation_function in config.json is 'relu', not 'gelu_new'"],
+        ),
+        (
+            nothing,
+            {"layer_norm_epsilon": 1e-6},
+            ["layer_norm_epsilon in config.json is 1e-06, not 1e-05"],
+        ),
         (nothing, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
-        (nothing, {"scale_attn_weights": False, "model_type": "llama"}, ["scale_attn_weights", "model_type"]),
+        (
+            nothing,
+            {"scale_attn_weights": False, "model_type": "llama"},
+            ["scale_attn_weights", "model_type"],
+        ),
         (nothing, {"tie_word_embeddings": False}, ["lm_head.weight is missing, and not tied"]),
-        (nothing, {"n_layer": 3, "n_embd": 16}, ["n_layer in config.json is 3, in model.safetensors 2", "n_embd"]),
+        (
+            nothing,
+            {"n_layer": 3, "n_embd": 16},
+            ["n_layer in config.json is 3, in model.safetensors 2", "n_embd"],
+        ),
         (nothing, {"n_head": 5}, ["5 heads do not divide a width of 24"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_does_not_fit_is_listed_in_one_line(
-    tmp_path: Path, ours: GPT, change: Callable[[State], Any], settings: dict[str, Any], words: list[str]
+    tmp_path: Path,
+    ours: GPT,
+    change: Callable[[State], Any],
+    settings: dict[str, Any],
+    words: list[str],
 ) -> None:
     folder = write(tmp_path / "model", ours, change, **settings)
     with pytest.raises(ValueError, match=str(folder)) as error:
@@ -160,13 +207,15 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
     model = start(384)  # 360 tokens, padded to a multiple of 128
     assert "24 tokens more than --tokenizer chess has are padding" in said[0]
     prompts = torch.arange(30).view(3, 10)
-    sampled = generate(model, prompts, torch.full((3,), 10), eos=tokenizer.eot_token, max_new_tokens=8)
+    sampled = generate(
+        model, prompts, torch.full((3,), 10), eos=tokenizer.eot_token, max_new_tokens=8
+    )
     assert sampled.completion_ids.max() < tokenizer.n_vocab
     with pytest.raises(ConfigError, match="has 512 tokens, --tokenizer chess has 360"):
         start(512)
 
 
-# --- against transformers ------------------------------------------------------------------------------------------------
+# --- against transformers -------------------------------------------------------------------------
 
 
 def make_theirs(**changes: Any) -> Any:
@@ -174,8 +223,13 @@ def make_theirs(**changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(5)
-    sizes = {theirs: SHAPE[name] for name, theirs in [("context", "n_positions"), ("layers", "n_layer"), ("width", "n_embd")]}
-    config = transformers.GPT2Config(vocab_size=61, n_head=3, bos_token_id=60, eos_token_id=60, **{**sizes, **changes})
+    sizes = {
+        theirs: SHAPE[name]
+        for name, theirs in [("context", "n_positions"), ("layers", "n_layer"), ("width", "n_embd")]
+    }
+    config = transformers.GPT2Config(
+        vocab_size=61, n_head=3, bos_token_id=60, eos_token_id=60, **{**sizes, **changes}
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -188,7 +242,10 @@ def make_theirs(**changes: Any) -> Any:
 def test_logits_are_theirs(tmp_path: Path, prefix: bool) -> None:
     theirs = make_theirs()
     (theirs if prefix else theirs.transformer).save_pretrained(tmp_path)
-    assert all(name.startswith("transformer.") == prefix for name in load_file(tmp_path / "model.safetensors"))
+    assert all(
+        name.startswith("transformer.") == prefix
+        for name in load_file(tmp_path / "model.safetensors")
+    )
     ours = GPT.from_pretrained(tmp_path)
     assert ours.shape == GPTShape(**SHAPE)
     with torch.no_grad():
@@ -200,7 +257,9 @@ def test_an_export_gives_them_our_logits(tmp_path: Path, ours: GPT) -> None:
     import transformers
 
     export_gpt2(ours.state_dict(), tmp_path, shape=SHAPE, eos=60)
-    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(IDS).logits, ours.logits(IDS), rtol=0, atol=1e-4)
@@ -213,12 +272,17 @@ def test_greedy_generation_is_theirs_token_for_token(tmp_path: Path, decoder: ty
     theirs = make_theirs()
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
-    prompts, lengths = torch.randint(0, 60, (8, 9), generator=torch.Generator().manual_seed(1)), torch.arange(2, 10)
+    prompts, lengths = (
+        torch.randint(0, 60, (8, 9), generator=torch.Generator().manual_seed(1)),
+        torch.arange(2, 10),
+    )
     new = generate(ours, prompts, lengths, eos=60, max_new_tokens=20, decoder=decoder)
     for i, length in enumerate(lengths):
         alone = prompts[i : i + 1, :length]
         options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 60}
-        expected = theirs.generate(alone, attention_mask=torch.ones_like(alone), **options)[0, length:]
+        expected = theirs.generate(alone, attention_mask=torch.ones_like(alone), **options)[
+            0, length:
+        ]
         assert new.completion_ids[i, 0][new.completion_mask[i, 0]].tolist() == expected.tolist()
     assert len({tuple(row.tolist()) for row in new.completion_ids[:, 0]}) > 1
 

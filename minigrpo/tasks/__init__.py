@@ -1,6 +1,8 @@
-"""What is asked and how answers are judged: the tasks that ship, on self-play or on files, or a task of one's own.
+"""What is asked and how answers are judged: the tasks that ship, on self-play or on files, or a
+task of one's own.
 
-The protocol is `minigrpo.types.Task`. A file of one's own is imported as it is: only run files that you trust.
+The protocol is `minigrpo.types.Task`. A file of one's own is imported as it is: only run files that
+you trust.
 """
 
 import importlib.util
@@ -20,7 +22,11 @@ from .pairs import Pairs
 from .policy import Policy
 
 CHESS, POLICY, BOTH = "chess-env", "policy", "chess-env+policy"
-HEADS = {CHESS: "AP", POLICY: "P", BOTH: "AP"}  # first letters of the prompts that a task takes from files; a file decides
+HEADS = {
+    CHESS: "AP",
+    POLICY: "P",
+    BOTH: "AP",
+}  # first letters of the prompts that a task takes from files; a file decides
 ADVISING = (".txt", ".jsonl")  # endings of files that may tell what to play
 ANNOTATE = "python -m minigrpo.tools.annotate"
 
@@ -28,23 +34,31 @@ Reader = Callable[[Path, int, int, str, Listener], Source]
 READERS: dict[str, Reader] = {  # by what a file's name ends with
     ".pgn": lambda path, seed, history, heads, listener: Games(path, seed, history, listener),
     ".pgn.gz": lambda path, seed, history, heads, listener: Games(path, seed, history, listener),
-    ".txt": lambda path, seed, history, heads, listener: Lines(path, seed, text_line, heads, listener),
-    ".jsonl": lambda path, seed, history, heads, listener: Lines(path, seed, json_line, heads, listener),
+    ".txt": lambda path, seed, history, heads, listener: Lines(
+        path, seed, text_line, heads, listener
+    ),
+    ".jsonl": lambda path, seed, history, heads, listener: Lines(
+        path, seed, json_line, heads, listener
+    ),
 }
 
 
-def load_task(name: str, *, seed: int, history: int = 0, data: str = "", listener: Listener | None = None) -> Task:
+def load_task(
+    name: str, *, seed: int, history: int = 0, data: str = "", listener: Listener | None = None
+) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names the flag.
 
     Args:
-        name: chess-env, policy, chess-env+policy, or a Python file with one class that has `parts`, `train`, `held_out` and
-            `score`; it is called with the seed.
-        data: files of questions, with commas between them, which take turns; "" for self-play. A .jsonl file by itself
-            makes a task of its own with chess-env: prompts and answers.
+        name: chess-env, policy, chess-env+policy, or a Python file with one class that has `parts`,
+            `train`, `held_out` and `score`; it is called with the seed.
+        data: files of questions, with commas between them, which take turns; "" for self-play. A
+            .jsonl file by itself makes a task of its own with chess-env: prompts and answers.
         listener: is told what is skipped in a file, and how far the reading is.
     """
     if name not in HEADS and not name.endswith(".py"):
-        raise ValueError(f"--task must be {', '.join(HEADS)} or a Python file (FILE.py), got {name}")
+        raise ValueError(
+            f"--task must be {', '.join(HEADS)} or a Python file (FILE.py), got {name}"
+        )
     if name not in HEADS:
         if data:
             raise ValueError(f"--data goes with {', '.join(HEADS)}, got --task {name}")
@@ -54,7 +68,10 @@ def load_task(name: str, *, seed: int, history: int = 0, data: str = "", listene
     if name == CHESS and data.endswith(".jsonl") and "," not in data:
         pairs = Pairs(Path(data), seed)
         if pairs.train(0).prompt.startswith("P: ") and listener:
-            listener.warn(f"--data {data}: looks annotated; with --task policy its moves are judged one by one")
+            listener.warn(
+                f"--data {data}: looks annotated; with --task policy its moves are judged one by "
+                "one"
+            )
         return pairs
     paths = [path for path in data.split(",") if path]
     try:
@@ -63,14 +80,17 @@ def load_task(name: str, *, seed: int, history: int = 0, data: str = "", listene
         raise ValueError(str(error) if str(error).startswith("--") else f"--data {error}") from None
 
 
-def _of_files(name: str, paths: list[str], seed: int, history: int, listener: Listener | None) -> Task:
+def _of_files(
+    name: str, paths: list[str], seed: int, history: int, listener: Listener | None
+) -> Task:
     for path in paths:  # before any is read, which may take minutes
         reader_of(path)
         check_readable(Path(path))
     no_advice = ValueError(
         f"--task {name} needs annotated positions, --data FILE.jsonl or FILE.txt with P lines, got "
         f"{','.join(paths) or 'none'}; "
-        f"`{ANNOTATE} --out FILE.jsonl{' --positions FILE.pgn' if '.pgn' in ' '.join(paths) else ''}` makes them"
+        f"`{ANNOTATE} --out "
+        f"FILE.jsonl{' --positions FILE.pgn' if '.pgn' in ' '.join(paths) else ''}` makes them"
     )
     if name != CHESS and not any(path.endswith(ADVISING) for path in paths):
         raise no_advice
@@ -92,7 +112,9 @@ def reader_of(path: str) -> Reader:
     raise ValueError(f"a file of questions must end with {', '.join(READERS)}, got {path}")
 
 
-def read_file(path: str, seed: int, history: int = 0, heads: str = "AP", listener: Listener | None = None) -> Source:
+def read_file(
+    path: str, seed: int, history: int = 0, heads: str = "AP", listener: Listener | None = None
+) -> Source:
     """A file of --data as its name's ending says. Raises ValueError in one line that names it."""
     return reader_of(path)(Path(path), seed, history, heads, listener or Silent())
 
@@ -100,7 +122,11 @@ def read_file(path: str, seed: int, history: int = 0, heads: str = "AP", listene
 def _own_task(name: str, seed: int) -> Task:
     """The task in a Python file."""
     module = _load(name, "--task")
-    found = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__ and _is_task(x)]
+    found = [
+        x
+        for x in vars(module).values()
+        if isinstance(x, type) and x.__module__ == module.__name__ and _is_task(x)
+    ]
     if len(found) != 1:
         raise ValueError(
             f"--task {name}: must have one class with parts, train, held_out and score, "
@@ -110,14 +136,20 @@ def _own_task(name: str, seed: int) -> Task:
         task: Task = found[0](seed)
         for ask in (task.train, task.held_out):
             if not isinstance(example := ask(0), Example):
-                raise TypeError(f"{ask.__name__}(0) must return a minigrpo.types.Example, got {example!r:.60}")
+                raise TypeError(
+                    f"{ask.__name__}(0) must return a minigrpo.types.Example, got {example!r:.60}"
+                )
     except (Exception, SystemExit) as error:
-        raise ValueError(f"--task {name}: {found[0].__name__}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"--task {name}: {found[0].__name__}: {type(error).__name__}: {error}"
+        ) from error
     return task
 
 
 def load_rewards(path: str) -> list[RewardFunction]:
-    """The functions that a file has decorated with `@minigrpo.reward`; none for "". Raises ValueError."""
+    """The functions that a file has decorated with `@minigrpo.reward`; none for "". Raises
+    ValueError.
+    """
     if not path:
         return []
     found = [x for x in vars(_load(path, "--rewards")).values() if isinstance(x, RewardFunction)]

@@ -1,6 +1,8 @@
-"""What all files of examples have in common: one pass over the file, two splits, an order of examples that is derived.
+"""What all files of examples have in common: one pass over the file, two splits, an order of
+examples that is derived.
 
-The pass keeps no text, only where or what each example is; what is damaged is skipped, counted, and said in one warning.
+The pass keeps no text, only where or what each example is; what is damaged is skipped, counted, and
+said in one warning.
 """
 
 import hashlib
@@ -70,12 +72,17 @@ class Skipped:
     def add(self, number: int, why: object) -> None:
         self.count += 1
         if self.count <= NAMED:
-            self.named.append(f"{self.unit} {number} ({' '.join(str(why).split())[:LONGEST_REASON]})")
+            self.named.append(
+                f"{self.unit} {number} ({' '.join(str(why).split())[:LONGEST_REASON]})"
+            )
 
     def report(self, total: int, listener: Listener) -> None:
         if self.count:
             rest = ", ..." if self.count > NAMED else ""
-            listener.warn(f"{self.path}: skipped {self.count} of {total} {self.unit}s: {', '.join(self.named)}{rest}")
+            listener.warn(
+                f"{self.path}: skipped {self.count} of {total} {self.unit}s: "
+                f"{', '.join(self.named)}{rest}"
+            )
 
 
 def check_readable(path: Path) -> None:
@@ -89,26 +96,33 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise ValueError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
 
 
 class Shuffled(ABC):
-    """Two splits of finitely many examples; each epoch of training shows each once, in an order of its own.
+    """Two splits of finitely many examples; each epoch of training shows each once, in an order of
+    its own.
 
     What is asked often, as openings are, trains often, but is asked only once in an evaluation.
     """
 
-    def __init__(self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray, questions: np.ndarray) -> None:
+    def __init__(
+        self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray, questions: np.ndarray
+    ) -> None:
         """Raises ValueError if a split is empty.
 
         Args:
             train, held_out: what `example` takes, one an example.
-            questions: a number for each that is held out; of those with the same one, only the first is kept.
+            questions: a number for each that is held out; of those with the same one, only the
+                first is kept.
         """
         held_out = held_out[np.sort(np.unique(questions, return_index=True)[1])]
         if not len(train) or not len(held_out):
             raise ValueError(
-                f"{path}: {len(train)} usable examples for training and {len(held_out)} for evaluation; there must be some "
+                f"{path}: {len(train)} usable examples for training and {len(held_out)} for "
+                "evaluation; there must be some "
                 f"of each, and one position in {HELD_OUT_SHARE} is held out"
             )
         self.seed, self._train, self._held_out = seed, train, held_out

@@ -1,8 +1,9 @@
 """Real games: each ply of each mainline of a PGN file is an example of the chess-env task.
 
-Comments, clocks and variations are not looked at; a game that was broken off gives what was played. Games are kept as moves,
-two bytes a ply, and played again up to the ply that is asked for: the text is read once, so it may be compressed. A game with
-an illegal move, a null move, a start that is no position or rules of its own (Chess960, Crazyhouse) is skipped as a whole.
+Comments, clocks and variations are not looked at; a game that was broken off gives what was played.
+Games are kept as moves, two bytes a ply, and played again up to the ply that is asked for: the text
+is read once, so it may be compressed. A game with an illegal move, a null move, a start that is no
+position or rules of its own (Chess960, Crazyhouse) is skipped as a whole.
 """
 
 import gzip
@@ -22,11 +23,15 @@ from ..types import Example
 from .chess_env import is_held_out, move_kind, ply_kind, prompt_of, render, transition
 from .files import Listener, Shuffled, Silent, Skipped, fingerprint, readable
 
-HEADER = re.compile(r'\[[A-Za-z0-9_]+ +"')  # and not a clock that a comment's line begins with: [%clk 0:01]
+HEADER = re.compile(
+    r'\[[A-Za-z0-9_]+ +"'
+)  # and not a clock that a comment's line begins with: [%clk 0:01]
 
 
 class Mainline(chess.pgn.BaseVisitor["Mainline"]):
-    """One game as python-chess reads it to us: its start, its moves, which of its positions are held out, what is wrong."""
+    """One game as python-chess reads it to us: its start, its moves, which of its positions are
+    held out, what is wrong.
+    """
 
     def begin_game(self) -> None:
         self.start = ""  # a FEN, if it is not the usual one
@@ -86,7 +91,9 @@ def unpack(code: int) -> chess.Move:
 
 
 def read_games(text: TextIO) -> Iterator[Mainline]:
-    """The games of a PGN text, each read apart: a comment that never ends does not swallow the games that follow."""
+    """The games of a PGN text, each read apart: a comment that never ends does not swallow the
+    games that follow.
+    """
     for chunk in _chunks(text):
         handle = io.StringIO(chunk)
         endless = chunk.rfind("{") > chunk.rfind("}")
@@ -111,19 +118,35 @@ def _chunks(text: TextIO) -> Iterator[str]:
 
 
 class Games(Shuffled):
-    """The examples of `--data FILE.pgn` or `FILE.pgn.gz`; one is a ply, counted through all games."""
+    """The examples of `--data FILE.pgn` or `FILE.pgn.gz`; one is a ply, counted through all
+    games."""
 
     heads = ("A: ",)
 
-    def __init__(self, path: Path, seed: int, history: int = 0, listener: Listener | None = None) -> None:
-        """Raises ValueError, in one line, for a file that cannot be read or has too few positions."""
+    def __init__(
+        self, path: Path, seed: int, history: int = 0, listener: Listener | None = None
+    ) -> None:
+        """Raises ValueError, in one line, for a file that cannot be read or has too few
+        positions."""
         listener, skipped = listener or Silent(), Skipped(path, "game")
         self.history = history
         self.starts: dict[int, str] = {}
-        moves, held_out, questions, first, number = array("H"), array("B"), array("Q"), array("q"), 0
-        with readable(path), open(path, "rb") as raw, listener.reading(path.name, path.stat().st_size) as progress:
+        moves, held_out, questions, first, number = (
+            array("H"),
+            array("B"),
+            array("Q"),
+            array("q"),
+            0,
+        )
+        with (
+            readable(path),
+            open(path, "rb") as raw,
+            listener.reading(path.name, path.stat().st_size) as progress,
+        ):
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            for number, game in enumerate(read_games(io.TextIOWrapper(data, encoding="utf-8", errors="replace")), 1):
+            for number, game in enumerate(
+                read_games(io.TextIOWrapper(data, encoding="utf-8", errors="replace")), 1
+            ):
                 progress(raw.tell())
                 if game.error:
                     skipped.add(number, game.error)
@@ -135,9 +158,18 @@ class Games(Shuffled):
                 held_out += game.held_out
                 questions += game.questions
         skipped.report(number, listener)
-        self.moves, self.first = np.asarray(moves, dtype=np.uint16), np.asarray(first, dtype=np.int64)
+        self.moves, self.first = (
+            np.asarray(moves, dtype=np.uint16),
+            np.asarray(first, dtype=np.int64),
+        )
         split = np.asarray(held_out, dtype=bool)
-        super().__init__(path, seed, np.flatnonzero(~split), np.flatnonzero(split), np.asarray(questions, dtype=np.uint64))
+        super().__init__(
+            path,
+            seed,
+            np.flatnonzero(~split),
+            np.flatnonzero(split),
+            np.asarray(questions, dtype=np.uint64),
+        )
 
     def example(self, key: int, index: int) -> Example:
         game = int(np.searchsorted(self.first, key, side="right")) - 1

@@ -1,13 +1,15 @@
-"""A question and its answer a line: RookWorld's text files, and the JSONL that `minigrpo.tools.annotate` writes.
+"""A question and its answer a line: RookWorld's text files, and the JSONL that
+`minigrpo.tools.annotate` writes.
 
     P: <FEN> M: <moves> E: <evaluations> B: <best move>                            what to play, see policy.py
     A: <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>              what follows, see chess_env.py
 
-The head `A: ` may be missing, and so may the history. **A line is taken to the letter**: padding of P lines, how a history is
-written, which en passant convention and which reward of an illegal move (0.0 or -1.0) are those of the file, because they are
-what a model that comes with it has learnt. What a line says must be so by the rules of chess, or it is damaged. An en passant
-square may stand behind every double step, or only where a pawn can capture. A draw by repetition, which the rules of one
-position do not tell, is believed where the clock leaves room for one.
+The head `A: ` may be missing, and so may the history. **A line is taken to the letter**: padding of
+P lines, how a history is written, which en passant convention and which reward of an illegal move
+(0.0 or -1.0) are those of the file, because they are what a model that comes with it has learnt.
+What a line says must be so by the rules of chess, or it is damaged. An en passant square may stand
+behind every double step, or only where a pawn can capture. A draw by repetition, which the rules of
+one position do not tell, is believed where the clock leaves room for one.
 
 One pass notes where the good lines are; a line is read again when it is asked for.
 """
@@ -30,7 +32,9 @@ from .policy import KIND as POLICY_KIND
 from .policy import check
 
 LONGEST_LINE = 4096
-PLIES_OF_FIVE_TIMES = 16  # that a position comes for the fifth time takes so many without capture or pawn move
+PLIES_OF_FIVE_TIMES = (
+    16  # that a position comes for the fifth time takes so many without capture or pawn move
+)
 EN_PASSANT: tuple[Literal["fen", "legal", "xfen"], ...] = ("fen", "legal", "xfen")
 BYTES_BETWEEN_NEWS = 1 << 16
 
@@ -59,7 +63,9 @@ def policy_line(text: str) -> Line:
 def environment_line(text: str) -> Line:
     fields = text.removeprefix("A: ").split("+")
     if len(fields) not in (6, 7):
-        raise ValueError(f"{len(fields)} fields, where fen+move+history+fen+reward+terminated+truncated has 7")
+        raise ValueError(
+            f"{len(fields)} fields, where fen+move+history+fen+reward+terminated+truncated has 7"
+        )
     (fen, uci, *history), after, *ending = fields[:-4], *fields[-4:]
     if not is_valid_fen(fen):
         raise ValueError(f"no position: {fen}")
@@ -104,15 +110,23 @@ def json_line(text: str) -> Line:
 
 
 class Lines(Shuffled):
-    """The examples of a text file, as `read` understands its lines; one is the place of its line."""
+    """The examples of a text file, as `read` understands its lines; one is the place of its
+    line."""
 
     def __init__(
-        self, path: Path, seed: int, read: Callable[[str], Line], heads: str = "AP", listener: Listener | None = None
+        self,
+        path: Path,
+        seed: int,
+        read: Callable[[str], Line],
+        heads: str = "AP",
+        listener: Listener | None = None,
     ) -> None:
-        """Raises ValueError, in one line, for a file that cannot be read or has too few good lines of the wanted kinds.
+        """Raises ValueError, in one line, for a file that cannot be read or has too few good lines
+        of the wanted kinds.
 
         Args:
-            heads: which questions are wanted, by the first letter of their prompts; the others are passed over.
+            heads: which questions are wanted, by the first letter of their prompts; the others are
+                passed over.
         """
         listener, skipped, self.read = listener or Silent(), Skipped(path, "line"), read
         train, held_out, questions, found = array("q"), array("q"), array("Q"), set[str]()
@@ -143,7 +157,9 @@ class Lines(Shuffled):
         super().__init__(path, seed, places[0], places[1], np.asarray(questions, dtype=np.uint64))
 
     def example(self, key: int, index: int) -> Example:
-        raw = os.pread(self.file.fileno(), LONGEST_LINE, key)  # has no position that threads would share
+        raw = os.pread(
+            self.file.fileno(), LONGEST_LINE, key
+        )  # has no position that threads would share
         line = self.read(_decode(raw.split(b"\n", 1)[0]))
         return Example(line.prompt, line.answer, index, line.kind)
 

@@ -3,10 +3,11 @@
     prompt       P: <FEN>
     completion    M: <moves> E: <evaluations> B: <best move>
 
-Moves are in UCI, up to five, best first; evaluations are in pawns, one for each move in that order, **from the point of view
-of the side to move**. A mate in n moves is worth 1000 - n / 100 pawns, being mated in n the negative of it: 999.98 is mate in
-two. A completion begins with the space that parts it from the prompt: prompt and completion together are a line of text, as
-RookWorld-LM's, and its tokens are that line's. Truth comes from an engine, ahead of time (`minigrpo.tools.annotate`).
+Moves are in UCI, up to five, best first; evaluations are in pawns, one for each move in that order,
+**from the point of view of the side to move**. A mate in n moves is worth 1000 - n / 100 pawns,
+being mated in n the negative of it: 999.98 is mate in two. A completion begins with the space that
+parts it from the prompt: prompt and completion together are a line of text, as RookWorld-LM's, and
+its tokens are that line's. Truth comes from an engine, ahead of time (`minigrpo.tools.annotate`).
 """
 
 import re
@@ -28,7 +29,11 @@ MOVE = "[a-h][1-8][a-h][1-8][qrbn]?"
 NUMBER = r"-?[0-9]{1,4}(?:\.[0-9]{1,2})?"
 # spaces may be many: RookWorld's lines are padded
 FORM = re.compile(rf" *M:((?: +{MOVE})+) +E:((?: +{NUMBER})+) +B: +({MOVE}) *")
-MOVES, EVALS, BEST = re.compile(rf"M:((?: +{MOVE})+)"), re.compile(rf"E:((?: +{NUMBER})+)"), re.compile(rf"B: +({MOVE})")
+MOVES, EVALS, BEST = (
+    re.compile(rf"M:((?: +{MOVE})+)"),
+    re.compile(rf"E:((?: +{NUMBER})+)"),
+    re.compile(rf"B: +({MOVE})"),
+)
 
 
 class Advice(NamedTuple):
@@ -51,7 +56,9 @@ def read(text: str) -> Advice:
     if whole:
         moves, evals, best = whole.groups()
     else:
-        moves, evals, best = (found[1] if (found := part.search(text)) else "" for part in (MOVES, EVALS, BEST))
+        moves, evals, best = (
+            found[1] if (found := part.search(text)) else "" for part in (MOVES, EVALS, BEST)
+        )
     advice = Advice(moves.split(), [float(number) for number in evals.split()], best, False)
     return advice._replace(well_formed=whole is not None and len(advice.moves) == len(advice.evals))
 
@@ -68,7 +75,9 @@ def _truth(answer: str) -> tuple[frozenset[str], dict[str, float], str]:
 
 
 def check(prompt: str, answer: str) -> chess.Board:
-    """The position of a question, if this is one and its truth is possible. Raises ValueError that says what is wrong."""
+    """The position of a question, if this is one and its truth is possible. Raises ValueError that
+    says what is wrong.
+    """
     fen = prompt.removeprefix(HEAD)
     if not (prompt.startswith(HEAD) and is_valid_fen(fen)):
         raise ValueError(f"no position: {prompt}")
@@ -85,27 +94,48 @@ def check(prompt: str, answer: str) -> chess.Board:
 class Policy:
     """Judges completions part by part against the engine.
 
-    Reward parts, each in [0, 1]: best (the move after B: is the true one), moves (how many of the true moves are among the
-    first ones, over the larger number of the two), evals (over the same, 1 / (1 + error in pawns) of a true move, 0 of
-    another), legal (share of the moves that are legal and not there already), format (as many numbers as moves, and a best).
+    Reward parts, each in [0, 1]: best (the move after B: is the true one), moves (how many of the
+    true moves are among the first ones, over the larger number of the two), evals (over the same, 1
+    / (1 + error in pawns) of a true move, 0 of another), legal (share of the moves that are legal
+    and not there already), format (as many numbers as moves, and a best).
     """
 
-    parts: Mapping[str, float] = {"best": 1.0, "moves": 0.5, "evals": 0.5, "legal": 0.2, "format": 0.05}
+    parts: Mapping[str, float] = {
+        "best": 1.0,
+        "moves": 0.5,
+        "evals": 0.5,
+        "legal": 0.2,
+        "format": 0.05,
+    }
 
-    def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, np.ndarray]:
+    def score_batch(
+        self, examples: Sequence[Example], texts: Sequence[str]
+    ) -> dict[str, np.ndarray]:
         rows = [self._row(example, text) for example, text in zip(examples, texts, strict=True)]
-        return dict(zip(self.parts, np.array(rows, dtype=np.float32).reshape(-1, len(self.parts)).T, strict=True))
+        return dict(
+            zip(
+                self.parts,
+                np.array(rows, dtype=np.float32).reshape(-1, len(self.parts)).T,
+                strict=True,
+            )
+        )
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return {name: float(values[0]) for name, values in self.score_batch([example], [text]).items()}
+        return {
+            name: float(values[0]) for name, values in self.score_batch([example], [text]).items()
+        }
 
     def _row(self, example: Example, text: str) -> tuple[float, ...]:
         true_moves, true_evals, true_best = _truth(example.answer)
         advice, legal = read(text), legal_moves(example.prompt.removeprefix(HEAD))
         moves = set(advice.moves)
-        most = max(len(advice.moves), len(true_moves))  # written twice, a move counts against the writer
+        most = max(
+            len(advice.moves), len(true_moves)
+        )  # written twice, a move counts against the writer
         values = dict(zip(advice.moves, advice.evals, strict=False))
-        near = sum(_nearness(values[move], true_evals[move]) for move in sorted(true_moves & values.keys()))
+        near = sum(
+            _nearness(values[move], true_evals[move]) for move in sorted(true_moves & values.keys())
+        )
         return (
             float(advice.best == true_best),
             len(moves & true_moves) / most,

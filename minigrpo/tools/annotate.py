@@ -21,7 +21,13 @@ from queue import SimpleQueue
 import chess
 import chess.engine
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ..flags import ConfigError, exit_with, parse
 from ..metrics import Screen
@@ -42,7 +48,9 @@ class Arguments:
     n: int = 2000
     """Positions that the file should have in the end."""
     positions: str = ""
-    """Where positions come from: a file as for --data (.pgn, .pgn.gz, .txt, .jsonl); empty: self-play."""
+    """Where positions come from: a file as for --data (.pgn, .pgn.gz, .txt, .jsonl); empty:
+    self-play.
+    """
     nodes: int = 20_000
     """Nodes that the engine looks at for a position."""
     depth: int = 0
@@ -58,7 +66,14 @@ class Arguments:
 
     def check(self) -> None:
         """Raises ConfigError for a value that cannot be."""
-        for name, least in (("n", 1), ("nodes", 1), ("depth", 0), ("multipv", 1), ("workers", 1), ("seed", 0)):
+        for name, least in (
+            ("n", 1),
+            ("nodes", 1),
+            ("depth", 0),
+            ("multipv", 1),
+            ("workers", 1),
+            ("seed", 0),
+        ):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"--{name} must be at least {least}, got {value}")
         if self.out.suffix != ".jsonl":
@@ -66,14 +81,20 @@ class Arguments:
 
     @property
     def limit(self) -> chess.engine.Limit:
-        return chess.engine.Limit(depth=self.depth) if self.depth else chess.engine.Limit(nodes=self.nodes)
+        return (
+            chess.engine.Limit(depth=self.depth)
+            if self.depth
+            else chess.engine.Limit(nodes=self.nodes)
+        )
 
 
 def find_engine(path: str = "") -> str:
     """The engine's path. Raises ConfigError, with how to get one."""
     found = next(filter(None, map(shutil.which, (path,) if path else PLACES)), None)
     if not found:
-        raise ConfigError(f"--engine {path}: no such program" if path else f"no Stockfish: {INSTALL}")
+        raise ConfigError(
+            f"--engine {path}: no such program" if path else f"no Stockfish: {INSTALL}"
+        )
     return found
 
 
@@ -91,7 +112,9 @@ class Engines:
                 engine.configure({"Threads": 1} if "Threads" in engine.options else {})
             except (chess.engine.EngineError, OSError, TimeoutError) as error:
                 self.close()
-                raise ConfigError(f"--engine {path}: is no UCI engine ({type(error).__name__})") from None
+                raise ConfigError(
+                    f"--engine {path}: is no UCI engine ({type(error).__name__})"
+                ) from None
             self.all.append(engine)
             self.idle.put(engine)
         self.name = self.all[0].id.get("name", path)
@@ -100,10 +123,16 @@ class Engines:
         """The completion that is true for a position, "" if the engine has no move for it."""
         engine = self.idle.get()
         try:
-            infos = engine.analyse(chess.Board(fen), limit, multipv=self.multipv, game=object())  # a new game: empty memory
+            infos = engine.analyse(
+                chess.Board(fen), limit, multipv=self.multipv, game=object()
+            )  # a new game: empty memory
         finally:
             self.idle.put(engine)
-        lines = [(info["pv"][0].uci(), pawns(info["score"].relative)) for info in infos if info.get("pv") and "score" in info]
+        lines = [
+            (info["pv"][0].uci(), pawns(info["score"].relative))
+            for info in infos
+            if info.get("pv") and "score" in info
+        ]
         # a limit may end a search between two of its lines, which then are not in order
         return write(sorted(lines, key=lambda line: -line[1])) if lines else ""
 
@@ -123,7 +152,9 @@ def key(fen: str) -> str:
 
 
 def positions(source: Source) -> Iterator[str]:
-    """FENs of both splits in the shares that they have, each position once, for as long as there are any."""
+    """FENs of both splits in the shares that they have, each position once, for as long as there
+    are any.
+    """
     seen: set[str] = set()
     num_train = getattr(source, "num_train", None)
     for turn in count():
@@ -140,7 +171,9 @@ def positions(source: Source) -> Iterator[str]:
 
 
 def read_done(path: Path, made_by: str) -> set[str]:
-    """The positions that a file has; a last line that was cut off is removed. Raises ConfigError if it was made otherwise."""
+    """The positions that a file has; a last line that was cut off is removed. Raises ConfigError if
+    it was made otherwise.
+    """
     if not path.exists():
         return set()
     data = path.read_bytes()
@@ -151,10 +184,13 @@ def read_done(path: Path, made_by: str) -> set[str]:
             record = json.loads(line)
             fen, by = record["prompt"].removeprefix(HEAD), record["made_by"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"--out {path}, line {number}: was not written by this tool; take another file") from None
+            raise ConfigError(
+                f"--out {path}, line {number}: was not written by this tool; take another file"
+            ) from None
         if by != made_by:
             raise ConfigError(
-                f"--out {path}: was made by {by}, this would be {made_by}; take another file, or the same flags"
+                f"--out {path}: was made by {by}, this would be {made_by}; take another file, or "
+                "the same flags"
             )
         done.add(key(fen))
     if len(whole) < len(data):
@@ -167,7 +203,9 @@ def run(arguments: Arguments) -> None:
     """Annotate until the file has `n` positions, or there are no more."""
     arguments.check()
     console = Console(highlight=False, soft_wrap=True)
-    with closing(Engines(find_engine(arguments.engine), arguments.workers, arguments.multipv)) as engines:
+    with closing(
+        Engines(find_engine(arguments.engine), arguments.workers, arguments.multipv)
+    ) as engines:
         limit = f"depth {arguments.depth}" if arguments.depth else f"nodes {arguments.nodes}"
         made_by = f"{engines.name}, {limit}, multipv {arguments.multipv}"
         done = read_done(arguments.out, made_by)
@@ -175,7 +213,12 @@ def run(arguments: Arguments) -> None:
         if arguments.positions:
             source = read_file(arguments.positions, arguments.seed, listener=Screen())
         had, wanted = len(done), arguments.n
-        columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         progress = Progress(*columns, console=console)
         task = progress.add_task("", total=wanted, completed=had)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -183,26 +226,42 @@ def run(arguments: Arguments) -> None:
         try:
             with progress, open(arguments.out, "a", encoding="utf-8") as file:
                 new = (fen for fen in positions(source) if key(fen) not in done)
-                while len(done) < wanted and (some := list(islice(new, min(wanted - len(done), 8 * arguments.workers)))):
-                    asked = [(fen, pool.submit(engines.annotate, fen, arguments.limit)) for fen in some]
+                while len(done) < wanted and (
+                    some := list(islice(new, min(wanted - len(done), 8 * arguments.workers)))
+                ):
+                    asked = [
+                        (fen, pool.submit(engines.annotate, fen, arguments.limit)) for fen in some
+                    ]
                     for fen, answer in asked:
                         if text := _result(answer):
-                            file.write(json.dumps({"prompt": HEAD + fen, "answer": text, "made_by": made_by}) + "\n")
+                            file.write(
+                                json.dumps(
+                                    {"prompt": HEAD + fen, "answer": text, "made_by": made_by}
+                                )
+                                + "\n"
+                            )
                             done.add(key(fen))
                         progress.update(task, completed=len(done))
                     file.flush()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     if len(done) < wanted:
-        console.print(f"there are no more positions in {arguments.positions}: {len(done)} of {wanted}")
-    console.print(f"{arguments.out}: {len(done)} positions, {len(done) - had} of them new, by {made_by}")
+        console.print(
+            f"there are no more positions in {arguments.positions}: {len(done)} of {wanted}"
+        )
+    console.print(
+        f"{arguments.out}: {len(done)} positions, {len(done) - had} of them new, by {made_by}"
+    )
 
 
 def _result(answer: "Future[str]") -> str:
     try:
         return answer.result()
     except (chess.engine.EngineError, CancelledError) as error:
-        sys.exit(f"error: the engine failed ({error or type(error).__name__}); the same command goes on from here")
+        sys.exit(
+            f"error: the engine failed ({error or type(error).__name__}); the same command goes on "
+            "from here"
+        )
 
 
 def main() -> None:

@@ -37,7 +37,13 @@ from .bench_rewards import naive
 from .naive import FullLogits, FullLogitsReference, OneAtATime, OneByOne
 
 T = TypeVar("T")
-OF_THE_MODEL = ("layers", "width", "heads", "vocab_size", "prompt_len")  # a job with a model and prompts of its own has these
+OF_THE_MODEL = (
+    "layers",
+    "width",
+    "heads",
+    "vocab_size",
+    "prompt_len",
+)  # a job with a model and prompts of its own has these
 OF_THE_STEP = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef", "micro_batch_size")
 SIZES = OF_THE_MODEL + OF_THE_STEP
 PRESETS: dict[str, dict[str, float]] = {
@@ -49,7 +55,8 @@ BEYOND_THE_END = 32  # tokens of a made-up answer that no completion reaches, so
 
 
 class RandomText:
-    """Prompts and answers without sense, of given lengths: forced work. Drafts are of no use here."""
+    """Prompts and answers without sense, of given lengths: forced work. Drafts are of no use
+    here."""
 
     parts: Mapping[str, float] = {"similarity": 1.0}
 
@@ -58,14 +65,18 @@ class RandomText:
 
     def train(self, number: int) -> Example:
         prompt_len, answer_len = self.lengths
-        letters = stream(self.seed, "random text", number).integers(33, 127, prompt_len + answer_len, dtype=np.uint8)
+        letters = stream(self.seed, "random text", number).integers(
+            33, 127, prompt_len + answer_len, dtype=np.uint8
+        )
         text = letters.tobytes().decode()
         return Example(text[:prompt_len], text[prompt_len:], index=number)
 
     def held_out(self, number: int) -> Example:
         return self.train(-1 - number)
 
-    def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, np.ndarray]:
+    def score_batch(
+        self, examples: Sequence[Example], texts: Sequence[str]
+    ) -> dict[str, np.ndarray]:
         return {"similarity": similarities(texts, [example.answer for example in examples])}
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
@@ -73,12 +84,21 @@ class RandomText:
 
 
 def bytes_and_more(vocab_size: int) -> tiktoken.Encoding:
-    """A tokenizer of any size that gives a token a byte; the rest only makes the head as large as asked for."""
+    """A tokenizer of any size that gives a token a byte; the rest only makes the head as large as
+    asked for.
+    """
     if vocab_size < 257:
         raise ConfigError(f"--vocab-size must be at least 257, got {vocab_size}")
-    texts = itertools.chain.from_iterable(map(bytes, itertools.product(range(256), repeat=n)) for n in (1, 2, 3))
+    texts = itertools.chain.from_iterable(
+        map(bytes, itertools.product(range(256), repeat=n)) for n in (1, 2, 3)
+    )
     ranks = {text: rank for rank, text in enumerate(itertools.islice(texts, vocab_size - 1))}
-    return tiktoken.Encoding("bytes", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: vocab_size - 1})
+    return tiktoken.Encoding(
+        "bytes",
+        pat_str="(?s:.)",
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: vocab_size - 1},
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,9 @@ class Sizes:
     """What a benchmark's flags say about its work."""
 
     preset: Literal["tiny", "gpt2"] = "tiny"
-    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. Sizes below override it."""
+    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. Sizes below
+    override it.
+    """
     natural: bool = False
     """The default job itself: its model, prompts and rewards, end of text on, nothing forced."""
     config: Path | None = None
@@ -110,7 +132,9 @@ class Sizes:
     max_new_tokens: int | None = None
     """Longest completion."""
     forced_length: bool | None = None
-    """No end of text: every completion as long as that. Default: yes, but with --natural and --config."""
+    """No end of text: every completion as long as that. Default: yes, but with --natural and
+    --config.
+    """
     kl_coef: float | None = None
     """Above 0: with a frozen reference."""
     micro_batch_size: int | None = None
@@ -137,28 +161,57 @@ class Work:
         natural = asked.natural or asked.config is not None
         if natural:
             if wrong := [flag(name) for name in OF_THE_MODEL if name in given]:
-                raise ConfigError(f"{wrong[0]} goes with made-up work: a job has a model and prompts of its own")
-            config = replace(Config.from_toml(asked.config) if asked.config else Config(), **given, max_steps=10**6)
+                raise ConfigError(
+                    f"{wrong[0]} goes with made-up work: a job has a model and prompts of its own"
+                )
+            config = replace(
+                Config.from_toml(asked.config) if asked.config else Config(),
+                **given,
+                max_steps=10**6,
+            )
             if config.top_k or config.top_p < 1 or config.rewards:
-                raise ConfigError(f"--config {asked.config}: --top-k, --top-p and --rewards are not for a naive step")
+                raise ConfigError(
+                    f"--config {asked.config}: --top-k, --top-p and --rewards are not for a naive "
+                    "step"
+                )
             if config.supervised:
                 raise ConfigError(f"--config {asked.config}: --loss {config.loss} samples nothing")
             tokenizer = load_tokenizer(config.tokenizer)
-            task = load_task(config.task, seed=config.seed, history=config.history, data=config.data)
+            task = load_task(
+                config.task, seed=config.seed, history=config.history, data=config.data
+            )
             model = build_model(config, tokenizer)
         else:
             sizes: dict[str, Any] = {**PRESETS[asked.preset], **given}
-            if "micro_batch_size" not in given:  # the preset's, as far as that divides the prompts asked for
-                sizes["micro_batch_size"] = math.gcd(sizes["micro_batch_size"], sizes["prompts_per_step"])
+            if (
+                "micro_batch_size" not in given
+            ):  # the preset's, as far as that divides the prompts asked for
+                sizes["micro_batch_size"] = math.gcd(
+                    sizes["micro_batch_size"], sizes["prompts_per_step"]
+                )
             vocab_size, prompt_len = sizes.pop("vocab_size"), sizes.pop("prompt_len")
             context = prompt_len + sizes["max_new_tokens"]
             config = Config(**sizes, context=context, init_from="scratch", max_steps=10**6)
             tokenizer = bytes_and_more(vocab_size)
             task = RandomText(config.seed, prompt_len, config.max_new_tokens + BEYOND_THE_END)
-            model = GPT(GPTShape(vocab_size, context, config.layers, config.width, config.heads), seed=config.seed)
-        lengths = encode_prompts(tokenizer, [task.train(i) for i in range(64)], model.shape.context)[1]
+            model = GPT(
+                GPTShape(vocab_size, context, config.layers, config.width, config.heads),
+                seed=config.seed,
+            )
+        lengths = encode_prompts(
+            tokenizer, [task.train(i) for i in range(64)], model.shape.context
+        )[1]
         forced = asked.forced_length if asked.forced_length is not None else not natural
-        return cls(config, model.to(device), tokenizer, task, forced, natural, float(lengths.float().mean()), device)
+        return cls(
+            config,
+            model.to(device),
+            tokenizer,
+            task,
+            forced,
+            natural,
+            float(lengths.float().mean()),
+            device,
+        )
 
     @property
     def shape(self) -> GPTShape:
@@ -169,30 +222,48 @@ class Work:
         c, s = self.config, self.shape
         ends = "all as long as that" if self.forced else "or to their end"
         return (
-            f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.2f} M parameters ({s.layers} layers, width {s.width}, "
-            f"{s.heads} heads, {s.vocab_size} tokens), {c.prompts_per_step} prompts of {self.prompt_len:.0f} tokens x "
-            f"{group_size or c.group_size} completions of {c.max_new_tokens}, {ends}; KL {c.kl_coef}"
+            f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.2f} M parameters ({s.layers} "
+            f"layers, width {s.width}, "
+            f"{s.heads} heads, {s.vocab_size} tokens), {c.prompts_per_step} prompts of "
+            f"{self.prompt_len:.0f} tokens x "
+            f"{group_size or c.group_size} completions of {c.max_new_tokens}, {ends}; KL "
+            f"{c.kl_coef}"
             + (f"; updates of {c.micro_batch_size} prompts at a time" if c.micro_batch_size else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
         sizes = vars(self.shape) | {name: getattr(self.config, name) for name in OF_THE_STEP}
-        ends = {"prompt_len": self.prompt_len, "forced_length": self.forced, "natural": self.natural}
+        ends = {
+            "prompt_len": self.prompt_len,
+            "forced_length": self.forced,
+            "natural": self.natural,
+        }
         return {**sizes, **ends, "text": self.describe()}
 
 
 class Rigid(Fitting):
     """Does not try with less when memory runs out: a row must be what it says."""
 
-    def run(self, function: Callable[[int], T], there_are: int, forget: Callable[[], object] = lambda: None) -> T:
+    def run(
+        self,
+        function: Callable[[int], T],
+        there_are: int,
+        forget: Callable[[], object] = lambda: None,
+    ) -> T:
         return function(self.of(there_are))
 
 
 class Machine:
-    """A training step with some of its parts naive (`sampler`, `head`, `rewards`) and the flags of a config."""
+    """A training step with some of its parts naive (`sampler`, `head`, `rewards`) and the flags of
+    a config.
+    """
 
     def __init__(
-        self, config: Config, work: Work, naive_parts: frozenset[str] = frozenset(), sampler: type[Sampler] = Sampler
+        self,
+        config: Config,
+        work: Work,
+        naive_parts: frozenset[str] = frozenset(),
+        sampler: type[Sampler] = Sampler,
     ) -> None:
         self.config, self.device = config, work.device
         self.model = copy.deepcopy(work.model)
@@ -231,7 +302,9 @@ class Machine:
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
         examples = Ahead(work.task, config, dist, 0)
-        self.source = OnPolicy(config, examples, self.sampler, self.scorer, reference, self.timer, dist)
+        self.source = OnPolicy(
+            config, examples, self.sampler, self.scorer, reference, self.timer, dist
+        )
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:
@@ -244,27 +317,45 @@ class Machine:
             learnt = self.learner.learn(self.batch, number)
         seconds = time.perf_counter() - start
         lengths = self.batch.completions.completion_mask.sum(-1)
-        size = {"completions": float(lengths.numel()), "completion_len": float(lengths.float().mean())}
-        return {"seconds": seconds, **self.timer.take(), **size, **self.batch.metrics, "tokens/run": learnt["tokens/run"]}
+        size = {
+            "completions": float(lengths.numel()),
+            "completion_len": float(lengths.float().mean()),
+        }
+        return {
+            "seconds": seconds,
+            **self.timer.take(),
+            **size,
+            **self.batch.metrics,
+            "tokens/run": learnt["tokens/run"],
+        }
 
     def tokens(self) -> Tensor:
         """`[P * G, S]`, what was sampled in the last step; -1 beyond the end."""
         c = self.batch.completions
         ids = torch.where(c.completion_mask, c.completion_ids, -1).flatten(0, 1)
-        return torch.nn.functional.pad(ids, (0, self.config.max_new_tokens - ids.shape[1]), value=-1)
+        return torch.nn.functional.pad(
+            ids, (0, self.config.max_new_tokens - ids.shape[1]), value=-1
+        )
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
-        """Mean negative log-likelihood of a batch's tokens, and the gradient of the policy loss, as this machine sees them.
+        """Mean negative log-likelihood of a batch's tokens, and the gradient of the policy loss, as
+        this machine sees them.
 
-        Not the policy loss itself: at a ratio of 1 its advantages cancel, and it is 0 but for rounding.
+        Not the policy loss itself: at a ratio of 1 its advantages cancel, and it is 0 but for
+        rounding.
         """
         accel.use_tf32(self.config)
         with torch.no_grad():
             parts = batch.split(self.config.micro_batch_size or len(batch))
-            total = sum(float(self.learner.forward(part.completions)[0].double().sum()) for part in parts)
+            total = sum(
+                float(self.learner.forward(part.completions)[0].double().sum()) for part in parts
+            )
         nll = -total / int(batch.completions.completion_mask.sum())
         batch, counts = self.learner.prepare(batch)
         self.learner.gradient(batch, counts)
-        gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        gradient = [
+            torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for p in self.model.parameters()
+        ]
         self.learner.optimizer.zero_grad(set_to_none=True)
         return nll, gradient

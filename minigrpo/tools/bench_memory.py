@@ -7,7 +7,8 @@ Four ways of writing k completions of each prompt, each with all logits at once 
     repeated by the loader   k times as many prompts, as a data loader that repeats them gives them
     stored once              ours, --share-prompt-kv: one copy of a prompt's keys and values; each prompt once in the update
 
-The first three train on repeated rows. All sample the same tokens and have the same loss on the same rollouts, or it stops.
+The first three train on repeated rows. All sample the same tokens and have the same loss on the
+same rollouts, or it stops.
 """
 
 import threading
@@ -52,7 +53,10 @@ class InTurn(Sampler):
         assert u is not None
         options: dict[str, Any] = {"choice": choice, "batch_size": batch_size}
         complete = super().complete
-        passes = [Completions.join(list(complete(examples, u=u[:, g : g + 1], **options))) for g in range(num_samples)]
+        passes = [
+            Completions.join(list(complete(examples, u=u[:, g : g + 1], **options)))
+            for g in range(num_samples)
+        ]
         yield _regroup(Completions.join(passes), num_samples, by_sample=True)
 
 
@@ -82,9 +86,16 @@ def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Com
         if x is None:
             return None
         x = x[:, 0]
-        return x.unflatten(0, (num_samples, prompts)).transpose(0, 1) if by_sample else x.unflatten(0, (prompts, num_samples))
+        return (
+            x.unflatten(0, (num_samples, prompts)).transpose(0, 1)
+            if by_sample
+            else x.unflatten(0, (prompts, num_samples))
+        )
 
-    fields: dict[str, Any] = {n: grouped(getattr(one_each, n)) for n in ("completion_ids", "completion_mask", "sampler_logp")}
+    fields: dict[str, Any] = {
+        n: grouped(getattr(one_each, n))
+        for n in ("completion_ids", "completion_mask", "sampler_logp")
+    }
     return Completions(one_each.prompt_ids[first], one_each.prompt_len[first], **fields)
 
 
@@ -114,7 +125,11 @@ class Timeline(PhaseTimer):
     @contextmanager
     def watching(self) -> Iterator[None]:
         self.seen.clear()
-        done, start, least = threading.Event(), time.perf_counter(), probe.memory_in_use(self.device)
+        done, start, least = (
+            threading.Event(),
+            time.perf_counter(),
+            probe.memory_in_use(self.device),
+        )
 
         def watch() -> None:
             while not done.wait(1 / LOOKS_PER_S):
@@ -132,7 +147,9 @@ class Timeline(PhaseTimer):
 
 @dataclass(frozen=True)
 class Memory(Sizes):
-    """Peak memory and seconds a step over group sizes, for four ways of sampling, and memory over time."""
+    """Peak memory and seconds a step over group sizes, for four ways of sampling, and memory over
+    time.
+    """
 
     group_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     """Completions of each prompt; --group-size is not used."""
@@ -169,10 +186,16 @@ class Memory(Sizes):
         return result
 
 
-def logprobs_alone(device: torch.device, tokens: int = 2048, vocab_size: int = 50257, width: int = 768) -> dict[str, Any]:
-    """Peak memory and seconds of log-probs and their gradient at GPT-2's sizes, all logits at once and in chunks."""
+def logprobs_alone(
+    device: torch.device, tokens: int = 2048, vocab_size: int = 50257, width: int = 768
+) -> dict[str, Any]:
+    """Peak memory and seconds of log-probs and their gradient at GPT-2's sizes, all logits at once
+    and in chunks.
+    """
     generator = torch.Generator().manual_seed(0)
-    hidden, head = (torch.randn(n, width, generator=generator).to(device) for n in (tokens, vocab_size))
+    hidden, head = (
+        torch.randn(n, width, generator=generator).to(device) for n in (tokens, vocab_size)
+    )
     targets = torch.randint(vocab_size, (tokens,), generator=generator).to(device)
     gradients, rows = list[list[torch.Tensor]](), list[dict[str, Any]]()
     for name, chunk in (("all", 0), ("in chunks", chunk_size(vocab_size, device.type))):
@@ -190,7 +213,13 @@ def logprobs_alone(device: torch.device, tokens: int = 2048, vocab_size: int = 5
         rows.append({"logits": name, "peak_mib": peak.mib, "seconds": took})
         gradients.append([x.grad for x in inputs if x.grad is not None])
     apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True)]
-    return {"tokens": tokens, "vocab_size": vocab_size, "width": width, "rows": rows, "gradient_difference": max(apart)}
+    return {
+        "tokens": tokens,
+        "vocab_size": vocab_size,
+        "width": width,
+        "rows": rows,
+        "gradient_difference": max(apart),
+    }
 
 
 class _Same:
@@ -200,7 +229,8 @@ class _Same:
         self.first: Any = None
 
     def check(self, machine: Machine, name: str) -> int:
-        """How many completions differ from the first way's; raises AssertionError if a loss does."""
+        """How many completions differ from the first way's; raises AssertionError if a loss
+        does."""
         if self.first is None:
             self.first = machine.tokens(), machine.batch, machine.gradient(machine.batch)[0]
         tokens, batch, loss = self.first
@@ -215,7 +245,11 @@ def _measure(
     """A row, and the memory over time of one step."""
     sampler, flags = WAYS[way]
     flags = {**flags, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
-    row: dict[str, Any] = {"name": way, "logits": "in chunks" if chunked else "all", "group_size": work.config.group_size}
+    row: dict[str, Any] = {
+        "name": way,
+        "logits": "in chunks" if chunked else "all",
+        "group_size": work.config.group_size,
+    }
     machine: Machine | None = None
     try:
         with probe.PeakMemory(work.device) as built:
@@ -227,9 +261,14 @@ def _measure(
         with probe.PeakMemory(work.device) as peak, timeline.watching():
             machine.step(1)
         peak_mib = peak.mib + (resident if work.device.type == "cuda" else 0)
-        for turn in range(2, repeats + 2):  # apart: looking gives freed memory back, which takes time
+        for turn in range(
+            2, repeats + 2
+        ):  # apart: looking gives freed memory back, which takes time
             steps.append(machine.step(turn))
-        times = {name: median(step.get(name, 0.0) for step in steps) for name in ("seconds", "rollout", "update")}
+        times = {
+            name: median(step.get(name, 0.0) for step in steps)
+            for name in ("seconds", "rollout", "update")
+        }
         row |= {"peak_mib": peak_mib, "s_per_step": times.pop("seconds"), **times}
         row |= {"different_completions": same.check(machine, way), "status": "ok"}
         return row, timeline.seen[:: max(1, len(timeline.seen) // POINTS)]

@@ -52,26 +52,40 @@ COSTS: tuple[Column, ...] = (
 
 
 def gains(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each row what it bought, against the row that it adds to: the last one before it that stayed."""
+    """Add to each row what it bought, against the row that it adds to: the last one before it that
+    stayed.
+    """
     before = None
     for row in rows:
         now = row["s_per_step"]
         row["gain"] = row["status"] if row["status"] != "ok" else ""
         if now and before:
             change = before / now
-            row["gain"] = f"{change:.2f}x" if change > 1.03 else "nothing" if change > 0.97 else f"slower, {change:.2f}x"
+            row["gain"] = (
+                f"{change:.2f}x"
+                if change > 1.03
+                else "nothing"
+                if change > 0.97
+                else f"slower, {change:.2f}x"
+            )
         if now and not row["name"].startswith("("):
             before = now
 
 
-def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+def cells(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
+) -> tuple[list[str], list[list[str]]]:
     """Headings and texts; a column that is empty in all rows is left out."""
     filled = [(heading, [show(row.get(key)) for row in rows]) for heading, key, show in columns]
     kept = [(heading, texts) for heading, texts in filled if any(texts)]
-    return [heading for heading, _ in kept], [list(texts) for texts in zip(*(texts for _, texts in kept), strict=True)]
+    return [heading for heading, _ in kept], [
+        list(texts) for texts in zip(*(texts for _, texts in kept), strict=True)
+    ]
 
 
-def print_table(console: Console, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> None:
+def print_table(
+    console: Console, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
+) -> None:
     table = Table(title=title, title_justify="left")
     headings, lines = cells(rows, columns)
     for i, heading in enumerate(headings):
@@ -120,16 +134,24 @@ def _remarks(rows: Sequence[Mapping[str, Any]]) -> str:
     if not done:
         return "no row could run here"
     best = min(done, key=lambda row: row["s_per_step"])
-    faster = f"{best['speedup']:.1f}x the naive step" if best["speedup"] else "the naive step could not run"
+    faster = (
+        f"{best['speedup']:.1f}x the naive step"
+        if best["speedup"]
+        else "the naive step could not run"
+    )
     texts = [
-        f"best: {best['name']}: {faster}, {best['flops_multiple']:.1f}x the time of its FLOPs at the probed matmul rate; "
+        f"best: {best['name']}: {faster}, {best['flops_multiple']:.1f}x the time of its FLOPs at "
+        "the probed matmul rate; "
         f"memory is {rows[0]['memory_measures']}"
     ]
-    different = {row["name"]: row["different_completions"] for row in rows if row["different_completions"]}
+    different = {
+        row["name"]: row["different_completions"] for row in rows if row["different_completions"]
+    }
     if different:
         total = rows[0]["completions"]
         texts.append(
-            f"completions that are not the naive ones, of {total}: {', '.join(f'{n}: {c}' for n, c in different.items())}"
+            f"completions that are not the naive ones, of {total}: "
+            f"{', '.join(f'{n}: {c}' for n, c in different.items())}"
         )
     else:
         texts.append("all rows sampled the same tokens")
@@ -159,7 +181,13 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str, console: Con
     longest = max(left, default=1.0)
     for i, row in enumerate(shown):
         faster = f"  {row['speedup']:.1f}x" if row["speedup"] else ""
-        axes.text(left[i] + longest / 100, i, f"{row['s_per_step']:.2f} s{faster}", va="center", fontsize=8)
+        axes.text(
+            left[i] + longest / 100,
+            i,
+            f"{row['s_per_step']:.2f} s{faster}",
+            va="center",
+            fontsize=8,
+        )
     axes.set_yticks(range(len(shown)), [row["name"] for row in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.18)
@@ -198,7 +226,9 @@ def write_memory(result: dict[str, Any], out_dir: Path | None, console: Console)
     print_table(console, title, result["rows"], MEMORY)
     alone = result["logprobs"]
     sizes = f"Log-probs alone, {alone['tokens']:,} tokens of {alone['vocab_size']:,}, width {alone['width']}"
-    heading = f"{sizes}; gradients differ by {alone['gradient_difference']:.1e} of their largest entry"
+    heading = (
+        f"{sizes}; gradients differ by {alone['gradient_difference']:.1e} of their largest entry"
+    )
     print_table(console, heading, alone["rows"], LOGPROBS)
     tables = [markdown(title, result["rows"], MEMORY), markdown(heading, alone["rows"], LOGPROBS)]
     text = "\n".join([f"# {result['device']}\n\n{result['work']['text']}\n", *tables])
@@ -214,25 +244,50 @@ def draw_memory(result: Mapping[str, Any], path: Path, console: Console) -> None
         return
     figure, (peaks, seconds, timeline) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     colors = dict(zip(dict.fromkeys(row["name"] for row in result["rows"]), COLORS, strict=False))
-    for axes, key, label in ((peaks, "peak_mib", "peak, MiB"), (seconds, "s_per_step", "seconds a step")):
-        for (name, color), (logits, style) in itertools.product(colors.items(), (("all", "-"), ("in chunks", "--"))):
-            rows = [row for row in result["rows"] if (row["name"], row["logits"], row["status"]) == (name, logits, "ok")]
+    for axes, key, label in (
+        (peaks, "peak_mib", "peak, MiB"),
+        (seconds, "s_per_step", "seconds a step"),
+    ):
+        for (name, color), (logits, style) in itertools.product(
+            colors.items(), (("all", "-"), ("in chunks", "--"))
+        ):
+            rows = [
+                row
+                for row in result["rows"]
+                if (row["name"], row["logits"], row["status"]) == (name, logits, "ok")
+            ]
             points = [row["group_size"] for row in rows], [row[key] for row in rows]
-            axes.plot(*points, style, marker="o", ms=3, color=color, label=name if logits == "all" else None)
+            axes.plot(
+                *points,
+                style,
+                marker="o",
+                ms=3,
+                color=color,
+                label=name if logits == "all" else None,
+            )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes := sorted({row["group_size"] for row in result["rows"]}), labels=map(str, sizes))
+        axes.set_xticks(
+            sizes := sorted({row["group_size"] for row in result["rows"]}), labels=map(str, sizes)
+        )
         axes.set_yscale("log")
         axes.set(xlabel="completions of a prompt", ylabel=label)
     peaks.legend(frameon=False, fontsize=8, title="dashed: logits in chunks", title_fontsize=8)
     for name, line in result["timelines"].items():
         times, used, phases = zip(*line["seen"], strict=True)
         timeline.plot(times, used, color=colors[name], linewidth=1)
-        begins = [i for i in range(len(phases)) if phases[i] and (not i or phases[i] != phases[i - 1])]
+        begins = [
+            i for i in range(len(phases)) if phases[i] and (not i or phases[i] != phases[i - 1])
+        ]
         for i in begins if name == list(result["timelines"])[-1] else ():
             timeline.axvline(times[i], color=colors[name], linewidth=0.6, linestyle=":")
-            timeline.text(times[i], timeline.get_ylim()[1], f" {phases[i]}", fontsize=7, rotation=90, va="top")
+            timeline.text(
+                times[i], timeline.get_ylim()[1], f" {phases[i]}", fontsize=7, rotation=90, va="top"
+            )
         size = line["group_size"]
-    timeline.set(xlabel=f"seconds within a step, {size} completions a prompt", ylabel="MiB above the beginning")
+    timeline.set(
+        xlabel=f"seconds within a step, {size} completions a prompt",
+        ylabel="MiB above the beginning",
+    )
     for axes in (peaks, seconds, timeline):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

@@ -1,8 +1,8 @@
 """How long scoring takes: `python benchmark.py rewards`.
 
-Completions are what the model that ships really writes at temperature 1. Every variant must give the same rewards as the
-naive one, or the benchmark stops. Medians of alternating repeats; the memo of ranks is warmed by *other* completions of the
-same size, as the step before would have done.
+Completions are what the model that ships really writes at temperature 1. Every variant must give
+the same rewards as the naive one, or the benchmark stops. Medians of alternating repeats; the memo
+of ranks is warmed by *other* completions of the same size, as the step before would have done.
 """
 
 import platform
@@ -61,16 +61,23 @@ class Rewards:
 
     def run(self, console: Console) -> dict[str, Any]:
         with TemporaryDirectory() as folder:
-            trainer = Trainer(Config(out_dir=f"{folder}/run", max_steps=10**6, group_size=GROUP), quiet=True)
+            trainer = Trainer(
+                Config(out_dir=f"{folder}/run", max_steps=10**6, group_size=GROUP), quiet=True
+            )
             rows = []
             for size in self.sizes:
-                now, before = (_completions(trainer, max(1, size // GROUP), seed, console) for seed in (0, 1))
+                now, before = (
+                    _completions(trainer, max(1, size // GROUP), seed, console) for seed in (0, 1)
+                )
                 rows.append(_time_variants(now, before, self.repeats if size <= 1024 else 3))
                 console.print(_table(rows[-1]))
             waiting = _time_waiting(now[0][:8], [group[:] for group in now[1][:8]])
             console.print(_table(waiting))
             worst = _worst_hostile()
-            console.print(f"hostile texts (1 MB, NUL, surrogates, Arabic digits, NaN): at most {1e6 * worst:.0f} µs each")
+            console.print(
+                f"hostile texts (1 MB, NUL, surrogates, Arabic digits, NaN): at most "
+                f"{1e6 * worst:.0f} µs each"
+            )
             overlap = _time_overlap(Path(folder), self.steps, console) if self.steps else {}
         return {
             "benchmark": "rewards",
@@ -86,8 +93,16 @@ def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) ->
     """What the model writes: GROUP completions of each of so many training prompts."""
     examples: list[Example] = []
     texts: Texts = []
-    for block in track(range(0, prompts, 32), f"sampling {prompts * GROUP} completions", console=console, transient=True):
-        some = [trainer.task.train(10**6 * (seed + 1) + i) for i in range(block, min(block + 32, prompts))]
+    for block in track(
+        range(0, prompts, 32),
+        f"sampling {prompts * GROUP} completions",
+        console=console,
+        transient=True,
+    ):
+        some = [
+            trainer.task.train(10**6 * (seed + 1) + i)
+            for i in range(block, min(block + 32, prompts))
+        ]
         rolled = trainer.source._roll(some, step=seed)  # type: ignore[attr-defined]
         examples += some
         texts += rolled.texts
@@ -98,7 +113,10 @@ def naive(example: Example, text: str) -> dict[str, float]:
     """The parts as one would write them down first: python-chess parses and writes every FEN."""
     true_fen, true_ending = example.answer.split("+", 1)
     fen, *rest = text[:200].split("+", 1)
-    truth, found = ENDING.fullmatch(true_ending), ENDING.fullmatch(rest[0]) if rest and len(text) <= 200 else None
+    truth, found = (
+        ENDING.fullmatch(true_ending),
+        ENDING.fullmatch(rest[0]) if rest and len(text) <= 200 else None,
+    )
     assert truth is not None
     valid = False
     if fen.isascii() and len(fen) <= 100:
@@ -121,8 +139,14 @@ def naive(example: Example, text: str) -> dict[str, float]:
 
 def _one_by_one(score: Callable[[Example, str], Any], batch: Batch) -> dict[str, np.ndarray]:
     examples, texts = batch
-    scores = [[score(example, text) for text in group] for example, group in zip(examples, texts, strict=True)]
-    return {name: np.array([[s[name] for s in row] for row in scores], dtype=np.float32) for name in ChessEnv.parts}
+    scores = [
+        [score(example, text) for text in group]
+        for example, group in zip(examples, texts, strict=True)
+    ]
+    return {
+        name: np.array([[s[name] for s in row] for row in scores], dtype=np.float32)
+        for name in ChessEnv.parts
+    }
 
 
 def _all_at_once(task: ChessEnv, batch: Batch) -> dict[str, np.ndarray]:
@@ -130,7 +154,9 @@ def _all_at_once(task: ChessEnv, batch: Batch) -> dict[str, np.ndarray]:
     examples, texts = batch
     asked = [example for example, group in zip(examples, texts, strict=True) for _ in group]
     columns = task.score_batch(asked, [text for group in texts for text in group])
-    return {name: np.asarray(x, dtype=np.float32).reshape(len(texts), -1) for name, x in columns.items()}
+    return {
+        name: np.asarray(x, dtype=np.float32).reshape(len(texts), -1) for name, x in columns.items()
+    }
 
 
 def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
@@ -138,7 +164,9 @@ def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
     scorers = {workers: RewardScorer(task, workers=workers) for workers in (0, 1, 2, 4)}
     variants: dict[str, Callable[[Batch], Any]] = {
         "naive: python-chess parses every FEN": lambda batch: _one_by_one(naive, batch),
-        "+ cheap rejection, bit boards, distances in one call": lambda batch: _all_at_once(task, batch),
+        "+ cheap rejection, bit boards, distances in one call": lambda batch: _all_at_once(
+            task, batch
+        ),
         "+ each distinct (prompt, text) once": lambda batch: scorers[0].score(*batch).parts,
         "the same in a pool of 1": lambda batch: scorers[1].score(*batch).parts,
         "the same in a pool of 2": lambda batch: scorers[2].score(*batch).parts,
@@ -174,14 +202,21 @@ def _time_waiting(examples: list[Example], texts: Texts) -> dict[str, Any]:
 
     milliseconds = {}
     for workers in (0, 1, 2, 4, 16):
-        scorer = RewardScorer(ChessEnv(0), functions=[RewardFunction(wait, "waits")], workers=workers)
+        scorer = RewardScorer(
+            ChessEnv(0), functions=[RewardFunction(wait, "waits")], workers=workers
+        )
         scorer.score(examples, texts)
         start = time.perf_counter()
         scorer.score(examples, texts)
-        milliseconds["serial" if not workers else f"pool of {workers}"] = 1e3 * (time.perf_counter() - start)
+        milliseconds["serial" if not workers else f"pool of {workers}"] = 1e3 * (
+            time.perf_counter() - start
+        )
         scorer.close()
     distinct = sum(len(set(group)) for group in texts)
-    return {"title": f"a reward that waits 5 ms, {distinct} distinct completions", "ms": milliseconds}
+    return {
+        "title": f"a reward that waits 5 ms, {distinct} distinct completions",
+        "ms": milliseconds,
+    }
 
 
 def _worst_hostile() -> float:
@@ -197,7 +232,9 @@ def _worst_hostile() -> float:
 
 
 def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
-    """Seconds a step, alternating, with four rollout batches a step and a reference to overlap with."""
+    """Seconds a step, alternating, with four rollout batches a step and a reference to overlap
+    with.
+    """
     options: dict[str, Any] = {
         "group_size": GROUP,
         "rollout_batch_size": 4,
@@ -211,7 +248,8 @@ def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
         "not overlapped, no pool": {"overlap_rewards": False, "parallel_rewards": False},
     }
     trainers = {
-        name: Trainer(Config(**options, **flags, out_dir=str(folder / name)), quiet=True) for name, flags in variants.items()
+        name: Trainer(Config(**options, **flags, out_dir=str(folder / name)), quiet=True)
+        for name, flags in variants.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for step in track(range(steps + 2), "training steps", console=console, transient=True):

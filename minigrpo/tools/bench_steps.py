@@ -1,9 +1,10 @@
 """What each layer buys: `python benchmark.py`, or `python benchmark.py steps`.
 
-Rows add one layer each to the naive step of naive.py. All rows sample the same tokens for the same prompts and keep the same
-weights (a learning rate of next to nothing: everything is run, nothing moves). On CPU they take turns, A B C A B C, so that a
-machine that slows down slows all of them. Forced work (the default) is random text on random weights, every completion as
-long as allowed; --natural is the default job with its own model, lengths and rewards.
+Rows add one layer each to the naive step of naive.py. All rows sample the same tokens for the same
+prompts and keep the same weights (a learning rate of next to nothing: everything is run, nothing
+moves). On CPU they take turns, A B C A B C, so that a machine that slows down slows all of them.
+Forced work (the default) is random text on random weights, every completion as long as allowed;
+--natural is the default job with its own model, lengths and rewards.
 """
 
 import gc
@@ -65,12 +66,21 @@ PLAIN = {
     "rollout_batch_size": 0,
 }
 EVERYWHERE = ("cpu", "cuda")
-LEAN = {"gradient_checkpointing": True, "chunked_logprobs": True, "offload_reference": True, "share_prompt_kv": True}
+LEAN = {
+    "gradient_checkpointing": True,
+    "chunked_logprobs": True,
+    "offload_reference": True,
+    "share_prompt_kv": True,
+}
 LAYERS = (
     Layer("naive"),
     Layer("one batch, each prompt run once", gives_up=frozenset({"sampler"})),
     Layer("completion-only head, no old-logp pass", gives_up=frozenset({"head"})),
-    Layer("distinct rewards once, in a pool", {"parallel_rewards": True}, gives_up=frozenset({"rewards"})),
+    Layer(
+        "distinct rewards once, in a pool",
+        {"parallel_rewards": True},
+        gives_up=frozenset({"rewards"}),
+    ),
     Layer("fused AdamW", {"fused_optimizer": True}),
     Layer("dead groups left out", {"skip_dead_groups": True}),
     Layer("shared layout", {"layout": "shared"}),
@@ -78,15 +88,27 @@ LAYERS = (
     Layer("drafted decoding", {"draft_answers": True}),
     Layer("tree layout", {"layout": "tree"}),
     Layer("TF32", {"use_tf32": True}, needs="cuda"),
-    Layer("bfloat16 autocast", {"use_amp": True}, aside=("cpu",)),  # there the rows below keep the naive one's completions
-    Layer("and matrices kept in bfloat16", {"use_amp": True, "low_precision_weights": True}, aside=("cpu",)),
+    Layer(
+        "bfloat16 autocast", {"use_amp": True}, aside=("cpu",)
+    ),  # there the rows below keep the naive one's completions
+    Layer(
+        "and matrices kept in bfloat16",
+        {"use_amp": True, "low_precision_weights": True},
+        aside=("cpu",),
+    ),
     Layer("compiled blocks", {"compile_model": True}, aside=("cpu",)),
-    Layer("CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE),  # never run on a GPU yet: not relied on
-    Layer("overlapped rewards", {"overlap_rewards": True, "rollout_batch_size": 4}, aside=EVERYWHERE),
+    Layer(
+        "CUDA graphs", {"cuda_graphs": True}, needs="cuda", aside=EVERYWHERE
+    ),  # never run on a GPU yet: not relied on
+    Layer(
+        "overlapped rewards", {"overlap_rewards": True, "rollout_batch_size": 4}, aside=EVERYWHERE
+    ),
     Layer("chunked log-probs", {"chunked_logprobs": True}, aside=EVERYWHERE),
     Layer("checkpointing", {"gradient_checkpointing": True}, aside=EVERYWHERE),
     Layer("offloaded reference", {"offload_reference": True}, aside=EVERYWHERE),
-    Layer("lean: these four, one prompt at a time", {**LEAN, "micro_batch_size": 1}, aside=EVERYWHERE),
+    Layer(
+        "lean: these four, one prompt at a time", {**LEAN, "micro_batch_size": 1}, aside=EVERYWHERE
+    ),
 )
 
 
@@ -114,12 +136,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Steps(Sizes):
-    """Seconds a step, each layer added to the naive step, with its effect on loss, gradient and memory."""
+    """Seconds a step, each layer added to the naive step, with its effect on loss, gradient and
+    memory.
+    """
 
     full: bool = False
     """A second table with each layer alone."""
     only: tuple[str, ...] = ()
-    """Only the naive row and rows whose names contain one of these words; the layers add up all the same."""
+    """Only the naive row and rows whose names contain one of these words; the layers add up all the
+    same.
+    """
     repeats: int = 5
     """Timings of each row, after one that is not counted."""
     out_dir: Path | None = None
@@ -143,12 +169,21 @@ class Steps(Sizes):
 
     def _measure(self, work: Work, rows: list[Row], console: Console) -> list[dict[str, Any]]:
         if self.only:
-            rows = [row for i, row in enumerate(rows) if not i or any(word in row.name for word in self.only)]
+            rows = [
+                row
+                for i, row in enumerate(rows)
+                if not i or any(word in row.name for word in self.only)
+            ]
         jobs, same = list[tuple[Row, Callable[[Row], None]]](), _FirstRow()
-        # rows take turns, so that drift is nobody's; on a GPU, which holds the models of a few at most, one after the other
+        # rows take turns, so that drift is nobody's; on a GPU, which holds the models of a few at
+        # most, one after the other
         for together in [rows] if work.device.type == "cpu" else [[row] for row in rows]:
             jobs += [(row, partial(_build, work=work, same=same)) for row in together]
-            jobs += [(row, partial(_take_turn, turn=turn + 1, same=same)) for turn in range(self.repeats) for row in together]
+            jobs += [
+                (row, partial(_take_turn, turn=turn + 1, same=same))
+                for turn in range(self.repeats)
+                for row in together
+            ]
             jobs += [(row, _clear) for row in together]
         for row, do in track(jobs, f"{len(rows)} rows", console=console, transient=True):
             _attempt(row, do)
@@ -160,7 +195,11 @@ def _stacked(device: torch.device) -> list[Row]:
     rows, flags, naive = list[Row](), dict(PLAIN), NAIVE
     for layer in LAYERS:
         aside = device.type in layer.aside
-        row = Row(layer.name if not aside else f"({layer.name})", {**flags, **layer.flags}, naive - layer.gives_up)
+        row = Row(
+            layer.name if not aside else f"({layer.name})",
+            {**flags, **layer.flags},
+            naive - layer.gives_up,
+        )
         if layer.needs not in ("", device.type):
             row.status = f"needs {layer.needs}"
         elif layer.flags.get("compile_model") and (why := _cannot_compile(device)):
@@ -213,10 +252,16 @@ def _clear(row: Row) -> None:
 def _build(row: Row, work: Work, same: "_FirstRow") -> None:
     with probe.PeakMemory(work.device) as memory:
         start = time.perf_counter()
-        row.machine = Machine(replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive)
+        row.machine = Machine(
+            replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive
+        )
         row.machine.step(0)
         row.warm_up_s = time.perf_counter() - start
-    resident = torch.cuda.memory_allocated(work.device) / 2**20 - memory.before if work.device.type == "cuda" else 0.0
+    resident = (
+        torch.cuda.memory_allocated(work.device) / 2**20 - memory.before
+        if work.device.type == "cuda"
+        else 0.0
+    )
     with probe.PeakMemory(
         work.device
     ) as peak:  # in a step that is not timed: looking gives freed memory back, which takes time
@@ -249,7 +294,9 @@ class _FirstRow:
         return int((ids != self.tokens.setdefault(turn, ids)).any(-1).sum())
 
     def compare(self, machine: Machine) -> tuple[float, float]:
-        """How far off loss and gradient are, of one and the same rollout, as parts of the first row's."""
+        """How far off loss and gradient are, of one and the same rollout, as parts of the first
+        row's.
+        """
         batch = machine.batch if self.first is None else self.first[0]
         loss, gradient = machine.gradient(batch)
         gradient = [g.to("cpu", torch.float64) for g in gradient]
@@ -257,7 +304,12 @@ class _FirstRow:
             self.first = batch, loss, gradient
         _, first_loss, first_gradient = self.first
         norm = sum(float(g.square().sum()) for g in first_gradient) ** 0.5
-        apart = sum(float((a - b).square().sum()) for a, b in zip(gradient, first_gradient, strict=True)) ** 0.5
+        apart = (
+            sum(
+                float((a - b).square().sum()) for a, b in zip(gradient, first_gradient, strict=True)
+            )
+            ** 0.5
+        )
         return abs(loss - first_loss) / (abs(first_loss) or 1), apart / (norm or 1)
 
 
@@ -265,9 +317,9 @@ class _FirstRow:
 class Roofline:
     """The least time that a row's own work could take on this machine.
 
-    seconds = rounds * (weight bytes + KV bytes) / bandwidth + FLOPs / matmul rate, both probed; FLOPs are 2 a parameter and
-    token, three times that with a backward pass, and 4 * layers * width for each pair of tokens that attend; the head is
-    counted for the tokens that it is needed for.
+    seconds = rounds * (weight bytes + KV bytes) / bandwidth + FLOPs / matmul rate, both probed;
+    FLOPs are 2 a parameter and token, three times that with a backward pass, and 4 * layers * width
+    for each pair of tokens that attend; the head is counted for the tokens that it is needed for.
     """
 
     work: Work
@@ -294,18 +346,28 @@ class Roofline:
         rate = self.flops_per_s["amp" if low else "tf32" if row.flags["use_tf32"] else "float32"]
         blocks = 12 * shape.layers * shape.width**2
         head = shape.vocab_size * shape.width
-        seen = self.work.prompt_len + row.middle("completion_len") / 2  # tokens that a token attends to, about
+        seen = (
+            self.work.prompt_len + row.middle("completion_len") / 2
+        )  # tokens that a token attends to, about
         a_token = 2 * blocks + 4 * shape.layers * shape.width * seen
         answers = row.middle("completions") * row.middle("completion_len")
         run = row.middle("rollout/tokens")
         copies = config.group_size if "sampler" in row.naive else 1
-        flops = run * a_token + 2 * head * (run - copies * config.prompts_per_step * (self.work.prompt_len - 1))
+        flops = run * a_token + 2 * head * (
+            run - copies * config.prompts_per_step * (self.work.prompt_len - 1)
+        )
         flops += (3 + bool(config.kl_coef)) * (
             row.middle("tokens/run") * a_token + min(answers, row.middle("tokens/run")) * 2 * head
         )
         weights = (blocks + head) * (2 if low else 4)
         rows_at_once = answers / max(1.0, row.middle("rollout/rounds"))
-        kv = 2 * shape.layers * shape.width * (2 if low else 4) * (self.work.prompt_len + rows_at_once * seen)
+        kv = (
+            2
+            * shape.layers
+            * shape.width
+            * (2 if low else 4)
+            * (self.work.prompt_len + rows_at_once * seen)
+        )
         traffic = row.middle("rollout/rounds") * (weights + kv)
         return traffic / self.bytes_per_s + flops / rate, flops / rate
 
@@ -319,11 +381,16 @@ def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
         tokens = row.middle("completions") * row.middle("completion_len") if done else math.nan
         record = {
             "name": row.name,
-            "flags": {name: value for name, value in row.flags.items() if value != getattr(Config(), name)},
+            "flags": {
+                name: value for name, value in row.flags.items() if value != getattr(Config(), name)
+            },
             "naive_parts": sorted(row.naive),
             "s_per_step": seconds,
             "samples": [step["seconds"] for step in row.steps],
-            **{name: row.middle(name) if done else math.nan for name in ("rollout", "reward", "reference", "update")},
+            **{
+                name: row.middle(name) if done else math.nan
+                for name in ("rollout", "reward", "reference", "update")
+            },
             "tokens_per_s": tokens / seconds,
             "speedup": naive / seconds,
             "peak_mib": row.peak_mib,

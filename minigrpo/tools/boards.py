@@ -1,4 +1,6 @@
-"""Two positions side by side, with what is wrong marked: by colour where there is colour, and by brackets everywhere."""
+"""Two positions side by side, with what is wrong marked: by colour where there is colour, and by
+brackets everywhere.
+"""
 
 from rich.table import Table
 from rich.text import Text
@@ -21,13 +23,19 @@ Squares = list[list[str]]  # ranks, the eighth first
 
 
 def ranks(text: str) -> Squares:
-    """What stands at the head of a completion: as many ranks as there are, each as wide as it is."""
+    """What stands at the head of a completion: as many ranks as there are, each as wide as it
+    is."""
     placement = text.split("+")[0].split(" ")[0].split("/")
-    return [[square for c in rank for square in (NO_PIECE * int(c) if c in "12345678" else c)] for rank in placement]
+    return [
+        [square for c in rank for square in (NO_PIECE * int(c) if c in "12345678" else c)]
+        for rank in placement
+    ]
 
 
 def squares(text: str) -> Squares:
-    """The same as eight ranks of eight: NO_SQUARE where the text says nothing, and what is beyond cut off."""
+    """The same as eight ranks of eight: NO_SQUARE where the text says nothing, and what is beyond
+    cut off.
+    """
     rows = [row[:8] for row in ranks(text)[:8]]
     return [row + [NO_SQUARE] * (8 - len(row)) for row in rows + [[]] * (8 - len(rows))]
 

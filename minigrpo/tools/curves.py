@@ -45,16 +45,34 @@ def read(run: Path) -> list[dict[str, Any]]:
 def table(runs: dict[Path, list[dict[str, Any]]]) -> Table:
     """Before and after, a row a run."""
     out = Table()
-    for name in ("run", "steps", "n", "exact before", "after", "change", "valid before", "after", "seconds"):
+    for name in (
+        "run",
+        "steps",
+        "n",
+        "exact before",
+        "after",
+        "change",
+        "valid before",
+        "after",
+        "seconds",
+    ):
         out.add_column(name, justify="left" if name == "run" else "right", no_wrap=name == "run")
     for run, records in runs.items():
         first, last = records[0], records[-1]
-        summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+        summary = (
+            json.loads((run / "summary.json").read_text())
+            if (run / "summary.json").exists()
+            else {}
+        )
         out.add_row(
             run.name,
             str(last["step"]),
             f"{last['n']:.0f}",
-            *(f"{first['exact']:.1%}", f"{last['exact']:.1%}", f"{100 * (last['exact'] - first['exact']):+.1f}"),
+            *(
+                f"{first['exact']:.1%}",
+                f"{last['exact']:.1%}",
+                f"{100 * (last['exact'] - first['exact']):+.1f}",
+            ),
             *(
                 f"{first.get('valid', float('nan')):.1%}",
                 f"{last.get('valid', float('nan')):.1%}",
@@ -70,17 +88,30 @@ def table_of_kinds(runs: dict[Path, list[dict[str, Any]]]) -> Table:
     for name in ("kind", "n", "before", "after"):
         out.add_column(name, justify="left" if name == "kind" else "right")
     ends = [(records[0], records[-1]) for records in runs.values()]
-    for kind in sorted({name.removeprefix("count/") for _, last in ends for name in last if name.startswith("count/")}):
+    for kind in sorted(
+        {
+            name.removeprefix("count/")
+            for _, last in ends
+            for name in last
+            if name.startswith("count/")
+        }
+    ):
         count = sum(last.get(f"count/{kind}", 0) for _, last in ends)
         shares = [
-            sum(end[i].get(f"exact/{kind}", 0) * end[i].get(f"count/{kind}", 0) for end in ends) / count for i in (0, 1)
+            sum(end[i].get(f"exact/{kind}", 0) * end[i].get(f"count/{kind}", 0) for end in ends)
+            / count
+            for i in (0, 1)
         ]
         out.add_row(kind, f"{count:.0f}", *(f"{share:.0%}" for share in shares))
     return out
 
 
-def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path, difference: bool = False) -> None:
-    """A line a run; the ends, evaluated on more examples, are marked. Below, if asked for: each run less the first one."""
+def draw(
+    runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path, difference: bool = False
+) -> None:
+    """A line a run; the ends, evaluated on more examples, are marked. Below, if asked for: each run
+    less the first one.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -90,7 +121,12 @@ def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path, differe
 
     ratios = [3, 1] if difference else [1]
     figure, panels = plt.subplots(
-        len(ratios), figsize=(7, 4 + difference), layout="constrained", sharex=True, squeeze=False, height_ratios=ratios
+        len(ratios),
+        figsize=(7, 4 + difference),
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
+        height_ratios=ratios,
     )
     axes, bottom = panels[0, 0], panels[-1, 0]
     first: dict[int, float] = {}
@@ -100,7 +136,11 @@ def draw(runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path, differe
         axes.plot([x[0], x[-1]], [y[0], y[-1]], "o", color=line.get_color())
         first = first or dict(zip(x, y, strict=True))
         if difference:
-            both = [(step, value - first[step]) for step, value in zip(x, y, strict=True) if step in first]
+            both = [
+                (step, value - first[step])
+                for step, value in zip(x, y, strict=True)
+                if step in first
+            ]
             bottom.plot(*zip(*both, strict=True), linewidth=1.2, color=line.get_color())
     if difference:
         bottom.set(ylabel="difference, points")

@@ -1,9 +1,10 @@
-"""How good a model is, greedily, on held-out examples: all of them and by kind, with 95 % confidence intervals.
+"""How good a model is, greedily, on held-out examples: all of them and by kind, with 95 %
+confidence intervals.
 
 python -m minigrpo.tools.evaluate RUN --n 2000
 
-Intervals of shares (exact, valid) are Wilson's, those of means (similarity) are the normal approximation; both take examples
-for independent, which plies of one game are only nearly.
+Intervals of shares (exact, valid) are Wilson's, those of means (similarity) are the normal
+approximation; both take examples for independent, which plies of one game are only nearly.
 """
 
 import json
@@ -43,15 +44,22 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        value, low, high = (f"{100 * x:.1f}".replace("100.0", "100") for x in (self.value, self.low, self.high))
+        value, low, high = (
+            f"{100 * x:.1f}".replace("100.0", "100") for x in (self.value, self.low, self.high)
+        )
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
 def share(hits: np.ndarray) -> Estimate:
-    """Of `[n]` zeros and ones, with Wilson's interval: it stays within [0, 1], and is honest at 0 and 1 too."""
+    """Of `[n]` zeros and ones, with Wilson's interval: it stays within [0, 1], and is honest at 0
+    and 1 too.
+    """
     n, p = len(hits), float(hits.mean())
     scale = 1 + Z**2 / n
-    center, half = (p + Z**2 / (2 * n)) / scale, Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / scale
+    center, half = (
+        (p + Z**2 / (2 * n)) / scale,
+        Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / scale,
+    )
     return Estimate(p, max(0.0, min(p, center - half)), min(1.0, max(p, center + half)))
 
 
@@ -73,7 +81,10 @@ def estimates(graded: Graded) -> dict[str, dict[str, float | Estimate]]:
     scores = {**parts, "exact": graded.exact.astype(float)}
     kinds = {"all": np.ones(len(graded.exact), dtype=bool), **graded.by_kind()}
     return {
-        kind: {"n": int(rows.sum()), **{name: of(scores[name][rows]) for name, of in COLUMNS.items() if name in scores}}
+        kind: {
+            "n": int(rows.sum()),
+            **{name: of(scores[name][rows]) for name, of in COLUMNS.items() if name in scores},
+        }
         for kind, rows in kinds.items()
     }
 
@@ -84,11 +95,15 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
         raise ConfigError(f"--n must be at least 1, got {number}")
     task, config = loaded.task, loaded.config
     size = min(number, getattr(task, "num_held_out", None) or number)
-    scorer = RewardScorer(task, weights=config.weights(), functions=load_rewards(config.rewards), warn=screen.warn)
+    scorer = RewardScorer(
+        task, weights=config.weights(), functions=load_rewards(config.rewards), warn=screen.warn
+    )
     with Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
         bar = progress.add_task("answers", total=size)
-        graded = grade(loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number))
+        graded = grade(
+            loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number)
+        )
     scorer.close()
     return graded
 
@@ -110,11 +125,19 @@ def main() -> None:
         rows = estimates(run(loaded, arguments.n, screen))
     except ValueError as error:
         exit_with(error)
-    screen.say(f"{loaded.name}: greedy, {rows['all']['n']} held-out examples, seed {loaded.config.seed}")
+    screen.say(
+        f"{loaded.name}: greedy, {rows['all']['n']} held-out examples, seed {loaded.config.seed}"
+    )
     screen.console.print(table(rows))
-    screen.say("[95 % confidence intervals]: Wilson's of the shares (exact, valid), normal of the mean (similarity)")
+    screen.say(
+        "[95 % confidence intervals]: Wilson's of the shares (exact, valid), normal of the mean "
+        "(similarity)"
+    )
     if arguments.json:
-        kinds = {kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()} for kind, row in rows.items()}
+        kinds = {
+            kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()}
+            for kind, row in rows.items()
+        }
         result = {"model": loaded.name, "seed": loaded.config.seed, "kinds": kinds}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""Write a run's or a file's model as a folder that transformers loads: `GPT2LMHeadModel.from_pretrained(FOLDER)`.
+"""Write a run's or a file's model as a folder that transformers loads:
+`GPT2LMHeadModel.from_pretrained(FOLDER)`.
 
 python -m minigrpo.tools.export RUN_OR_MODEL --out FOLDER
 """
@@ -28,8 +29,14 @@ def main() -> None:
     try:
         arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.export")
         name, model = load_model(arguments.run, screen.warn)
-        # the last token is the end of text in every tokenizer here, and a run has no padding in its vocabulary
-        export_gpt2(model.state_dict(), arguments.out, shape=asdict(model.shape), eos=model.shape.vocab_size - 1)
+        # the last token is the end of text in every tokenizer here, and a run has no padding in its
+        # vocabulary
+        export_gpt2(
+            model.state_dict(),
+            arguments.out,
+            shape=asdict(model.shape),
+            eos=model.shape.vocab_size - 1,
+        )
     except ValueError as error:
         exit_with(error)
     except OSError as error:

@@ -23,7 +23,9 @@ from ..weights import WEIGHTS
 
 @dataclass(frozen=True)
 class Which:
-    """A model to be used; None leaves a setting as the run had it, and as it is by default where there is no run."""
+    """A model to be used; None leaves a setting as the run had it, and as it is by default where
+    there is no run.
+    """
 
     run: Annotated[Path, tyro.conf.Positional]
     """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
@@ -57,7 +59,9 @@ def load(which: Which, screen: Screen) -> Loaded:
     """Raises ValueError in one line that names the file or the flag."""
     config = config_of(which)
     tokenizer = load_tokenizer(config.tokenizer)
-    task = load_task(config.task, seed=config.seed, history=config.history, data=config.data, listener=screen)
+    task = load_task(
+        config.task, seed=config.seed, history=config.history, data=config.data, listener=screen
+    )
     name, model = load_model(which.run, screen.warn)
     fit_model(model, name, config, tokenizer, screen.warn)
     model = model.to(accel.pick_device(config.device, 0)).eval()
@@ -68,7 +72,12 @@ def config_of(which: Which) -> Config:
     """The run's config, or the defaults, with what was asked for."""
     values: dict[str, Any] = read_toml(which.run / "config.toml") if is_run(which.run) else {}
     known = {field.name for field in fields(Config)}
-    return Config(**{**values, **{name: x for name, x in asdict(which).items() if name in known and x is not None}})
+    return Config(
+        **{
+            **values,
+            **{name: x for name, x in asdict(which).items() if name in known and x is not None},
+        }
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -81,7 +90,9 @@ def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
 
 
 def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
-    """The newest checkpoint of a run that is whole, else its model.safetensors; a damaged one is named through `warn`."""
+    """The newest checkpoint of a run that is whole, else its model.safetensors; a damaged one is
+    named through `warn`.
+    """
     for path in checkpoints(folder / "checkpoints")[::-1]:
         try:
             state = load_checkpoint(path)

@@ -1,8 +1,10 @@
-"""A step as one would write it down first, to measure the library against: `benchmark.py`'s first row.
+"""A step as one would write it down first, to measure the library against: `benchmark.py`'s first
+row.
 
-Completions are sampled one at a time, a token at a time, with a KV cache that grows; every prompt is repeated for each of its
-completions and padded to the longest; logits are computed at every position of prompt and completion; old log-probs take a
-forward of their own; each completion is scored by itself. The numbers are those of the library: same tokens, loss, gradient.
+Completions are sampled one at a time, a token at a time, with a KV cache that grows; every prompt
+is repeated for each of its completions and padded to the longest; logits are computed at every
+position of prompt and completion; old log-probs take a forward of their own; each completion is
+scored by itself. The numbers are those of the library: same tokens, loss, gradient.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +47,9 @@ class GrowingCache:
 def write_one(
     model: GPT, prompt: Tensor, u: Tensor, *, eos: int, max_new_tokens: int, choice: Choice
 ) -> tuple[Tensor, Tensor]:
-    """One completion of `prompt [L]`: its tokens and their log-probs, `[n]` each; `u [S]` are uniform numbers."""
+    """One completion of `prompt [L]`: its tokens and their log-probs, `[n]` each; `u [S]` are
+    uniform numbers.
+    """
     cache, ids, start = GrowingCache(model.shape.layers), prompt, 0
     tokens, logps = list[Tensor](), list[Tensor]()
     for s in range(max_new_tokens):
@@ -76,14 +80,18 @@ class OneAtATime(Sampler):
     ) -> Iterator[Completions]:
         assert u is not None
         config, device = self.config, self.model.device
-        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, self.model.shape.context - config.max_new_tokens)
+        prompt_ids, prompt_len = encode_prompts(
+            self.tokenizer, examples, self.model.shape.context - config.max_new_tokens
+        )
         options = {"eos": self.eos, "max_new_tokens": config.max_new_tokens, "choice": choice}
         shape = (len(examples), num_samples, config.max_new_tokens)
         ids, logp = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         lengths = torch.zeros(shape[:2], dtype=torch.int64)
         for p, g in np.ndindex(shape[:2]):
             prompt = prompt_ids[p, : prompt_len[p]].to(device)
-            tokens, logps = write_one(self.model, prompt, torch.from_numpy(u[p, g]).to(device), **options)  # type: ignore[arg-type]
+            tokens, logps = write_one(
+                self.model, prompt, torch.from_numpy(u[p, g]).to(device), **options
+            )  # type: ignore[arg-type]
             lengths[p, g] = n = len(tokens)
             ids[p, g, :n], logp[p, g, :n] = tokens.cpu(), logps.cpu()
             self.work.update(rounds=n, tokens=len(prompt) + n - 1, row_rounds=n, rows=1)
@@ -92,8 +100,12 @@ class OneAtATime(Sampler):
         yield Completions(prompt_ids, prompt_len, ids[..., :longest], mask, logp[..., :longest])
 
 
-def full_logits(model: GPT, completions: Completions, temperature: float) -> tuple[Tensor, Tensor, int]:
-    """Log-probs and entropies `[P, G, S]` from padded rows of prompt and completion, and how many tokens these have."""
+def full_logits(
+    model: GPT, completions: Completions, temperature: float
+) -> tuple[Tensor, Tensor, int]:
+    """Log-probs and entropies `[P, G, S]` from padded rows of prompt and completion, and how many
+    tokens these have.
+    """
     prompts, samples, longest = completions.completion_ids.shape
     columns = torch.arange(longest, device=model.device)
     prompt_len = completions.prompt_len.to(model.device)
@@ -103,14 +115,26 @@ def full_logits(model: GPT, completions: Completions, temperature: float) -> tup
     where = places[:, None].expand(-1, samples, -1)
     rows = rows.scatter(2, where, completions.completion_ids.to(model.device)).flatten(0, 1)
     logp = log_softmax(model.logits(rows), temperature)  # [P*G, T, V]
-    predicted = logp[:, :-1].gather(2, rows[:, 1:, None])[..., 0].unflatten(0, (prompts, samples)).gather(2, where - 1)
-    entropy = -(logp.detach().exp() * logp.detach()).sum(-1).unflatten(0, (prompts, samples)).gather(2, where - 1)
+    predicted = (
+        logp[:, :-1]
+        .gather(2, rows[:, 1:, None])[..., 0]
+        .unflatten(0, (prompts, samples))
+        .gather(2, where - 1)
+    )
+    entropy = (
+        -(logp.detach().exp() * logp.detach())
+        .sum(-1)
+        .unflatten(0, (prompts, samples))
+        .gather(2, where - 1)
+    )
     mask = completions.completion_mask.to(model.device)
     return torch.where(mask, predicted, 0.0), torch.where(mask, entropy, 0.0), rows.numel()
 
 
 class FullLogits(Learner):
-    """An update that runs every position of every row through the head, and once more for the old log-probs."""
+    """An update that runs every position of every row through the head, and once more for the old
+    log-probs.
+    """
 
     def forward(self, completions: Completions) -> tuple[Tensor, Tensor, int]:
         if torch.is_grad_enabled():
@@ -138,9 +162,15 @@ class OneByOne(RewardScorer):
     judge: Callable[[Example, str], Mapping[str, float]]
 
     def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
-        scores = [[self.judge(example, text) for text in group] for example, group in zip(examples, texts, strict=True)]
+        scores = [
+            [self.judge(example, text) for text in group]
+            for example, group in zip(examples, texts, strict=True)
+        ]
         names = scores[0][0]
-        parts = {name: np.array([[one[name] for one in row] for row in scores], dtype=np.float32) for name in names}
+        parts = {
+            name: np.array([[one[name] for one in row] for row in scores], dtype=np.float32)
+            for name in names
+        }
         total = np.zeros((len(examples), len(texts[0])), dtype=np.float32)
         for name, weight in self.weights.items():
             total += np.float32(weight) * parts[name]

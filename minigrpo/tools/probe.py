@@ -1,4 +1,6 @@
-"""What a machine is and can do, for benchmarks: names and versions, matmul rate, bandwidth, peak memory, energy."""
+"""What a machine is and can do, for benchmarks: names and versions, matmul rate, bandwidth, peak
+memory, energy.
+"""
 
 import ctypes
 import os
@@ -13,7 +15,11 @@ import torch
 
 from ..run_folder import versions
 
-STATUS, CLEAR, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs"), "5"  # Linux: 5 resets the peak
+STATUS, CLEAR, PEAK = (
+    Path("/proc/self/status"),
+    Path("/proc/self/clear_refs"),
+    "5",
+)  # Linux: 5 resets the peak
 RAPL = Path("/sys/class/powercap/intel-rapl:0/energy_uj")
 
 
@@ -57,14 +63,18 @@ def bandwidth(device: torch.device) -> float:
 
 
 class PeakMemory:
-    """The most memory that something took, above what was in use before it: `with PeakMemory(device) as peak: ...`, peak.mib.
+    """The most memory that something took, above what was in use before it: `with
+    PeakMemory(device) as peak: ...`, peak.mib.
 
-    Allocated on the CUDA device; elsewhere the growth of the process's resident memory, on Linux only.
+    Allocated on the CUDA device; elsewhere the growth of the process's resident memory, on Linux
+    only.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.mib = device, float("nan")
-        self.measures = "allocated on the GPU" if device.type == "cuda" else "growth of resident memory"
+        self.measures = (
+            "allocated on the GPU" if device.type == "cuda" else "growth of resident memory"
+        )
 
     def __enter__(self) -> "PeakMemory":
         if self.device.type == "cuda":
@@ -104,7 +114,9 @@ def energy_joules(device: torch.device) -> float | None:
 
             pynvml.nvmlInit()
             # not by index: the library does not know which devices are visible here
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            handle = pynvml.nvmlDeviceGetHandleByUUID(
+                f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            )
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
         return int(RAPL.read_text()) / 1e6
     except Exception:  # no such library, no such counter, no right to read it

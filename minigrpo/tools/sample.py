@@ -1,4 +1,5 @@
-"""Ask a model: a position and a move of one's own, or held-out examples; in chess with the boards, wrong squares marked.
+"""Ask a model: a position and a move of one's own, or held-out examples; in chess with the boards,
+wrong squares marked.
 
 python -m minigrpo.tools.sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --move a7a8q
 """
@@ -57,7 +58,10 @@ def question(arguments: Arguments, history: int) -> Example:
     except ValueError as error:
         raise ConfigError(f"--move and --before take moves as e2e4 or e7e8q: {error}") from None
     if moves and not history:
-        raise ConfigError("--before goes with --history N, the number of earlier moves that the prompt tells; here it is 0")
+        raise ConfigError(
+            "--before goes with --history N, the number of earlier moves that the prompt tells; "
+            "here it is 0"
+        )
     fen, before = render(board), ",".join(moves[-history:]) if history else None
     return Example(prompt_of(fen, arguments.move, before), transition(fen, arguments.move))
 
@@ -65,12 +69,18 @@ def question(arguments: Arguments, history: int) -> Example:
 def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
     """What is asked. Raises ConfigError."""
     if arguments.n < 0 or arguments.examples < 1:
-        raise ConfigError(f"--n must be at least 0 and --examples at least 1, got {arguments.n} and {arguments.examples}")
+        raise ConfigError(
+            f"--n must be at least 0 and --examples at least 1, got {arguments.n} and "
+            f"{arguments.examples}"
+        )
     if bool(arguments.fen) != bool(arguments.move) or (arguments.before and not arguments.fen):
         raise ConfigError("--fen and --move go together, and --before with them")
     if arguments.fen:
         if not isinstance(loaded.task, ChessEnv):
-            raise ConfigError(f"--fen and --move are for --task chess-env, without --data; here it is {loaded.config.task}")
+            raise ConfigError(
+                f"--fen and --move are for --task chess-env, without --data; here it is "
+                f"{loaded.config.task}"
+            )
         return [question(arguments, loaded.config.history)]
     size = min(arguments.examples, getattr(loaded.task, "num_held_out", None) or arguments.examples)
     return [loaded.task.held_out(i) for i in range(size)]
@@ -83,22 +93,33 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
         rows = np.array([example.index for example in examples])
         u = uniforms(config.seed, "tools/sample", 0, rows, num_samples, config.max_new_tokens)
     choice = Choice(config.temperature, config.top_k, config.top_p) if num_samples else GREEDY
-    parts = loaded.sampler.complete(examples, num_samples=max(1, num_samples), u=u, choice=choice, batch_size=PROMPTS_AT_ONCE)
+    parts = loaded.sampler.complete(
+        examples, num_samples=max(1, num_samples), u=u, choice=choice, batch_size=PROMPTS_AT_ONCE
+    )
     return [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
 
 
 def show(console: Console, example: Example, texts: Sequence[str], *, boards: bool) -> None:
     """A question, its truth, and each distinct completion with how often it was written."""
-    console.print(Text(f"prompt      {plain(example.prompt)}" + (f"   ({example.kind})" if example.kind else "")))
+    console.print(
+        Text(
+            f"prompt      {plain(example.prompt)}"
+            + (f"   ({example.kind})" if example.kind else "")
+        )
+    )
     console.print(Text(f"truth       {plain(example.answer)}"))
     for text, count in Counter(texts).most_common():
         right = text == example.answer
         line = Text(f"completion  {plain(text)}")
-        line.append("   exact" if right else "   wrong", style="bold green" if right else "bold red")
+        line.append(
+            "   exact" if right else "   wrong", style="bold green" if right else "bold red"
+        )
         line.append(f"   {count} of {len(texts)}" if len(texts) > 1 else "")
         console.print(line)
         if boards and not right:
-            console.print(Text(f"            {plain('; '.join(differences(example.answer, text)))}"))
+            console.print(
+                Text(f"            {plain('; '.join(differences(example.answer, text)))}")
+            )
         if boards and (not right or len(texts) == 1):
             console.print(side_by_side(example.answer, text))
     console.print()
@@ -114,7 +135,9 @@ def main() -> None:
     try:
         arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.sample")
         if arguments.fen and arguments.data is None:
-            arguments = replace(arguments, data="")  # a question of one's own needs no file that the run had
+            arguments = replace(
+                arguments, data=""
+            )  # a question of one's own needs no file that the run had
         loaded = load(arguments, screen)
         examples = questions(arguments, loaded)
         with screen.errors.status("sampling"):
