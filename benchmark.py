@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from minigrpo.flags import ConfigError, exit_with, parse
-from minigrpo.tools.bench_memory import Memory
-from minigrpo.tools.bench_rewards import Rewards
-from minigrpo.tools.bench_scaling import Scaling
-from minigrpo.tools.bench_steps import Steps
+from benchmarks.memory import Memory
+from benchmarks.rewards import Rewards
+from benchmarks.scaling import Scaling
+from benchmarks.steps import Steps
+from minigrpo.runtime.flags import ConfigError, exit_with, parse
 
 
 class Benchmark(Protocol):

@@ -2,7 +2,7 @@
 flags as train.py.
 """
 
-from minigrpo.distributed import DistContext
+from minigrpo.runtime.distributed import DistContext
 from train import main
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable
 
 from minigrpo import Config, Trainer
-from minigrpo.distributed import DistContext
-from minigrpo.flags import ConfigError, exit_with
 from minigrpo.learner import Diverged
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.flags import ConfigError, exit_with
 
 
 def main(join: Callable[[Config], DistContext] = lambda config: DistContext()) -> None:

@@ -1,7 +1,7 @@
 """minigrpo: Group Relative Policy Optimization, small enough to read in an afternoon."""
 
 from .config import Config
-from .model import GPT
+from .model.transformer import GPT
 from .rewards import reward
 from .trainer import Trainer
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from .flags import ConfigError, did_you_mean, exit_with, flag, parse
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
+from .runtime.flags import ConfigError, did_you_mean, exit_with, flag, parse
 
 AT_LEAST = {
     0: "history eval_every stop_after seed warmup_steps micro_batch_size rollout_batch_size kl_coef weight_decay "

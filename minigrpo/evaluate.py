@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .encoding import decode
-from .randomness import uniforms
+from .model.encoding import decode
 from .rewards import RewardScorer
 from .rollout import Sampler
+from .runtime.rng import uniforms
 from .types import Example, RewardTable, Task
 
 BATCH = 256  # prompts decoded together

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import accel
 from .config import Config
-from .distributed import DistContext
-from .layout import LAYOUTS
 from .losses import LOSSES, Counts, per_local_token, policy_loss, truncated_importance_weights
-from .memory import Fitting
-from .model import GPT
-from .optim import learning_rate_at, make_optimizer
+from .model.packing import LAYOUTS
+from .model.transformer import GPT
+from .runtime import accel
+from .runtime.distributed import DistContext
+from .runtime.oom import Fitting
+from .runtime.optim import learning_rate_at, make_optimizer
 from .types import Completions, RolloutBatch
 
 State = dict[str, Any]

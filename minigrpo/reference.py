@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from .layout import Layout
-from .logprobs import at_least_fp32
-from .memory import Fitting
-from .model import GPT
+from .model.logprobs import at_least_fp32
+from .model.packing import Layout
+from .model.transformer import GPT
+from .runtime.oom import Fitting
 from .types import Completions
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from rapidfuzz import process
 from rapidfuzz.distance import Levenshtein  # what the package Levenshtein is made of
 
-from .fen import is_valid_fen as is_valid_fen
-from .pool import Job, WorkerPool
+from .runtime.pool import Job, WorkerPool
+from .tasks.fen import is_valid_fen as is_valid_fen
 from .types import Example, RewardTable, Task
 
 LONGEST_BATCH = (

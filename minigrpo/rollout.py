@@ -17,21 +17,21 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from . import accel
 from .config import Config
-from .decoders import CopiedPrompts, Decoder, SharedPrompts, UncachedDecoder
-from .distributed import DistContext
-from .encoding import decode, encode_answers, encode_prompts
-from .graphs import Graphs
 from .losses import KL_IN_REWARD, LOSSES, advantages
-from .memory import Fitting
-from .metrics import PhaseTimer
-from .model import GPT
-from .pool import Job, WorkerPool
-from .randomness import uniforms
+from .model.encoding import decode, encode_answers, encode_prompts
+from .model.transformer import GPT
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
-from .sampling import Choice, generate
+from .runtime import accel
+from .runtime.distributed import DistContext
+from .runtime.logging import PhaseTimer
+from .runtime.oom import Fitting
+from .runtime.pool import Job, WorkerPool
+from .runtime.rng import uniforms
+from .sampling.cuda_graphs import Graphs
+from .sampling.decoders import CopiedPrompts, Decoder, SharedPrompts, UncachedDecoder
+from .sampling.generate import Choice, generate
 from .types import Completions, Example, RewardTable, RolloutBatch, Task
 
 STEPS_AHEAD = 8  # how many steps' examples are made before they are needed

@@ -16,8 +16,18 @@ from typing import IO, Any
 
 import torch
 
-from . import accel
-from .checkpoint import (
+from .config import FAST, Config, as_flags
+from .evaluate import evaluate
+from .learner import Learner
+from .model.encoding import encode_answers, encode_prompts
+from .model.packing import LAYOUTS
+from .model.pretrained import build_model
+from .model.tokenizer import load_tokenizer
+from .reference import FrozenReference, NoReference, Reference
+from .rewards import RewardScorer
+from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
+from .runtime import accel
+from .runtime.checkpoint import (
     CheckpointError,
     State,
     discard_after,
@@ -25,19 +35,10 @@ from .checkpoint import (
     path_of,
     save_checkpoint,
 )
-from .config import FAST, Config, as_flags
-from .distributed import DistContext
-from .encoding import encode_answers, encode_prompts
-from .evaluate import evaluate
-from .initial import build_model
-from .layout import LAYOUTS
-from .learner import Learner
-from .metrics import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
-from .plan import Measured, Plan, plan
-from .reference import FrozenReference, NoReference, Reference
-from .rewards import RewardScorer
-from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
-from .run_folder import (
+from .runtime.distributed import DistContext
+from .runtime.estimate import Measured, Plan, plan
+from .runtime.logging import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
+from .runtime.run_dir import (
     check_ranks,
     check_same_run,
     dump_batch,
@@ -46,9 +47,8 @@ from .run_folder import (
     write_config,
     write_summary,
 )
-from .stopping import StopRequest
-from .tasks import load_rewards, load_task
-from .tokenizer import load_tokenizer
+from .runtime.signals import StopRequest
+from .tasks.registry import load_rewards, load_task
 from .types import RolloutBatch
 
 STEPS_BETWEEN_SAMPLES = 10

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import regex
 
+from minigrpo.model.tokenizer import END_OF_TEXT, GPT2_PATTERN
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tokenizer import END_OF_TEXT, GPT2_PATTERN
 
 Merge = tuple[bytes, bytes]
 

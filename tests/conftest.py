@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minigrpo.flags import ConfigError
-from minigrpo.model import GPT, GPTShape
+from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minigrpo import Config, Trainer
-from minigrpo.distributed import DistContext
+from minigrpo.runtime.distributed import DistContext
 
 TINY: dict[str, Any] = {
     "init_from": "scratch",

@@ -8,20 +8,21 @@ import pytest
 import torch
 from torch import _dynamo
 
-from minigrpo import Config, Trainer, accel
-from minigrpo import model as gpt
+from benchmarks.steps import _stacked
+from minigrpo import Config, Trainer
 from minigrpo.config import FAST
-from minigrpo.decoders import KVCache
-from minigrpo.flags import ConfigError
-from minigrpo.graphs import Graphs, _Round
-from minigrpo.layout import LAYOUTS
-from minigrpo.model import GPT, Block, GPTShape
-from minigrpo.plan import KEPT, plan
-from minigrpo.randomness import uniforms
+from minigrpo.model import transformer as gpt
+from minigrpo.model.packing import LAYOUTS
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.transformer import GPT, Block, GPTShape
 from minigrpo.rollout import Sampler
-from minigrpo.sampling import generate
-from minigrpo.tokenizer import load_tokenizer
-from minigrpo.tools.bench_steps import _stacked
+from minigrpo.runtime import accel
+from minigrpo.runtime.estimate import KEPT, plan
+from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.rng import uniforms
+from minigrpo.sampling.cuda_graphs import Graphs, _Round
+from minigrpo.sampling.decoders import KVCache
+from minigrpo.sampling.generate import generate
 from minigrpo.types import Completions, Example
 
 from .conftest import EOS, VOCAB, make_completions

@@ -11,9 +11,9 @@ import chess.engine
 import pytest
 
 from minigrpo import Config, Trainer
-from minigrpo.tasks import load_task
+from minigrpo.tasks.best_move import check, read
 from minigrpo.tasks.games import Games
-from minigrpo.tasks.policy import check, read
+from minigrpo.tasks.registry import load_task
 from minigrpo.tools import annotate
 from minigrpo.tools.annotate import Engines, find_engine, key
 

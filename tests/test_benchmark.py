@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 import benchmark
-from minigrpo.flags import parse
-from minigrpo.model import GPT, LogprobLayout, Stream
-from minigrpo.tools.bench_machine import Machine, Sizes, Work
-from minigrpo.tools.bench_memory import WAYS, Memory
-from minigrpo.tools.bench_steps import LAYERS, NAIVE, PLAIN, Steps, _stacked
+from benchmarks.memory import WAYS, Memory
+from benchmarks.steps import LAYERS, NAIVE, PLAIN, Steps, _stacked
+from benchmarks.workload import Machine, Sizes, Work
+from minigrpo.model.transformer import GPT, LogprobLayout, Stream
+from minigrpo.runtime.flags import parse
 
 TINY = [
     *(
@@ -138,7 +138,7 @@ def test_the_steps_benchmark_writes_tables_charts_and_figures(
 def test_the_memory_benchmark_holds_all_ways_to_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minigrpo.tools.bench_memory.logprobs_alone.__defaults__", (40, 300, 16))
+    monkeypatch.setattr("benchmarks.memory.logprobs_alone.__defaults__", (40, 300, 16))
     asked = parse(Memory, [*TINY, "--group-sizes", "2", "4", "--out-dir", str(tmp_path)])
     result = asked.run(Console(quiet=True))
     assert len(result["rows"]) == 2 * 2 * len(WAYS)

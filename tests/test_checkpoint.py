@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minigrpo import checkpoint
-from minigrpo.checkpoint import (
+from minigrpo.runtime import checkpoint
+from minigrpo.runtime.checkpoint import (
     CheckpointError,
     find_checkpoint,
     load_checkpoint,

@@ -5,9 +5,9 @@ import pytest
 
 from minigrpo import GPT, Trainer
 from minigrpo.config import Config, read_toml
-from minigrpo.flags import ConfigError
-from minigrpo.model import GPTShape
-from minigrpo.weights import export_gpt2
+from minigrpo.model.transformer import GPTShape
+from minigrpo.model.weights import export_gpt2
+from minigrpo.runtime.flags import ConfigError
 
 from . import bpe
 from .gradients import TINY

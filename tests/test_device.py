@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import benchmark
-from minigrpo import Config, Trainer, accel
-from minigrpo.graphs import Graphs
-from minigrpo.model import GPT, GPTShape
-from minigrpo.randomness import uniforms
-from minigrpo.sampling import generate
-from minigrpo.tools import probe
-from minigrpo.tools.bench_steps import LEAN
+from benchmarks import probe
+from benchmarks.steps import LEAN
+from minigrpo import Config, Trainer
+from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.runtime import accel
+from minigrpo.runtime.rng import uniforms
+from minigrpo.sampling.cuda_graphs import Graphs
+from minigrpo.sampling.generate import generate
 
 from .conftest import EOS, VOCAB, make_completions
 from .gradients import TINY
@@ -108,7 +109,7 @@ def test_a_run_and_its_resumption_have_nothing_on_two_devices(
 def test_a_benchmark_has_nothing_on_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]
 ) -> None:
-    monkeypatch.setattr("minigrpo.tools.bench_memory.logprobs_alone.__defaults__", (40, 300, 16))
+    monkeypatch.setattr("benchmarks.memory.logprobs_alone.__defaults__", (40, 300, 16))
     monkeypatch.setattr(accel, "compile_blocks", lambda config, model: None)
     for rate in ("matmul_rate", "bandwidth"):  # products of a size for GPUs
         monkeypatch.setattr(probe, rate, lambda *args: 1e12)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from minigrpo import Config, Trainer
-from minigrpo.encoding import decode
+from minigrpo.model.encoding import decode
+from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.rollout import Gold, OnPolicy
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tokenizer import load_tokenizer
 
 from . import bpe
 from .gradients import TINY

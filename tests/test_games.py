@@ -17,9 +17,9 @@ import pytest
 
 from minigrpo import Config, Trainer
 from minigrpo.rewards import RewardScorer
-from minigrpo.tasks import load_task
 from minigrpo.tasks.chess_env import KINDS, is_held_out, render, transition
 from minigrpo.tasks.games import Games
+from minigrpo.tasks.registry import load_task
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Example
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from minigrpo import Config, Trainer, logprobs
+from minigrpo import Config, Trainer
+from minigrpo.model import logprobs
 from minigrpo.rollout import OnPolicy
 from minigrpo.types import RolloutBatch
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.layout import LAYOUTS, additive_mask, repeated, rows_that_share, shared, tree
-from minigrpo.model import GPT, GPTShape
+from minigrpo.model.packing import LAYOUTS, additive_mask, repeated, rows_that_share, shared, tree
+from minigrpo.model.transformer import GPT, GPTShape
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions

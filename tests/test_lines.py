@@ -6,9 +6,9 @@ from pathlib import Path
 import chess
 import pytest
 
-from minigrpo.tasks import load_task
 from minigrpo.tasks.chess_env import ChessEnv, Positions, is_held_out
 from minigrpo.tasks.lines import Line, Lines, json_line, text_line
+from minigrpo.tasks.registry import load_task
 from minigrpo.types import Example
 
 from .test_games import Heard

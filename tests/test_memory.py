@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minigrpo.decoders import CachedDecoder
-from minigrpo.memory import Fitting
-from minigrpo.model import GPT
+from minigrpo.model.transformer import GPT
+from minigrpo.runtime.oom import Fitting
+from minigrpo.sampling.decoders import CachedDecoder
 
 from .gradients import first_gradient, make_trainer
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from minigrpo import Config, Trainer
 from minigrpo.rewards import RewardScorer
-from minigrpo.tasks import load_task
+from minigrpo.tasks.best_move import Policy, write
 from minigrpo.tasks.chess_env import Positions
-from minigrpo.tasks.policy import Policy, write
+from minigrpo.tasks.registry import load_task
 from minigrpo.types import Example
 
 from .gradients import TINY

@@ -15,9 +15,9 @@ from hypothesis import settings
 
 import minigrpo.trainer
 from minigrpo import Config, Trainer
-from minigrpo.checkpoint import State, save_checkpoint
-from minigrpo.flags import ConfigError
 from minigrpo.learner import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged
+from minigrpo.runtime.checkpoint import State, save_checkpoint
+from minigrpo.runtime.flags import ConfigError
 
 from .gradients import TINY
 from .killing import OPTIONS, SUMS, fingerprint

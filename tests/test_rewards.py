@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.pool import MAX_ABANDONED
 from minigrpo.rewards import RewardFunction, RewardScorer, is_valid_fen, reward, similarity
+from minigrpo.runtime.pool import MAX_ABANDONED
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.types import Example
 

@@ -4,12 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.decoders import CachedDecoder, CopiedPrompts, SharedPrompts, UncachedDecoder
-from minigrpo.layout import LAYOUTS
 from minigrpo.losses import policy_loss
-from minigrpo.model import GPT, GPTShape
-from minigrpo.randomness import stream, uniforms
-from minigrpo.sampling import (
+from minigrpo.model.packing import LAYOUTS
+from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.runtime.rng import stream, uniforms
+from minigrpo.sampling.decoders import CachedDecoder, CopiedPrompts, SharedPrompts, UncachedDecoder
+from minigrpo.sampling.generate import (
     STEPS_BETWEEN_LOOKS,
     Choice,
     generate,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from minigrpo import Config, Trainer
-from minigrpo.tasks import load_rewards, load_task
 from minigrpo.tasks.pairs import Pairs
+from minigrpo.tasks.registry import load_rewards, load_task
 
 from .gradients import TINY
 

@@ -7,8 +7,8 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minigrpo.model.tokenizer import GPT2_PATTERN, chess_ranks, load_tokenizer
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tokenizer import GPT2_PATTERN, chess_ranks, load_tokenizer
 
 from . import bpe
 

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from minigrpo import GPT, Config, Trainer
-from minigrpo.checkpoint import path_of
 from minigrpo.evaluate import evaluate as evaluate_in_training
-from minigrpo.metrics import Screen
+from minigrpo.runtime.checkpoint import path_of
+from minigrpo.runtime.logging import Screen
 from minigrpo.tools import boards, curves, evaluate, export, sample
 from minigrpo.tools.evaluate import Z, mean, share
 from minigrpo.tools.loading import Which, load

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from minigrpo import GPT, Config, Trainer
-from minigrpo.checkpoint import load_checkpoint
-from minigrpo.flags import ConfigError
 from minigrpo.learner import Learner
-from minigrpo.model import GPTShape
-from minigrpo.optim import learning_rate_at
+from minigrpo.model.transformer import GPTShape
+from minigrpo.runtime.checkpoint import load_checkpoint
+from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.optim import learning_rate_at
 
 from .gradients import TINY
 

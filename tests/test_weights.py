@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import GPT, Config
-from minigrpo.decoders import CopiedPrompts, SharedPrompts, UncachedDecoder
-from minigrpo.flags import ConfigError
-from minigrpo.initial import build_model
-from minigrpo.model import GPTShape
-from minigrpo.sampling import generate
-from minigrpo.tokenizer import load_tokenizer
-from minigrpo.weights import export_gpt2
+from minigrpo.model.pretrained import build_model
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.transformer import GPTShape
+from minigrpo.model.weights import export_gpt2
+from minigrpo.runtime.flags import ConfigError
+from minigrpo.sampling.decoders import CopiedPrompts, SharedPrompts, UncachedDecoder
+from minigrpo.sampling.generate import generate
 
 from .gradients import TINY
 

@@ -19,8 +19,8 @@ from functools import lru_cache
 import chess
 import numpy as np
 
-from ..randomness import stream
 from ..rewards import is_valid_fen, similarities
+from ..runtime.rng import stream
 from ..types import Example
 
 PLIES_PER_GAME = 16  # examples that one game yields

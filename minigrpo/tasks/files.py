@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..randomness import stream
+from ..runtime.rng import stream
 from ..types import Example
 from .chess_env import HELD_OUT_SHARE
 

@@ -18,9 +18,9 @@ import chess
 import chess.pgn
 import numpy as np
 
-from ..fen import is_valid_fen
 from ..types import Example
 from .chess_env import is_held_out, move_kind, ply_kind, prompt_of, render, transition
+from .fen import is_valid_fen
 from .files import Listener, Shuffled, Silent, Skipped, fingerprint, readable
 
 HEADER = re.compile(

@@ -24,12 +24,12 @@ from typing import Literal, NamedTuple
 import chess
 import numpy as np
 
-from ..fen import is_valid_fen
 from ..types import Example
+from .best_move import KIND as POLICY_KIND
+from .best_move import check
 from .chess_env import ending_of, is_held_out, move_kind, ply_kind
+from .fen import is_valid_fen
 from .files import Listener, Shuffled, Silent, Skipped, fingerprint, readable
-from .policy import KIND as POLICY_KIND
-from .policy import check
 
 LONGEST_LINE = 4096
 PLIES_OF_FIVE_TIMES = (

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..randomness import stream
 from ..rewards import similarity
+from ..runtime.rng import stream
 from ..types import Example
 
 HELD_OUT_SHARE = 10  # one prompt in 10

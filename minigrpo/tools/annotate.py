@@ -29,12 +29,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..flags import ConfigError, exit_with, parse
-from ..metrics import Screen
-from ..tasks import read_file
+from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.logging import Screen
+from ..tasks.best_move import HEAD, MATE, write
 from ..tasks.chess_env import HELD_OUT_SHARE, ChessEnv
 from ..tasks.files import Source
-from ..tasks.policy import HEAD, MATE, write
+from ..tasks.registry import read_file
 
 PLACES = ("stockfish", "/usr/games/stockfish")  # where it is looked for
 TRAIN_SHARE = HELD_OUT_SHARE - 1

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..flags import ConfigError, exit_with, parse
+from ..runtime.flags import ConfigError, exit_with, parse
 
 FORMATS = (".png", ".svg", ".pdf")
 

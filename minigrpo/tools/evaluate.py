@@ -18,10 +18,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..evaluate import Graded, grade
-from ..flags import ConfigError, exit_with, parse
-from ..metrics import Screen
 from ..rewards import RewardScorer
-from ..tasks import load_rewards
+from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.logging import Screen
+from ..tasks.registry import load_rewards
 from .loading import Loaded, Which, load
 
 Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from ..flags import exit_with, parse
-from ..metrics import Screen
-from ..weights import export_gpt2
+from ..model.weights import export_gpt2
+from ..runtime.flags import exit_with, parse
+from ..runtime.logging import Screen
 from .loading import load_model
 
 

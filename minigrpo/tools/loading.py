@@ -7,18 +7,18 @@ from typing import Annotated, Any
 
 import tyro
 
-from .. import accel
-from ..checkpoint import CheckpointError, checkpoints, load_checkpoint
 from ..config import Config, read_toml
-from ..flags import ConfigError
-from ..initial import fit_model, load_pretrained
-from ..metrics import Screen
-from ..model import GPT, GPTShape
+from ..model.pretrained import fit_model, load_pretrained
+from ..model.tokenizer import load_tokenizer
+from ..model.transformer import GPT, GPTShape
+from ..model.weights import WEIGHTS
 from ..rollout import Sampler
-from ..tasks import load_task
-from ..tokenizer import load_tokenizer
+from ..runtime import accel
+from ..runtime.checkpoint import CheckpointError, checkpoints, load_checkpoint
+from ..runtime.flags import ConfigError
+from ..runtime.logging import Screen
+from ..tasks.registry import load_task
 from ..types import Task
-from ..weights import WEIGHTS
 
 
 @dataclass(frozen=True)

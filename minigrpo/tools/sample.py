@@ -13,12 +13,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from ..encoding import decode
-from ..flags import ConfigError, exit_with, parse
-from ..metrics import Screen
-from ..randomness import uniforms
+from ..model.encoding import decode
 from ..rollout import GREEDY
-from ..sampling import Choice
+from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.logging import Screen
+from ..runtime.rng import uniforms
+from ..sampling.generate import Choice
 from ..tasks.chess_env import ChessEnv, prompt_of, render, transition
 from ..types import Example
 from .boards import differences, side_by_side

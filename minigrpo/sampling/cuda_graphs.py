@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..model.transformer import GPT
 from .decoders import CopiedPrompts, KVCache
-from .model import GPT
 
 CELLS, COLUMNS = 16, 32  # rounded up to multiples of these
 

@@ -5,9 +5,9 @@ from importlib.resources import files
 
 import tiktoken
 
-from .config import Config
-from .flags import ConfigError
-from .model import GPT, GPTShape
+from ..config import Config
+from ..runtime.flags import ConfigError
+from .transformer import GPT, GPTShape
 
 # a model may have one token in so many more than its tokenizer: vocabularies are padded to round
 # numbers

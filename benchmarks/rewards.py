@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..config import Config
-from ..fen import _rank
-from ..rewards import RewardFunction, RewardScorer
-from ..tasks.chess_env import ENDING, ChessEnv
-from ..trainer import Trainer
-from ..types import Example
+from minigrpo.config import Config
+from minigrpo.rewards import RewardFunction, RewardScorer
+from minigrpo.tasks.chess_env import ENDING, ChessEnv
+from minigrpo.tasks.fen import _rank
+from minigrpo.trainer import Trainer
+from minigrpo.types import Example
 
 GROUP = 8
 HOSTILE = [

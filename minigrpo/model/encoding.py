@@ -13,8 +13,8 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from .flags import ConfigError
-from .types import Completions, Example
+from ..runtime.flags import ConfigError
+from ..types import Completions, Example
 
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..config import Config
+from minigrpo.config import Config
 
 WARM_UP = 3  # steps that are not counted
 

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..types import Completions
 from .logprobs import at_least_fp32
-from .model import Attend, Stream
-from .types import Completions
+from .transformer import Attend, Stream
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:

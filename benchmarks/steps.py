@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from .. import accel
-from ..config import Config
-from ..flags import ConfigError
-from ..types import RolloutBatch
+from minigrpo.config import Config
+from minigrpo.runtime import accel
+from minigrpo.runtime.flags import ConfigError
+from minigrpo.types import RolloutBatch
+
 from . import probe
-from .bench_machine import Machine, Sizes, Work
-from .bench_report import write_report
+from .report import write_report
+from .workload import Machine, Sizes, Work
 
 NOTHING = 1e-30  # a learning rate that leaves float32 weights as they are
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..encoding import encode_prompts
-from ..learner import Learner
-from ..logprobs import log_softmax
-from ..model import GPT, Attend, Stream
-from ..rewards import PendingRewards, RewardScorer
-from ..rollout import GREEDY, Sampler
-from ..sampling import Choice
-from ..types import Completions, Example, RewardTable
+from minigrpo.learner import Learner
+from minigrpo.model.encoding import encode_prompts
+from minigrpo.model.logprobs import log_softmax
+from minigrpo.model.transformer import GPT, Attend, Stream
+from minigrpo.rewards import PendingRewards, RewardScorer
+from minigrpo.rollout import GREEDY, Sampler
+from minigrpo.sampling.generate import Choice
+from minigrpo.types import Completions, Example, RewardTable
 
 
 class GrowingCache:

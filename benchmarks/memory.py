@@ -25,15 +25,16 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .. import accel
-from ..logprobs import chunk_size, token_logprobs
-from ..metrics import PhaseTimer
-from ..rollout import GREEDY, Sampler
-from ..sampling import Choice
-from ..types import Completions, Example
+from minigrpo.model.logprobs import chunk_size, token_logprobs
+from minigrpo.rollout import GREEDY, Sampler
+from minigrpo.runtime import accel
+from minigrpo.runtime.logging import PhaseTimer
+from minigrpo.sampling.generate import Choice
+from minigrpo.types import Completions, Example
+
 from . import probe
-from .bench_machine import Machine, Sizes, Work
-from .bench_report import write_memory
+from .report import write_memory
+from .workload import Machine, Sizes, Work
 
 LOOKS_PER_S = 500  # at the memory in use, for the timeline
 POINTS = 100  # of a timeline that are kept

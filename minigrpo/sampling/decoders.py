@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layout import additive_mask, pad_rows, rows_of
-from .model import GPT, Attend, Causal, Stream
+from ..model.packing import additive_mask, pad_rows, rows_of
+from ..model.transformer import GPT, Attend, Causal, Stream
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 

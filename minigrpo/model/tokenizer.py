@@ -28,7 +28,7 @@ CHESS_PATTERN = (
 
 
 def chess_ranks() -> dict[bytes, int]:
-    """The ranks of the shipped tokenizer, as `python -m minigrpo.tokenizer` writes them."""
+    """The ranks of the shipped tokenizer, as `python -m minigrpo.model.tokenizer` writes them."""
     squares = [file + rank for file in "abcdefgh" for rank in "12345678"]
     castling = [
         "".join(rights) for n in range(1, 5) for rights in itertools.combinations("KQkq", n)

@@ -14,10 +14,10 @@ from typing import IO, Any
 
 import torch
 
-from .config import Config
+from ..config import Config
+from ..types import RolloutBatch
 from .distributed import DistContext
 from .flags import ConfigError, flag
-from .types import RolloutBatch
 
 # what may differ between a run and its continuation: stopping, evaluation, logging and speed;
 # everything else changes results

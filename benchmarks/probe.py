@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..run_folder import versions
+from minigrpo.runtime.run_dir import versions
 
 STATUS, CLEAR, PEAK = (
     Path("/proc/self/status"),

@@ -14,27 +14,28 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from .. import accel
-from ..config import Config
-from ..distributed import DistContext
-from ..encoding import encode_prompts
-from ..flags import ConfigError, flag
-from ..initial import build_model
-from ..layout import LAYOUTS
-from ..learner import Learner
-from ..memory import Fitting
-from ..metrics import PhaseTimer
-from ..model import GPT, GPTShape
-from ..randomness import stream
-from ..reference import FrozenReference, NoReference, Reference
-from ..rewards import RewardScorer, similarities, similarity
-from ..rollout import Ahead, OnPolicy, Sampler
-from ..tasks import load_task
-from ..tasks.chess_env import ChessEnv
-from ..tokenizer import END_OF_TEXT, load_tokenizer
-from ..types import Example, RolloutBatch, Task
-from .bench_rewards import naive
+from minigrpo.config import Config
+from minigrpo.learner import Learner
+from minigrpo.model.encoding import encode_prompts
+from minigrpo.model.packing import LAYOUTS
+from minigrpo.model.pretrained import build_model
+from minigrpo.model.tokenizer import END_OF_TEXT, load_tokenizer
+from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.reference import FrozenReference, NoReference, Reference
+from minigrpo.rewards import RewardScorer, similarities, similarity
+from minigrpo.rollout import Ahead, OnPolicy, Sampler
+from minigrpo.runtime import accel
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.flags import ConfigError, flag
+from minigrpo.runtime.logging import PhaseTimer
+from minigrpo.runtime.oom import Fitting
+from minigrpo.runtime.rng import stream
+from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.tasks.registry import load_task
+from minigrpo.types import Example, RolloutBatch, Task
+
 from .naive import FullLogits, FullLogitsReference, OneAtATime, OneByOne
+from .rewards import naive
 
 T = TypeVar("T")
 OF_THE_MODEL = (

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..model.logprobs import log_softmax
+from ..model.transformer import GPT
+from ..types import Completions
 from .decoders import CopiedPrompts, Decoder
-from .logprobs import log_softmax
-from .model import GPT
-from .types import Completions
 
 STEPS_BETWEEN_LOOKS = (
     4  # how often the host asks who has finished, where it need not know; asking is a device sync

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import chess
 import numpy as np
 
-from ..fen import is_valid_fen
 from ..types import Example
+from .fen import is_valid_fen
 
 HEAD, KIND = "P: ", "policy"
 MATE = 1000.0  # pawns

@@ -8,10 +8,10 @@ of tokens that attend, in each layer.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .config import Config
-from .logprobs import chunk_size
-from .losses import LOSSES
-from .model import GPTShape
+from ..config import Config
+from ..losses import LOSSES
+from ..model.logprobs import chunk_size
+from ..model.transformer import GPTShape
 
 MIB = 2**20
 # bytes that autograd keeps of a token, a layer and a unit of width, counted with saved-tensor

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import model as gpt
-from .config import PROFILED, Config
+from ..config import PROFILED, Config
+from ..model import transformer as gpt
+from ..model.logprobs import chunk_size
+from ..model.transformer import GPT, Attend, Block
 from .flags import ConfigError
-from .logprobs import chunk_size
-from .model import GPT, Attend, Block
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
