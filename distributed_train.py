@@ -6,4 +6,4 @@ from minigrpo.runtime.distributed import DistContext
 from train import main
 
 if __name__ == "__main__":
-    main(lambda config: DistContext.from_env(config.pg_timeout))
+    main(lambda config: DistContext.from_env(config.run.pg_timeout))

@@ -29,12 +29,12 @@ from minigrpo.model.logprobs import chunk_size, token_logprobs
 from minigrpo.rollout import GREEDY, Sampler
 from minigrpo.runtime import accel
 from minigrpo.runtime.logging import PhaseTimer
-from minigrpo.sampling.generate import Choice
+from minigrpo.sampling.generate import SamplingParams
 from minigrpo.types import Completions, Example
 
 from . import probe
 from .report import write_memory
-from .workload import Machine, Sizes, Work
+from .workload import BenchStep, Workload, WorkloadFlags
 
 LOOKS_PER_S = 500  # at the memory in use, for the timeline
 POINTS = 100  # of a timeline that are kept
@@ -48,11 +48,11 @@ class InTurn(Sampler):
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        choice: Choice = GREEDY,
+        params: SamplingParams = GREEDY,
         batch_size: int = 0,
     ) -> Iterator[Completions]:
         assert u is not None
-        options: dict[str, Any] = {"choice": choice, "batch_size": batch_size}
+        options: dict[str, Any] = {"params": params, "batch_size": batch_size}
         complete = super().complete
         passes = [
             Completions.join(list(complete(examples, u=u[:, g : g + 1], **options)))
@@ -68,12 +68,12 @@ class ByLoader(Sampler):
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        choice: Choice = GREEDY,
+        params: SamplingParams = GREEDY,
         batch_size: int = 0,
     ) -> Iterator[Completions]:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
-        options: dict[str, Any] = {"choice": choice, "batch_size": batch_size * num_samples}
+        options: dict[str, Any] = {"params": params, "batch_size": batch_size * num_samples}
         parts = list(super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options))
         yield _regroup(Completions.join(parts), num_samples, by_sample=False)
 
@@ -100,12 +100,12 @@ def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Com
     return Completions(one_each.prompt_ids[first], one_each.prompt_len[first], **fields)
 
 
-REPEATED: dict[str, Any] = {"layout": "repeated"}
+REPEATED: dict[str, Any] = {"packing": "repeated"}
 WAYS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "prompts repeated": (Sampler, REPEATED),
     "one after the other": (InTurn, REPEATED),
     "repeated by the loader": (ByLoader, REPEATED),
-    "stored once (ours)": (Sampler, {"layout": "shared", "share_prompt_kv": True}),
+    "stored once (ours)": (Sampler, {"packing": "shared-prompt", "share_prompt_kv": True}),
 }
 
 
@@ -147,7 +147,7 @@ class Timeline(PhaseTimer):
 
 
 @dataclass(frozen=True)
-class Memory(Sizes):
+class Memory(WorkloadFlags):
     """Peak memory and seconds a step over group sizes, for four ways of sampling, and memory over
     time.
     """
@@ -163,14 +163,14 @@ class Memory(Sizes):
 
     def run(self, console: Console) -> dict[str, Any]:
         device = accel.pick_device(self.device)
-        first = Work.of(replace(self, group_size=self.group_sizes[0]), device)
+        first = Workload.of(replace(self, group_size=self.group_sizes[0]), device)
         text = first.describe(", ".join(map(str, self.group_sizes)))
         console.print(f"{probe.device_name(device)}: {text}", highlight=False)
         rows, timelines = list[dict[str, Any]](), dict[str, Any]()
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("group sizes", total=2 * len(WAYS) * len(self.group_sizes))
             for size in self.group_sizes:
-                work = replace(first, config=replace(first.config, group_size=size))
+                work = replace(first, config=first.config.replace(group_size=size))
                 same = _Same()
                 for way in WAYS:
                     for chunked in (False, True):
@@ -229,7 +229,7 @@ class _Same:
     def __init__(self) -> None:
         self.first: Any = None
 
-    def check(self, machine: Machine, name: str) -> int:
+    def check(self, machine: BenchStep, name: str) -> int:
         """How many completions differ from the first way's; raises AssertionError if a loss
         does."""
         if self.first is None:
@@ -241,20 +241,25 @@ class _Same:
 
 
 def _measure(
-    work: Work, way: str, chunked: bool, repeats: int, same: _Same
+    work: Workload, way: str, chunked: bool, repeats: int, same: _Same
 ) -> tuple[dict[str, Any], list[tuple[float, float, str]]]:
     """A row, and the memory over time of one step."""
     sampler, flags = WAYS[way]
-    flags = {**flags, "chunked_logprobs": chunked, "draft_answers": False, "learning_rate": 1e-30}
+    flags = {
+        **flags,
+        "chunked_logprobs": chunked,
+        "speculative_decoding": False,
+        "learning_rate": 1e-30,
+    }
     row: dict[str, Any] = {
         "name": way,
         "logits": "in chunks" if chunked else "all",
-        "group_size": work.config.group_size,
+        "group_size": work.config.sampling.group_size,
     }
-    machine: Machine | None = None
+    machine: BenchStep | None = None
     try:
         with probe.PeakMemory(work.device) as built:
-            machine = Machine(replace(work.config, **flags), work, sampler=sampler)
+            machine = BenchStep(work.config.replace(**flags), work, sampler=sampler)
             machine.timer = machine.source.timer = Timeline(work.device)
             machine.step(0)
         resident = probe.memory_in_use(work.device) - built.before

@@ -18,10 +18,10 @@ from torch import Tensor
 from minigrpo.learner import Learner
 from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.logprobs import log_softmax
-from minigrpo.model.transformer import GPT, Attend, Stream
+from minigrpo.model.transformer import Attend, PackedTokens, Transformer
 from minigrpo.rewards import PendingRewards, RewardScorer
 from minigrpo.rollout import GREEDY, Sampler
-from minigrpo.sampling.generate import Choice
+from minigrpo.sampling.generate import SamplingParams
 from minigrpo.types import Completions, Example, RewardTable
 
 
@@ -45,7 +45,13 @@ class GrowingCache:
 
 @torch.no_grad()
 def write_one(
-    model: GPT, prompt: Tensor, u: Tensor, *, eos: int, max_new_tokens: int, choice: Choice
+    model: Transformer,
+    prompt: Tensor,
+    u: Tensor,
+    *,
+    eos: int,
+    max_new_tokens: int,
+    params: SamplingParams,
 ) -> tuple[Tensor, Tensor]:
     """One completion of `prompt [L]`: its tokens and their log-probs, `[n]` each; `u [S]` are
     uniform numbers.
@@ -54,8 +60,8 @@ def write_one(
     tokens, logps = list[Tensor](), list[Tensor]()
     for s in range(max_new_tokens):
         positions = torch.arange(start, start + len(ids), device=ids.device)
-        logits = model.head(model.hidden(Stream(ids, positions), cache))
-        logp = log_softmax(logits[-1], choice.temperature)
+        logits = model.lm_head(model.forward_hidden(PackedTokens(ids, positions), cache))
+        logp = log_softmax(logits[-1], params.temperature)
         cdf = logp.exp().cumsum(-1)
         token = torch.searchsorted(cdf, u[s] * cdf[-1], right=True).clamp(max=len(logp) - 1).view(1)
         tokens.append(token)
@@ -75,16 +81,20 @@ class OneAtATime(Sampler):
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        choice: Choice = GREEDY,
+        params: SamplingParams = GREEDY,
         batch_size: int = 0,
     ) -> Iterator[Completions]:
         assert u is not None
         config, device = self.config, self.model.device
         prompt_ids, prompt_len = encode_prompts(
-            self.tokenizer, examples, self.model.shape.context - config.max_new_tokens
+            self.tokenizer, examples, self.model.shape.context - config.sampling.max_new_tokens
         )
-        options = {"eos": self.eos, "max_new_tokens": config.max_new_tokens, "choice": choice}
-        shape = (len(examples), num_samples, config.max_new_tokens)
+        options = {
+            "eos": self.eos,
+            "max_new_tokens": config.sampling.max_new_tokens,
+            "params": params,
+        }
+        shape = (len(examples), num_samples, config.sampling.max_new_tokens)
         ids, logp = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         lengths = torch.zeros(shape[:2], dtype=torch.int64)
         for p, g in np.ndindex(shape[:2]):
@@ -101,7 +111,7 @@ class OneAtATime(Sampler):
 
 
 def full_logits(
-    model: GPT, completions: Completions, temperature: float
+    model: Transformer, completions: Completions, temperature: float
 ) -> tuple[Tensor, Tensor, int]:
     """Log-probs and entropies `[P, G, S]` from padded rows of prompt and completion, and how many
     tokens these have.
@@ -140,15 +150,15 @@ class FullLogits(Learner):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 full_logits(
-                    self.model, completions, self.config.temperature
+                    self.model, completions, self.config.sampling.temperature
                 )  # old log-probs; what they give is what comes next
-        return full_logits(self.model, completions, self.config.temperature)
+        return full_logits(self.model, completions, self.config.sampling.temperature)
 
 
 class FullLogitsReference:
     """The frozen model, its logits everywhere."""
 
-    def __init__(self, model: GPT, temperature: float) -> None:
+    def __init__(self, model: Transformer, temperature: float) -> None:
         self.model, self.temperature = model, temperature
 
     @torch.no_grad()

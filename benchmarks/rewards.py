@@ -62,7 +62,7 @@ class Rewards:
     def run(self, console: Console) -> dict[str, Any]:
         with TemporaryDirectory() as folder:
             trainer = Trainer(
-                Config(out_dir=f"{folder}/run", max_steps=10**6, group_size=GROUP), quiet=True
+                Config.of(out_dir=f"{folder}/run", max_steps=10**6, group_size=GROUP), quiet=True
             )
             rows = []
             for size in self.sizes:
@@ -248,7 +248,7 @@ def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
         "not overlapped, no pool": {"overlap_rewards": False, "parallel_rewards": False},
     }
     trainers = {
-        name: Trainer(Config(**options, **flags, out_dir=str(folder / name)), quiet=True)
+        name: Trainer(Config.of(**options, **flags, out_dir=str(folder / name)), quiet=True)
         for name, flags in variants.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in trainers}

@@ -52,7 +52,8 @@ class Scaling:
             else f"{os.cpu_count()} CPU cores"
         )
         table = Table(
-            title=f"{Config().prompts_per_step} prompts x {Config().group_size} completions a step, {where}, "
+            title=f"{Config().sampling.prompts_per_step} prompts x {Config().sampling.group_size} "
+            f"completions a step, {where}, "
             f"{self.threads} thread(s) a process",
             title_justify="left",
         )

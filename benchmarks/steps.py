@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,9 +30,9 @@ from minigrpo.types import RolloutBatch
 
 from . import probe
 from .report import write_report
-from .workload import Machine, Sizes, Work
+from .workload import BenchStep, Workload, WorkloadFlags
 
-NOTHING = 1e-30  # a learning rate that leaves float32 weights as they are
+FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Layer:
 
 NAIVE = frozenset({"sampler", "head", "rewards"})
 PLAIN = {
-    "layout": "repeated",
+    "packing": "repeated",
     "kv_cache": True,
     "share_prompt_kv": False,
     "cuda_graphs": False,
     "low_precision_weights": False,
-    "draft_answers": False,
+    "speculative_decoding": False,
     "fused_optimizer": False,
     "parallel_rewards": False,
     "overlap_rewards": False,
-    "skip_dead_groups": False,
+    "skip_zero_variance_groups": False,
     "use_amp": False,
     "use_tf32": False,
     "compile_model": False,
@@ -83,11 +83,11 @@ LAYERS = (
         gives_up=frozenset({"rewards"}),
     ),
     Layer("fused AdamW", {"fused_optimizer": True}),
-    Layer("dead groups left out", {"skip_dead_groups": True}),
-    Layer("shared layout", {"layout": "shared"}),
+    Layer("dead groups left out", {"skip_zero_variance_groups": True}),
+    Layer("shared packing", {"packing": "shared-prompt"}),
     Layer("keys and values of prompts shared", {"share_prompt_kv": True}, aside=EVERYWHERE),
-    Layer("drafted decoding", {"draft_answers": True}),
-    Layer("tree layout", {"layout": "tree"}),
+    Layer("drafted decoding", {"speculative_decoding": True}),
+    Layer("tree packing", {"packing": "prefix-tree"}),
     Layer("TF32", {"use_tf32": True}, needs="cuda"),
     Layer(
         "bfloat16 autocast", {"use_amp": True}, aside=("cpu",)
@@ -121,7 +121,7 @@ class Row:
     flags: dict[str, Any]
     naive: frozenset[str]
     status: str = "ok"
-    machine: Machine | None = None
+    machine: BenchStep | None = None
     steps: list[dict[str, float]] = field(default_factory=list)
     peak_mib: float = math.nan
     warm_up_s: float = 0.0
@@ -136,7 +136,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Steps(Sizes):
+class Steps(WorkloadFlags):
     """Seconds a step, each layer added to the naive step, with its effect on loss, gradient and
     memory.
     """
@@ -156,7 +156,7 @@ class Steps(Sizes):
 
     def run(self, console: Console) -> dict[str, Any]:
         device = accel.pick_device(self.device)
-        work = Work.of(self, device)
+        work = Workload.of(self, device)
         console.print(f"{probe.device_name(device)}: {work.describe()}", highlight=False)
         result = {
             **probe.describe_machine(device),
@@ -168,14 +168,14 @@ class Steps(Sizes):
         write_report(result, self.out_dir, console)
         return result
 
-    def _measure(self, work: Work, rows: list[Row], console: Console) -> list[dict[str, Any]]:
+    def _measure(self, work: Workload, rows: list[Row], console: Console) -> list[dict[str, Any]]:
         if self.only:
             rows = [
                 row
                 for i, row in enumerate(rows)
                 if not i or any(word in row.name for word in self.only)
             ]
-        jobs, same = list[tuple[Row, Callable[[Row], None]]](), _FirstRow()
+        jobs, same = list[tuple[Row, Callable[[Row], None]]](), BaselineRow()
         # rows take turns, so that drift is nobody's; on a GPU, which holds the models of a few at
         # most, one after the other
         for together in [rows] if work.device.type == "cpu" else [[row] for row in rows]:
@@ -213,7 +213,7 @@ def _stacked(device: torch.device) -> list[Row]:
 
 def _cannot_compile(device: torch.device) -> str:
     try:
-        accel.check_compiler(Config(compile_model=True), device)
+        accel.check_compiler(Config.of(compile_model=True), device)
     except ConfigError as error:
         return str(error)
     return ""
@@ -250,11 +250,11 @@ def _clear(row: Row) -> None:
     torch.cuda.empty_cache()
 
 
-def _build(row: Row, work: Work, same: "_FirstRow") -> None:
+def _build(row: Row, work: Workload, same: "BaselineRow") -> None:
     with probe.PeakMemory(work.device) as memory:
         start = time.perf_counter()
-        row.machine = Machine(
-            replace(work.config, **row.flags, learning_rate=NOTHING), work, row.naive
+        row.machine = BenchStep(
+            work.config.replace(**row.flags, learning_rate=FROZEN_LR), work, row.naive
         )
         row.machine.step(0)
         row.warm_up_s = time.perf_counter() - start
@@ -271,7 +271,7 @@ def _build(row: Row, work: Work, same: "_FirstRow") -> None:
     row.loss_difference, row.grad_difference = same.compare(row.machine)
 
 
-def _take_turn(row: Row, turn: int, same: "_FirstRow") -> None:
+def _take_turn(row: Row, turn: int, same: "BaselineRow") -> None:
     """One timed step of a row."""
     assert row.machine is not None
     graphs, before = accel.graphs_compiled(), probe.energy_joules(row.machine.device)
@@ -283,7 +283,7 @@ def _take_turn(row: Row, turn: int, same: "_FirstRow") -> None:
     row.different += same.different(turn, row.machine.tokens())
 
 
-class _FirstRow:
+class BaselineRow:
     """What the first row that ran gave; the others should give it too."""
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ class _FirstRow:
         """How many completions of a turn are others."""
         return int((ids != self.tokens.setdefault(turn, ids)).any(-1).sum())
 
-    def compare(self, machine: Machine) -> tuple[float, float]:
+    def compare(self, machine: BenchStep) -> tuple[float, float]:
         """How far off loss and gradient are, of one and the same rollout, as parts of the first
         row's.
         """
@@ -323,12 +323,12 @@ class Roofline:
     for each pair of tokens that attend; the head is counted for the tokens that it is needed for.
     """
 
-    work: Work
+    work: Workload
     bytes_per_s: float
     flops_per_s: dict[str, float]  # by precision
 
     @classmethod
-    def probed(cls, work: Work) -> "Roofline":
+    def probed(cls, work: Workload) -> "Roofline":
         rates = {}
         for name, dtype, tf32 in (
             ("float32", torch.float32, False),
@@ -353,11 +353,11 @@ class Roofline:
         a_token = 2 * blocks + 4 * shape.layers * shape.width * seen
         answers = row.middle("completions") * row.middle("completion_len")
         run = row.middle("rollout/tokens")
-        copies = config.group_size if "sampler" in row.naive else 1
+        copies = config.sampling.group_size if "sampler" in row.naive else 1
         flops = run * a_token + 2 * head * (
-            run - copies * config.prompts_per_step * (self.work.prompt_len - 1)
+            run - copies * config.sampling.prompts_per_step * (self.work.prompt_len - 1)
         )
-        flops += (3 + bool(config.kl_coef)) * (
+        flops += (3 + bool(config.loss.kl_coef)) * (
             row.middle("tokens/run") * a_token + min(answers, row.middle("tokens/run")) * 2 * head
         )
         weights = (blocks + head) * (2 if low else 4)
@@ -383,7 +383,7 @@ def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
         record = {
             "name": row.name,
             "flags": {
-                name: value for name, value in row.flags.items() if value != getattr(Config(), name)
+                name: value for name, value in row.flags.items() if value != Config().flat()[name]
             },
             "naive_parts": sorted(row.naive),
             "s_per_step": seconds,

@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from minigrpo.config import Config
 from minigrpo.learner import Learner
 from minigrpo.model.encoding import encode_prompts
-from minigrpo.model.packing import LAYOUTS
+from minigrpo.model.packing import PACKINGS
 from minigrpo.model.pretrained import build_model
 from minigrpo.model.tokenizer import END_OF_TEXT, load_tokenizer
-from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.reference import FrozenReference, NoReference, Reference
 from minigrpo.rewards import RewardScorer, similarities, similarity
-from minigrpo.rollout import Ahead, OnPolicy, Sampler
+from minigrpo.rollout import ExamplePrefetcher, RolloutBatches, Sampler
 from minigrpo.runtime import accel
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError, flag
 from minigrpo.runtime.logging import PhaseTimer
-from minigrpo.runtime.oom import Fitting
+from minigrpo.runtime.oom import OOMBackoff
 from minigrpo.runtime.rng import stream
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.registry import load_task
@@ -103,11 +103,11 @@ def bytes_and_more(vocab_size: int) -> tiktoken.Encoding:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WorkloadFlags:
     """What a benchmark's flags say about its work."""
 
     preset: Literal["tiny", "gpt2"] = "tiny"
-    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. Sizes below
+    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens. WorkloadFlags below
     override it.
     """
     natural: bool = False
@@ -143,11 +143,11 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """One job: a model, prompts, and how long completions are."""
 
     config: Config
-    model: GPT  # on the device; each machine gets a copy
+    model: Transformer  # on the device; each machine gets a copy
     tokenizer: tiktoken.Encoding
     task: Task
     forced: bool  # no end of text
@@ -156,7 +156,7 @@ class Work:
     device: torch.device
 
     @classmethod
-    def of(cls, asked: Sizes, device: torch.device) -> "Work":
+    def of(cls, asked: WorkloadFlags, device: torch.device) -> "Workload":
         """Raises ConfigError (ValueError for a file) in one line."""
         given = {name: value for name in SIZES if (value := getattr(asked, name, None)) is not None}
         natural = asked.natural or asked.config is not None
@@ -165,21 +165,23 @@ class Work:
                 raise ConfigError(
                     f"{wrong[0]} goes with made-up work: a job has a model and prompts of its own"
                 )
-            config = replace(
-                Config.from_toml(asked.config) if asked.config else Config(),
-                **given,
-                max_steps=10**6,
-            )
-            if config.top_k or config.top_p < 1 or config.rewards:
+            base = Config.from_toml(asked.config) if asked.config else Config.of()
+            config = base.replace(**given, max_steps=10**6)
+            if config.sampling.top_k or config.sampling.top_p < 1 or config.task.rewards:
                 raise ConfigError(
                     f"--config {asked.config}: --top-k, --top-p and --rewards are not for a naive "
                     "step"
                 )
             if config.supervised:
-                raise ConfigError(f"--config {asked.config}: --loss {config.loss} samples nothing")
-            tokenizer = load_tokenizer(config.tokenizer)
+                raise ConfigError(
+                    f"--config {asked.config}: --loss {config.loss.name} samples nothing"
+                )
+            tokenizer = load_tokenizer(config.model.tokenizer)
             task = load_task(
-                config.task, seed=config.seed, history=config.history, data=config.data
+                config.task.name,
+                seed=config.run.seed,
+                history=config.task.history,
+                data=config.task.data,
             )
             model = build_model(config, tokenizer)
         else:
@@ -192,12 +194,16 @@ class Work:
                 )
             vocab_size, prompt_len = sizes.pop("vocab_size"), sizes.pop("prompt_len")
             context = prompt_len + sizes["max_new_tokens"]
-            config = Config(**sizes, context=context, init_from="scratch", max_steps=10**6)
+            config = Config.of(**sizes, context=context, init_from="scratch", max_steps=10**6)
             tokenizer = bytes_and_more(vocab_size)
-            task = RandomText(config.seed, prompt_len, config.max_new_tokens + BEYOND_THE_END)
-            model = GPT(
-                GPTShape(vocab_size, context, config.layers, config.width, config.heads),
-                seed=config.seed,
+            task = RandomText(
+                config.run.seed, prompt_len, config.sampling.max_new_tokens + BEYOND_THE_END
+            )
+            model = Transformer(
+                ModelShape(
+                    vocab_size, context, config.model.layers, config.model.width, config.model.heads
+                ),
+                seed=config.run.seed,
             )
         lengths = encode_prompts(
             tokenizer, [task.train(i) for i in range(64)], model.shape.context
@@ -215,12 +221,12 @@ class Work:
         )
 
     @property
-    def shape(self) -> GPTShape:
+    def shape(self) -> ModelShape:
         return self.model.shape
 
     def describe(self, group_size: str = "") -> str:
         """In words; `group_size` if there are several."""
-        c, s = self.config, self.shape
+        c, s, at_a_time = self.config.sampling, self.shape, self.config.memory.micro_batch_size
         ends = "all as long as that" if self.forced else "or to their end"
         return (
             f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.2f} M parameters ({s.layers} "
@@ -228,12 +234,12 @@ class Work:
             f"{s.heads} heads, {s.vocab_size} tokens), {c.prompts_per_step} prompts of "
             f"{self.prompt_len:.0f} tokens x "
             f"{group_size or c.group_size} completions of {c.max_new_tokens}, {ends}; KL "
-            f"{c.kl_coef}"
-            + (f"; updates of {c.micro_batch_size} prompts at a time" if c.micro_batch_size else "")
+            f"{self.config.loss.kl_coef}"
+            + (f"; updates of {at_a_time} prompts at a time" if at_a_time else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
-        sizes = vars(self.shape) | {name: getattr(self.config, name) for name in OF_THE_STEP}
+        sizes = vars(self.shape) | {name: self.config.flat()[name] for name in OF_THE_STEP}
         ends = {
             "prompt_len": self.prompt_len,
             "forced_length": self.forced,
@@ -242,7 +248,7 @@ class Work:
         return {**sizes, **ends, "text": self.describe()}
 
 
-class Rigid(Fitting):
+class NoBackoff(OOMBackoff):
     """Does not try with less when memory runs out: a row must be what it says."""
 
     def run(
@@ -254,7 +260,7 @@ class Rigid(Fitting):
         return function(self.of(there_are))
 
 
-class Machine:
+class BenchStep:
     """A training step with some of its parts naive (`sampler`, `head`, `rewards`) and the flags of
     a config.
     """
@@ -262,7 +268,7 @@ class Machine:
     def __init__(
         self,
         config: Config,
-        work: Work,
+        work: Workload,
         naive_parts: frozenset[str] = frozenset(),
         sampler: type[Sampler] = Sampler,
     ) -> None:
@@ -273,37 +279,37 @@ class Machine:
         self.sampler = (OneAtATime if "sampler" in naive_parts else sampler)(
             config, self.model, work.tokenizer, self.learner.autocast
         )
-        self.learner.fitting = Rigid("update", "", config.micro_batch_size)
-        self.sampler.fittings.default_factory = lambda: Rigid("sampling", "", 0)
+        self.learner.backoff = NoBackoff("update", "", config.memory.micro_batch_size)
+        self.sampler.backoffs.default_factory = lambda: NoBackoff("sampling", "", 0)
         if work.forced:
             self.sampler.eos = -1
         kind = OneByOne if "rewards" in naive_parts else RewardScorer
         self.scorer = kind(
             work.task,
-            weights=config.weights(),
-            workers=config.num_reward_workers if config.parallel_rewards else 0,
-            timeout_s=config.reward_timeout,
+            weights=config.task.weights(),
+            workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
+            timeout_s=config.task.reward_timeout,
         )
         if isinstance(self.scorer, OneByOne):
             self.scorer.judge = naive if isinstance(work.task, ChessEnv) else work.task.score
         reference: Reference = NoReference()
-        if config.kl_coef and "head" in naive_parts:
-            reference = FullLogitsReference(copy.deepcopy(self.model), config.temperature)
-        elif config.kl_coef:
+        if config.loss.kl_coef and "head" in naive_parts:
+            reference = FullLogitsReference(copy.deepcopy(self.model), config.sampling.temperature)
+        elif config.loss.kl_coef:
             reference = FrozenReference(
                 accel.low_precision_copy(config, self.model),
-                layout=LAYOUTS[config.layout],
-                temperature=config.temperature,
-                fitting=self.learner.fitting,
+                packing=PACKINGS[config.speed.packing],
+                temperature=config.sampling.temperature,
+                backoff=self.learner.backoff,
                 autocast=self.learner.autocast,
-                offload=config.offload_reference,
+                offload=config.memory.offload_reference,
             )
         accel.checkpoint_blocks(config, self.model)
         accel.compile_blocks(config, self.model)
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
-        examples = Ahead(work.task, config, dist, 0)
-        self.source = OnPolicy(
+        examples = ExamplePrefetcher(work.task, config, dist, 0)
+        self.source = RolloutBatches(
             config, examples, self.sampler, self.scorer, reference, self.timer, dist
         )
         self.batch: RolloutBatch
@@ -335,7 +341,7 @@ class Machine:
         c = self.batch.completions
         ids = torch.where(c.completion_mask, c.completion_ids, -1).flatten(0, 1)
         return torch.nn.functional.pad(
-            ids, (0, self.config.max_new_tokens - ids.shape[1]), value=-1
+            ids, (0, self.config.sampling.max_new_tokens - ids.shape[1]), value=-1
         )
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
@@ -347,7 +353,7 @@ class Machine:
         """
         accel.use_tf32(self.config)
         with torch.no_grad():
-            parts = batch.split(self.config.micro_batch_size or len(batch))
+            parts = batch.split(self.config.memory.micro_batch_size or len(batch))
             total = sum(
                 float(self.learner.forward(part.completions)[0].double().sum()) for part in parts
             )

@@ -25,7 +25,7 @@ class Graded:
     rewards: RewardTable  # of one completion each, [n, 1]
 
     def by_kind(self) -> dict[str, np.ndarray]:
-        """Which examples are of each kind of question, [n] bool; what has no kind is not among
+        """ModelSelection examples are of each kind of question, [n] bool; what has no kind is not among
         them.
         """
         kinds = np.array([example.kind for example in self.examples])
@@ -45,7 +45,7 @@ def answer(
     u = None
     if seed is not None:
         rows = np.array([example.index for example in examples])
-        u = uniforms(seed, "evaluate", 0, rows, 1, sampler.config.max_new_tokens)
+        u = uniforms(seed, "evaluate", 0, rows, 1, sampler.config.sampling.max_new_tokens)
     texts: list[str] = []
     for part in sampler.complete(examples, u=u, batch_size=BATCH):
         texts += [group[0] for group in decode(sampler.tokenizer, part)]

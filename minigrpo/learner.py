@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .losses import LOSSES, Counts, per_local_token, policy_loss, truncated_importance_weights
-from .model.packing import LAYOUTS
-from .model.transformer import GPT
+from .losses import (
+    LOSSES,
+    LossNormalizer,
+    per_local_token,
+    policy_loss,
+    truncated_importance_weights,
+)
+from .model.packing import PACKINGS
+from .model.transformer import Transformer
 from .runtime import accel
 from .runtime.distributed import DistContext
-from .runtime.oom import Fitting
+from .runtime.oom import OOMBackoff
 from .runtime.optim import learning_rate_at, make_optimizer
 from .types import Completions, RolloutBatch
 
@@ -38,7 +44,7 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        model: GPT,
+        model: Transformer,
         dist: DistContext | None = None,
         warn: Callable[[str], object] = lambda text: None,
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
@@ -57,11 +63,13 @@ class Learner:
         accel.check_compiler(config, self.device)
         self.optimizer = make_optimizer(
             model,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            fused=config.fused_optimizer,
+            learning_rate=config.optimizer.learning_rate,
+            weight_decay=config.optimizer.weight_decay,
+            fused=config.speed.fused_optimizer,
         )
-        self.fitting = Fitting("update", "--micro-batch-size", config.micro_batch_size, warn)
+        self.backoff = OOMBackoff(
+            "update", "--micro-batch-size", config.memory.micro_batch_size, warn
+        )
         self.guard = {
             "skipped": 0,
             "in_a_row": 0,
@@ -78,17 +86,22 @@ class Learner:
         """
         config, given = self.config, batch
         batch, counts = self.prepare(batch)
-        peak = config.learning_rate * 0.5 ** self.guard["halvings"]
+        peak = config.optimizer.learning_rate * 0.5 ** self.guard["halvings"]
         learning_rate = learning_rate_at(
-            step, peak=peak, warmup_steps=config.warmup_steps, max_steps=config.max_steps
+            step,
+            peak=peak,
+            warmup_steps=config.optimizer.warmup_steps,
+            max_steps=config.run.max_steps,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        for _ in range(config.num_iterations):
+        for _ in range(config.optimizer.num_iterations):
             with self.dist.during(f"the update of step {step + 1}"):
                 metrics = self.gradient(batch, counts)
             self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
+            norm = torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), config.optimizer.grad_clip
+            )
             # both are the same in all processes, and so is the verdict
             good = bool(torch.isfinite(norm) & torch.isfinite(metrics["loss"]))
             if (
@@ -109,7 +122,7 @@ class Learner:
         values = torch.stack([x.double() for x in metrics.values()]).tolist()  # read back once
         return dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
 
-    def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, Counts]:
+    def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """What is to be run of a batch, old log-probs included, and the counts of the whole step,
         whatever is left out.
         """
@@ -119,9 +132,9 @@ class Learner:
             torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         )
         batch = batch.select(self.live_prompts(batch))
-        if self.config.num_iterations > 1:
+        if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
-        return batch, Counts(completions, tokens.clamp(min=1))
+        return batch, LossNormalizer(completions, tokens.clamp(min=1))
 
     def _leave_out(self, batch: RolloutBatch, step: int, why: str) -> None:
         """Change no weight and no moment, keep the batch, and after several in a row try less, or
@@ -153,33 +166,35 @@ class Learner:
         """
         everything = list(range(len(batch)))
         local = (
-            LOSSES[self.config.loss].reduce is per_local_token
+            LOSSES[self.config.loss.name].reduce is per_local_token
         )  # bnpo counts the tokens that are at hand
         if (
             batch.advantages is None
             or batch.ref_logp is not None
             or local
-            or not self.config.skip_dead_groups
+            or not self.config.speed.skip_zero_variance_groups
         ):
             return everything
         return [p for p in everything if batch.advantages[p].any()] or [0]
 
-    def gradient(self, batch: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
+    def gradient(self, batch: RolloutBatch, counts: LossNormalizer) -> dict[str, Tensor]:
         """Leave the whole step's gradient, over all processes, in the parameters; in smaller pieces
         if memory asks for it.
         """
         if (
             self.dist.world_size > 1
         ):  # the others would wait for gradients that this process does not send
-            return self._accumulate(batch, counts, self.fitting.of(len(batch)))
+            return self._accumulate(batch, counts, self.backoff.of(len(batch)))
 
         def afresh(size: int) -> dict[str, Tensor]:
             self.optimizer.zero_grad(set_to_none=True)
             return self._accumulate(batch, counts, size)
 
-        return self.fitting.run(afresh, len(batch))
+        return self.backoff.run(afresh, len(batch))
 
-    def _accumulate(self, batch: RolloutBatch, counts: Counts, size: int) -> dict[str, Tensor]:
+    def _accumulate(
+        self, batch: RolloutBatch, counts: LossNormalizer, size: int
+    ) -> dict[str, Tensor]:
         """Forward and backward of `size` prompts at a time; gradients and metrics add up."""
         sums: dict[str, Tensor] = {}
         *first, last = batch.split(size)
@@ -196,39 +211,41 @@ class Learner:
             totals["sampling/logp_difference_max"] = self.dist.max(worst)
         return totals
 
-    def _backward(self, part: RolloutBatch, counts: Counts) -> dict[str, Tensor]:
+    def _backward(self, part: RolloutBatch, counts: LossNormalizer) -> dict[str, Tensor]:
         config, completions = self.config, part.completions
         given = (
             part.advantages,
             part.old_logp,
             part.ref_logp,
-            part.drawn_logp,
+            part.behavior_logp,
             completions.sampler_logp,
         )
         # before the forward: a copy to the device waits for what was launched before it
-        adv, old, ref, drawn_logp, sampler_logp = (
+        adv, old, ref, behavior_logp, sampler_logp = (
             x if x is None else x.to(self.device) for x in given
         )
         mask = completions.completion_mask.to(self.device)
         logp, entropy, ran = self.forward(completions)
         weights = None
-        if config.sampler_correction and drawn_logp is not None:
+        if config.loss.sampler_correction and behavior_logp is not None:
             weights = truncated_importance_weights(
-                logp.detach() if old is None else old, drawn_logp, config.sampler_correction_cap
+                logp.detach() if old is None else old,
+                behavior_logp,
+                config.loss.sampler_correction_cap,
             )
         loss, metrics = policy_loss(
             logp,
             old,
             adv,
             mask,
-            loss=config.loss,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            ratio_cap=config.ratio_cap,
-            max_completion_length=config.max_new_tokens,
+            loss=config.loss.name,
+            clip_low=config.loss.clip_low,
+            clip_high=config.loss.clip_high,
+            ratio_cap=config.loss.ratio_cap,
+            max_completion_length=config.sampling.max_new_tokens,
             ref_logp=ref,
-            kl_coef=config.kl_coef,
-            kl=config.kl,
+            kl_coef=config.loss.kl_coef,
+            kl=config.loss.kl,
             token_weights=weights,
             counts=counts,
         )
@@ -250,10 +267,12 @@ class Learner:
         """Log-probs and entropies `[P, G, S]` of the policy, on its device, and how many tokens
         that took.
         """
-        layout = LAYOUTS[self.config.layout](completions).to(self.device)
+        packing = PACKINGS[self.config.speed.packing](completions).to(self.device)
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.model
-            return *model(layout.stream, layout, self.config.temperature), len(layout.stream.ids)
+            return *model(packing.tokens, packing, self.config.sampling.temperature), len(
+                packing.tokens.ids
+            )
 
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
@@ -262,7 +281,7 @@ class Learner:
                 [self.forward(part.completions)[0].cpu() for part in batch.split(size)]
             )
 
-        return self.fitting.run(in_pieces, len(batch))
+        return self.backoff.run(in_pieces, len(batch))
 
     def state_dict(self) -> State:
         """Everything that cannot be derived: plain types and tensors."""
@@ -276,7 +295,9 @@ class Learner:
     def load_state_dict(self, state: State) -> None:
         """Raises RuntimeError, ValueError or KeyError for the state of another model."""
         self.model.load_state_dict(state["model"])
-        fused = {"fused": self.config.fused_optimizer}  # a speed flag of now, not of the checkpoint
+        fused = {
+            "fused": self.config.speed.fused_optimizer
+        }  # a speed flag of now, not of the checkpoint
         groups = [group | fused for group in state["optimizer"]["param_groups"]]
         self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
         self.guard.update(state.get("guard", {}))

@@ -60,14 +60,14 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 
 
 @dataclass(frozen=True)
-class Counts:
+class LossNormalizer:
     """What an optimizer step averages over: counted once, over all micro-batches and ranks."""
 
     completions: int | Tensor  # B
     tokens: int | Tensor  # N, completion tokens
 
     @classmethod
-    def of(cls, mask: Tensor) -> "Counts":
+    def of(cls, mask: Tensor) -> "LossNormalizer":
         return cls(mask[..., 0].numel(), mask.sum().clamp(min=1))
 
 
@@ -136,24 +136,24 @@ def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
 # --- the weights: who counts how much -------------------------------------------------------------
 
 
-def per_completion(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+def per_completion(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
     """(1/B) sum_i (1/n_i) sum_t"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * counts.completions)
 
 
-def per_token(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+def per_token(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
     """(1/N) sum, N over all ranks and micro-batches of the step"""
     return mask / counts.tokens
 
 
-def per_local_token(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+def per_local_token(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
     """sum over the tokens at hand over their number, each micro-batch by itself, weighted by its
     share of the completions
     """
     return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / counts.completions)
 
 
-def constant(mask: Tensor, counts: Counts, max_length: int) -> Tensor:
+def constant(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
     """sum / (B * max_completion_length)"""
     return mask / (counts.completions * max_length)
 
@@ -164,7 +164,7 @@ class LossSpec:
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, Clip], Term]
-    reduce: Callable[[Tensor, Counts, int], Tensor]
+    reduce: Callable[[Tensor, LossNormalizer, int], Tensor]
     clip_low: float = 0.2
     clip_high: float = 0.2
     ratio_cap: float | None = None
@@ -228,7 +228,7 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl: str = "k3",
     token_weights: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: LossNormalizer | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or of a micro-batch's share of it.
 
@@ -251,7 +251,7 @@ def policy_loss(
         The scalar loss, and metrics (scalars without gradient, which add up likewise).
     """
     spec = LOSSES[loss]
-    counts = counts or Counts.of(mask)
+    counts = counts or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
     # masked before exp: inf * 0 is NaN in backward

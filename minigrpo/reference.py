@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from .model.logprobs import at_least_fp32
-from .model.packing import Layout
-from .model.transformer import GPT
-from .runtime.oom import Fitting
+from .model.packing import Packing
+from .model.transformer import Transformer
+from .runtime.oom import OOMBackoff
 from .types import Completions
 
 
@@ -33,15 +33,15 @@ class FrozenReference:
 
     def __init__(
         self,
-        model: GPT,
+        model: Transformer,
         *,
-        layout: Callable[[Completions], Layout],
+        packing: Callable[[Completions], Packing],
         temperature: float,
-        fitting: Fitting,
+        backoff: OOMBackoff,
         autocast: Callable[[], AbstractContextManager[object]],
         offload: bool = False,
     ) -> None:
-        """`temperature` is the policy's; `fitting` says how many prompts go through at once.
+        """`temperature` is the policy's; `backoff` says how many prompts go through at once.
 
         With `offload` the weights lie in host memory (pinned, where there is a CUDA device) and
         visit the device of the model for as long as `logp` runs.
@@ -52,8 +52,8 @@ class FrozenReference:
             self.model.to("cpu")
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.pin_memory()
-        self.layout, self.temperature = layout, temperature
-        self.fitting, self.autocast = fitting, autocast
+        self.packing, self.temperature = packing, temperature
+        self.backoff, self.autocast = backoff, autocast
 
     @torch.no_grad()
     def logp(self, completions: Completions) -> Tensor | None:
@@ -67,15 +67,15 @@ class FrozenReference:
         def in_pieces(size: int) -> Tensor:
             logps = []
             for a in range(0, len(completions), size):
-                layout = self.layout(
+                packing = self.packing(
                     completions.select(torch.arange(a, min(a + size, len(completions))))
                 )
-                layout = layout.to(self.device)
+                packing = packing.to(self.device)
                 with self.autocast():
                     logp, _ = functional_call(
-                        self.model, weights, (layout.stream, layout, self.temperature)
+                        self.model, weights, (packing.tokens, packing, self.temperature)
                     )
                 logps.append(logp.cpu())
             return torch.cat(logps)
 
-        return self.fitting.run(in_pieces, len(completions))
+        return self.backoff.run(in_pieces, len(completions))

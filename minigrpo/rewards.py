@@ -87,7 +87,7 @@ def reward(
 
 
 @dataclass(frozen=True)
-class _Judge:
+class RewardSource:
     """Whatever scores: a task's own parts, or one function."""
 
     names: Sequence[str]
@@ -103,7 +103,7 @@ class _Wrong(Exception):
     """What a reward returned that is not a reward."""
 
 
-def _numbers(values: Any, judge: _Judge, size: int) -> np.ndarray:
+def _numbers(values: Any, judge: RewardSource, size: int) -> np.ndarray:
     """A judge's answer for `size` completions as `[parts, size]`; raises _Wrong if it is not all
     finite numbers.
     """
@@ -135,7 +135,7 @@ class PendingRewards:
 
     scorer: "RewardScorer"
     index: np.ndarray  # [P, G] into the distinct (prompt, text)
-    tasks: list[tuple[_Judge, slice, Job]] = field(default_factory=list)
+    tasks: list[tuple[RewardSource, slice, Job]] = field(default_factory=list)
     table: RewardTable | None = None  # once it is known
 
     def result(self) -> RewardTable:
@@ -217,7 +217,7 @@ class RewardScorer:
             )
         batch = _batch_of(task)
         self.judges = [
-            _Judge(
+            RewardSource(
                 list(task.parts),
                 batch or task.score,
                 batch is not None,
@@ -227,7 +227,7 @@ class RewardScorer:
         for function in functions:
             names, limit = [function.name], function.timeout_s or timeout_s
             self.judges.append(
-                _Judge(names, _named(function), function.batched, limit, function.floor)
+                RewardSource(names, _named(function), function.batched, limit, function.floor)
             )
         self.can_fail = [
             name for judge in self.judges if judge.timeout_s is not None for name in judge.names
@@ -268,7 +268,7 @@ class RewardScorer:
                 )
         return pending
 
-    def _pieces(self, judge: _Judge, size: int) -> Iterator[slice]:
+    def _pieces(self, judge: RewardSource, size: int) -> Iterator[slice]:
         if not judge.batched:
             length = 1
         elif judge.timeout_s is None:
@@ -277,7 +277,7 @@ class RewardScorer:
             length = size  # a batched function of one's own may look at the whole batch
         return (slice(start, min(start + length, size)) for start in range(0, size, length))
 
-    def complain(self, judge: _Judge, error: Exception) -> None:
+    def complain(self, judge: RewardSource, error: Exception) -> None:
         """Say once of each judge what went wrong first; the counters say how often."""
         name = ", ".join(judge.names)
         what = (

@@ -1,5 +1,5 @@
-"""Where the batches of a run come from: sampled from the policy and scored (OnPolicy), or simply
-true (Gold).
+"""Where the batches of a run come from: sampled from the policy and scored (RolloutBatches), or simply
+true (SupervisedBatches).
 
 The trainer cannot tell the two apart but by the loss that it was given. Examples are made ahead of
 need by a thread, so that a step never waits for self-play. Scores are computed in the reward pool
@@ -20,22 +20,27 @@ from torch import Tensor
 from .config import Config
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .model.encoding import decode, encode_answers, encode_prompts
-from .model.transformer import GPT
+from .model.transformer import Transformer
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime import accel
 from .runtime.distributed import DistContext
 from .runtime.logging import PhaseTimer
-from .runtime.oom import Fitting
+from .runtime.oom import OOMBackoff
 from .runtime.pool import Job, WorkerPool
 from .runtime.rng import uniforms
-from .sampling.cuda_graphs import Graphs
-from .sampling.decoders import CopiedPrompts, Decoder, SharedPrompts, UncachedDecoder
-from .sampling.generate import Choice, generate
+from .sampling.cuda_graphs import CUDAGraphCache
+from .sampling.decoders import (
+    Decoder,
+    ReplicatedPrefixDecoder,
+    SharedPrefixDecoder,
+    UncachedDecoder,
+)
+from .sampling.generate import SamplingParams, generate
 from .types import Completions, Example, RewardTable, RolloutBatch, Task
 
 STEPS_AHEAD = 8  # how many steps' examples are made before they are needed
-GREEDY = Choice()  # without uniform numbers
+GREEDY = SamplingParams()  # without uniform numbers
 
 
 class Source(Protocol):
@@ -45,11 +50,15 @@ class Source(Protocol):
         """
 
 
-class Ahead:
+class ExamplePrefetcher:
     """Examples of a step, made in the background for the steps to come."""
 
     def __init__(self, task: Task, config: Config, dist: DistContext, first_step: int) -> None:
-        self.task, self.per_step, self.last_step = task, config.prompts_per_step, config.max_steps
+        self.task, self.per_step, self.last_step = (
+            task,
+            config.sampling.prompts_per_step,
+            config.run.max_steps,
+        )
         self.share = dist.share(self.per_step)
         self.pool = WorkerPool(1, "examples")
         self.jobs: dict[int, Job] = {}
@@ -81,7 +90,7 @@ class Sampler:
     def __init__(
         self,
         config: Config,
-        model: GPT,
+        model: Transformer,
         tokenizer: tiktoken.Encoding,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         warn: Callable[[str], object] = lambda text: None,
@@ -91,15 +100,15 @@ class Sampler:
             model
         )  # never compiled: its shapes are others in every round
         self.eos = tokenizer.eot_token
-        cached = SharedPrompts if config.share_prompt_kv else CopiedPrompts
-        self.decoder: Callable[..., Decoder] = cached if config.kv_cache else UncachedDecoder
-        self.graphs = Graphs()
-        if config.cuda_graphs:
+        cached = SharedPrefixDecoder if config.memory.share_prompt_kv else ReplicatedPrefixDecoder
+        self.decoder: Callable[..., Decoder] = cached if config.speed.kv_cache else UncachedDecoder
+        self.graphs = CUDAGraphCache()
+        if config.speed.cuda_graphs:
             self.decoder = self.graphs.decoder
         self.low = accel.low_precision_copy(config, self.model)
         # how many prompts fit, by how many samples each gets: training and evaluation differ
-        self.fittings: defaultdict[int, Fitting] = defaultdict(
-            lambda: Fitting("sampling", "--rollout-batch-size", 0, warn)
+        self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
         )
         self.work = Counter[
             str
@@ -111,7 +120,7 @@ class Sampler:
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        choice: Choice = GREEDY,
+        params: SamplingParams = GREEDY,
         batch_size: int = 0,
     ) -> Iterator[Completions]:
         """`num_samples` completions of each example, on the host; greedy without uniform numbers `u
@@ -122,9 +131,13 @@ class Sampler:
         """
         config, device = self.config, self.model.device
         prompt_ids, prompt_len = encode_prompts(
-            self.tokenizer, examples, self.model.shape.context - config.max_new_tokens
+            self.tokenizer, examples, self.model.shape.context - config.sampling.max_new_tokens
         )
-        drafts = encode_answers(self.tokenizer, examples)[0] if config.draft_answers else None
+        drafts = (
+            encode_answers(self.tokenizer, examples)[0]
+            if config.speed.speculative_decoding
+            else None
+        )
         done = 0
         accel.refresh(self.low, self.model)
 
@@ -136,19 +149,19 @@ class Sampler:
                     prompt_ids[cut].to(device),
                     prompt_len[cut].to(device),
                     eos=self.eos,
-                    max_new_tokens=config.max_new_tokens,
+                    max_new_tokens=config.sampling.max_new_tokens,
                     num_samples=num_samples,
                     u=None if u is None else torch.from_numpy(u[cut]).to(device),
-                    choice=choice,
+                    params=params,
                     decoder=self.decoder,
                     drafts=None if drafts is None else drafts[cut].to(device),
-                    draft_window=config.draft_window,
+                    num_speculative_tokens=config.speed.num_speculative_tokens,
                     work=self.work,
                 )
 
         while done < len(examples):
             left = len(examples) - done
-            part = self.fittings[num_samples].run(
+            part = self.backoffs[num_samples].run(
                 some, min(batch_size or left, left), self.graphs.forget
             )
             done += len(part)
@@ -169,13 +182,13 @@ def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
     values["tokens/repeated"] = float(inputs)
     if batch.rewards is None:
         return values
-    total, log_kept = batch.rewards.total, batch.completions.log_kept
-    if log_kept is not None:
-        values["sampling/removed_mass"] = float((1 - log_kept.exp())[mask].mean())
+    total, log_kept_mass = batch.rewards.total, batch.completions.log_kept_mass
+    if log_kept_mass is not None:
+        values["sampling/removed_mass"] = float((1 - log_kept_mass.exp())[mask].mean())
     return {
         "reward": float(total.mean()),
         "reward_std": float(total.std(axis=1, ddof=1).mean()),
-        "frac_reward_zero_std": float(is_dead(batch.rewards).mean()),
+        "frac_reward_zero_std": float(has_zero_variance(batch.rewards).mean()),
         **{
             f"rewards/{name}/mean": float(scores.mean())
             for name, scores in batch.rewards.parts.items()
@@ -190,7 +203,7 @@ def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
     }
 
 
-def is_dead(rewards: RewardTable) -> np.ndarray:
+def has_zero_variance(rewards: RewardTable) -> np.ndarray:
     """`[P]` whether all completions of a prompt have the same reward: nothing can be learnt from
     them.
     """
@@ -210,11 +223,15 @@ def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-class Gold:
+class SupervisedBatches:
     """The true completions, one a prompt: the supervised warm start."""
 
     def __init__(
-        self, examples: Ahead, tokenizer: tiktoken.Encoding, timer: PhaseTimer, context: int
+        self,
+        examples: ExamplePrefetcher,
+        tokenizer: tiktoken.Encoding,
+        timer: PhaseTimer,
+        context: int,
     ) -> None:
         self.examples, self.tokenizer, self.timer, self.context = (
             examples,
@@ -245,13 +262,13 @@ class _Rolled:
     pending: list[PendingRewards]
 
 
-class OnPolicy:
+class RolloutBatches:
     """Completions sampled from the model as it is, scored, and turned into advantages."""
 
     def __init__(
         self,
         config: Config,
-        examples: Ahead,
+        examples: ExamplePrefetcher,
         sampler: Sampler,
         scorer: RewardScorer,
         reference: Reference,
@@ -267,7 +284,7 @@ class OnPolicy:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
         rolled = self._roll(examples, step)
-        if config.resample_dead_groups:
+        if config.sampling.dynamic_sampling:
             rolled, rewards, metrics = self._resample(rolled, step)
             ref_logp = self._reference(rolled.completions)
         else:
@@ -282,7 +299,7 @@ class OnPolicy:
                 torch.from_numpy(rewards.total), rolled.completions, ref_logp
             ),
             ref_logp=ref_logp,
-            counts_in_loss=self._ended(rolled.completions) if config.overlong == "mask" else None,
+            loss_mask=self._ended(rolled.completions) if config.loss.overlong == "mask" else None,
             metrics=metrics | self._work(),
         )
 
@@ -306,10 +323,19 @@ class OnPolicy:
         rows = np.array([example.index for example in examples])
         return self.sampler.complete(
             examples,
-            num_samples=config.group_size,
-            u=uniforms(config.seed, "sample", step, rows, config.group_size, config.max_new_tokens),
-            choice=Choice(config.temperature, config.top_k, config.top_p),
-            batch_size=config.rollout_batch_size,
+            num_samples=config.sampling.group_size,
+            u=uniforms(
+                config.run.seed,
+                "sample",
+                step,
+                rows,
+                config.sampling.group_size,
+                config.sampling.max_new_tokens,
+            ),
+            params=SamplingParams(
+                config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
+            ),
+            batch_size=config.memory.rollout_batch_size,
         )
 
     def _roll(self, examples: list[Example], step: int) -> _Rolled:
@@ -327,7 +353,7 @@ class OnPolicy:
                 scores = self.scorer.submit(
                     examples[len(texts) : len(texts) + len(part)], part_texts
                 )
-                if not self.config.overlap_rewards:
+                if not self.config.speed.overlap_rewards:
                     scores.result()
             parts.append(part)
             texts += part_texts
@@ -352,8 +378,8 @@ class OnPolicy:
         where = np.arange(
             len(rolled.examples)
         )  # which group of all tries stands at each place of the share
-        for attempt in range(self.config.resample_dead_groups):
-            dead = np.flatnonzero(is_dead(RewardTable.join(tables).select(where)))
+        for attempt in range(self.config.sampling.dynamic_sampling):
+            dead = np.flatnonzero(has_zero_variance(RewardTable.join(tables).select(where)))
             if not len(dead):
                 break
             start = sum(len(one.examples) for one in tries)
@@ -367,25 +393,29 @@ class OnPolicy:
         )
         chosen = _Rolled([examples[i] for i in where], completions, [texts[i] for i in where], [])
         rewards = RewardTable.join(tables).select(where)
-        return chosen, rewards, {"frac_reward_zero_std/drawn": float(is_dead(tables[0]).mean())}
+        return (
+            chosen,
+            rewards,
+            {"frac_reward_zero_std/drawn": float(has_zero_variance(tables[0]).mean())},
+        )
 
     def _advantages(
         self, total: Tensor, completions: Completions, ref_logp: Tensor | None
     ) -> Tensor:
-        config, spec = self.config, LOSSES[self.config.loss]
+        config, spec = self.config, LOSSES[self.config.loss.name]
         lengths = completions.completion_mask.sum(-1)
         if (
-            config.kl == KL_IN_REWARD
+            config.loss.kl == KL_IN_REWARD
             and ref_logp is not None
             and completions.sampler_logp is not None
         ):
-            total = total - config.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
-        if config.overlong == "punish":
+            total = total - config.loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
+        if config.loss.overlong == "punish":
             total = total + overlong_punishment(
-                lengths, config.max_new_tokens, config.overlong_buffer
+                lengths, config.sampling.max_new_tokens, config.loss.overlong_buffer
             )
-        estimator = spec.advantage if config.advantage == "auto" else config.advantage
-        scale = spec.scale if config.scale == "auto" else config.scale
+        estimator = spec.advantage if config.loss.advantage == "auto" else config.loss.advantage
+        scale = spec.scale if config.loss.scale == "auto" else config.loss.scale
         everyone = advantages(
             self.dist.gather(total), estimator=estimator, scale=scale
         )  # scale=batch looks at all

@@ -5,7 +5,7 @@ different sources.
     checkpoint
 
 It leaves out whatever another module can own: where batches come from (rollout.py), what a loss is
-(losses.py), which tokens the model runs (layout.py), how anything is made fast (accel.py), what a
+(losses.py), which tokens the model runs (packing.py), how anything is made fast (accel.py), what a
 run leaves behind (metrics.py).
 """
 
@@ -16,17 +16,17 @@ from typing import IO, Any
 
 import torch
 
-from .config import FAST, Config, as_flags
+from .config import Config
 from .evaluate import evaluate
 from .learner import Learner
 from .model.encoding import encode_answers, encode_prompts
-from .model.packing import LAYOUTS
+from .model.packing import PACKINGS
 from .model.pretrained import build_model
 from .model.tokenizer import load_tokenizer
 from .reference import FrozenReference, NoReference, Reference
 from .rewards import RewardScorer
-from .rollout import Ahead, Gold, OnPolicy, Sampler, Source, describe
-from .runtime import accel
+from .rollout import ExamplePrefetcher, RolloutBatches, Sampler, Source, SupervisedBatches, describe
+from .runtime import accel, fast, settings
 from .runtime.checkpoint import (
     CheckpointError,
     State,
@@ -71,28 +71,28 @@ class Trainer:
         self.config = config
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
-        self.device = accel.pick_device(config.device, self.dist.local_rank)
+        self.device = accel.pick_device(config.speed.device, self.dist.local_rank)
         check_ranks(config, self.dist)
-        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.tokenizer = load_tokenizer(config.model.tokenizer)
         self.task = load_task(
-            config.task,
-            seed=config.seed,
-            history=config.history,
-            data=config.data,
+            config.task.name,
+            seed=config.run.seed,
+            history=config.task.history,
+            data=config.task.data,
             listener=self.screen if self.dist.is_main else None,
         )
         self.scorer = RewardScorer(
             self.task,
-            weights=config.weights(),
-            functions=load_rewards(config.rewards),
-            workers=config.num_reward_workers if config.parallel_rewards else 0,
-            timeout_s=config.reward_timeout,
+            weights=config.task.weights(),
+            functions=load_rewards(config.task.rewards),
+            workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
+            timeout_s=config.task.reward_timeout,
             warn=self.screen.warn,
         )
         self.model = build_model(config, self.tokenizer, self.screen.say).to(self.device)
         accel.chunk_logprobs(config, self.model)  # before the reference is copied from it
         self.plan = self._make_plan()
-        if config.plan:
+        if config.run.plan:
             of_each = (
                 f", in each of {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
             )
@@ -132,7 +132,7 @@ class Trainer:
             [self.task.train(0), *map(self.task.held_out, range(PROMPTS_CHECKED))],
         )
         prompt_len = encode_prompts(
-            self.tokenizer, some, self.model.shape.context - config.max_new_tokens
+            self.tokenizer, some, self.model.shape.context - config.sampling.max_new_tokens
         )[1]
         return plan(
             config,
@@ -142,7 +142,7 @@ class Trainer:
                 encode_answers(self.tokenizer, some)[1]
                 .float()
                 .mean()
-                .clamp(max=config.max_new_tokens)
+                .clamp(max=config.sampling.max_new_tokens)
             ),
             device=self.device.type,
             world_size=self.dist.world_size,
@@ -159,22 +159,22 @@ class Trainer:
 
     def _make_reference(self) -> Reference:
         """The model as it is now, before a checkpoint is loaded into it."""
-        if not self.config.kl_coef:
+        if not self.config.loss.kl_coef:
             return NoReference()
         return FrozenReference(
             accel.low_precision_copy(self.config, self.model),
-            layout=LAYOUTS[self.config.layout],
-            temperature=self.config.temperature,
-            fitting=self.learner.fitting,
+            packing=PACKINGS[self.config.speed.packing],
+            temperature=self.config.sampling.temperature,
+            backoff=self.learner.backoff,
             autocast=self.learner.autocast,
-            offload=self.config.offload_reference,
+            offload=self.config.memory.offload_reference,
         )
 
     def _make_source(self) -> Source:
-        examples = Ahead(self.task, self.config, self.dist, self.step)
+        examples = ExamplePrefetcher(self.task, self.config, self.dist, self.step)
         if self.config.supervised:
-            return Gold(examples, self.tokenizer, self.timer, self.model.shape.context)
-        return OnPolicy(
+            return SupervisedBatches(examples, self.tokenizer, self.timer, self.model.shape.context)
+        return RolloutBatches(
             self.config, examples, self.sampler, self.scorer, self.reference, self.timer, self.dist
         )
 
@@ -193,7 +193,7 @@ class Trainer:
                     lambda: self.model.save_pretrained(self.folder / "model.safetensors")
                 )
                 if not self.stop_reason:
-                    self._evaluate(config.eval_size)
+                    self._evaluate(config.run.eval_size)
         except BaseException as error:
             self._summarise("failed", repr(error), time.perf_counter() - began)
             raise
@@ -207,20 +207,20 @@ class Trainer:
         config = self.config
         evaluated = self.dist.on_main(lambda: self.log.evaluated)
         self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
-        self._evaluate(config.eval_size if not evaluated else 0)
-        end = min(config.stop_after or config.max_steps, config.max_steps)
-        self.screen.start(config.max_steps, self.step)
+        self._evaluate(config.run.eval_size if not evaluated else 0)
+        end = min(config.run.stop_after or config.run.max_steps, config.run.max_steps)
+        self.screen.start(config.run.max_steps, self.step)
         with accel.profiler(config, self.folder, self.device, self.dist.is_main) as profiler:
             while self.step < end and not self.stop_reason:
                 self.one_step()
                 profiler.step()
-                if self.step < config.max_steps:
-                    if config.eval_every and self.step % config.eval_every == 0:
-                        self._evaluate(config.eval_size_during)
-                    if self.step % config.save_every == 0:
+                if self.step < config.run.max_steps:
+                    if config.run.eval_every and self.step % config.run.eval_every == 0:
+                        self._evaluate(config.run.eval_size_during)
+                    if self.step % config.run.save_every == 0:
                         self.save(must=False)
                 self.stop_reason = request.agreed(self.dist)
-        if self.step < config.max_steps and not self.stop_reason:
+        if self.step < config.run.max_steps and not self.stop_reason:
             self.stop_reason = "stop_after"
 
     def one_step(self) -> None:
@@ -237,7 +237,7 @@ class Trainer:
             "step_time": time.perf_counter() - start,
             "memory/peak_mib": peak_memory_mib(self.device),
         }
-        if self.config.compile_model:
+        if self.config.speed.compile_model:
             values["recompiles"] = (
                 accel.graphs_compiled() - graphs
             )  # the first steps are the warm-up
@@ -250,7 +250,7 @@ class Trainer:
             f"reward {values['reward']:.3f}" if "reward" in values else f"loss {values['loss']:.4f}"
         )
         self.screen.update(
-            self.step, self.config.max_steps, f"{now}  {seen}{values['step_time']:.2f} s/step"
+            self.step, self.config.run.max_steps, f"{now}  {seen}{values['step_time']:.2f} s/step"
         )
 
     # --- what it says -----------------------------------------------------------------------------
@@ -259,25 +259,27 @@ class Trainer:
         """One line with what a step is, and what should be known before it begins."""
         config, ranks = self.config, self.dist.world_size
         self.dist.on_main(lambda: write_config(self.folder, config, ranks))
-        share = config.prompts_per_step // ranks
-        micro = -(-share // (config.micro_batch_size or share))
-        completions = "true answers" if config.supervised else f"{config.group_size} completions"
+        share = config.sampling.prompts_per_step // ranks
+        micro = -(-share // (config.memory.micro_batch_size or share))
+        completions = (
+            "true answers" if config.supervised else f"{config.sampling.group_size} completions"
+        )
         self.screen.say(
-            f"{config.loss}: {config.prompts_per_step} prompts x {completions} a step, on {ranks} "
+            f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x {completions} a step, on {ranks} "
             f"x {self.device.type}: "
             f"{share} prompts each in {micro} micro-batch{'es' if micro > 1 else ''}; "
             f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.1f} M parameters"
         )
-        if config.fast:
-            self.screen.say(
-                f"--fast on {config.fast_on}: {' '.join(as_flags(config, FAST[config.fast_on]))}"
-            )
-        if config.cuda_graphs and self.device.type != "cuda":
+        if config.speed.fast:
+            kind = fast.device_kind(config.speed.device, config.speed.amp_dtype)
+            layers = {name: config.flat()[name] for name in fast.LAYERS[kind]}
+            self.screen.say(f"--fast on {kind}: {' '.join(settings.as_flags(layers))}")
+        if config.speed.cuda_graphs and self.device.type != "cuda":
             self.screen.warn(
                 "--cuda-graphs: no CUDA device, so rounds are run and not recorded: slower, same "
                 "tokens"
             )
-        if config.top_k or config.top_p < 1:
+        if config.sampling.top_k or config.sampling.top_p < 1:
             self.screen.warn(
                 "--top-k and --top-p truncate the sampler only: training keeps the whole "
                 "distribution "
@@ -321,7 +323,7 @@ class Trainer:
         """
         if not size or (self.last and self.last["step"] == self.step):
             return
-        options = {"size": size, "seed": self.config.seed}
+        options = {"size": size, "seed": self.config.run.seed}
         values = self.dist.on_main(
             lambda: evaluate(self.sampler, self.task, self.scorer, **options)
         )
@@ -405,18 +407,14 @@ class Trainer:
 
     def _save_checkpoint(self) -> None:
         if self.saved_step != self.step:
-            state = {
-                **self.learner.state_dict(),
-                "step": self.step,
-                "config": self.config.to_dict(),
-            }
+            state = {**self.learner.state_dict(), "step": self.step, "config": self.config.flat()}
             state["shape"] = asdict(self.model.shape)  # so that a checkpoint is a model by itself
             state["made_by"] = {
                 "processes": self.dist.world_size,
                 "threads": torch.get_num_threads(),
             }
             save_checkpoint(
-                self.folder / "checkpoints", self.step, state, keep_last=self.config.keep_last
+                self.folder / "checkpoints", self.step, state, keep_last=self.config.run.keep_last
             )
             self.saved_step = self.step
 
@@ -426,7 +424,9 @@ class Trainer:
 
         def find() -> bool:
             found.update(
-                find_checkpoint(self.folder / "checkpoints", self.config.resume, self.screen.warn)
+                find_checkpoint(
+                    self.folder / "checkpoints", self.config.run.resume, self.screen.warn
+                )
                 or {}
             )
             if found:
@@ -435,7 +435,7 @@ class Trainer:
             return bool(found)
 
         if not self.dist.on_main(find):
-            if self.config.resume:
+            if self.config.run.resume:
                 self.screen.say(f"--resume auto: no checkpoint in {self.folder}, starting afresh")
             return
         state = self.dist.broadcast(found)

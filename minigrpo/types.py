@@ -60,7 +60,7 @@ class Completions:
     sampler_logp: Tensor | None = (
         None  # [P, G, S] float32, by the sampler's forward; None when nothing was sampled
     )
-    log_kept: Tensor | None = (
+    log_kept_mass: Tensor | None = (
         None  # [P, G, S] float32, log of the mass that top-k and top-p left; None: all of it
     )
 
@@ -140,7 +140,7 @@ class RolloutBatch:
         None
     )
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
-    counts_in_loss: Tensor | None = None  # [P, G] bool, completions that the loss sees; None: all
+    loss_mask: Tensor | None = None  # [P, G] bool, completions that the loss sees; None: all
     metrics: Mapping[str, float] = field(
         default_factory=dict
     )  # what else there is to log about how it came about
@@ -154,7 +154,7 @@ class RolloutBatch:
         """
         rows = torch.as_tensor(prompts)
         chosen: dict[str, Any] = {}
-        for name in ("advantages", "old_logp", "ref_logp", "counts_in_loss"):
+        for name in ("advantages", "old_logp", "ref_logp", "loss_mask"):
             chosen[name] = None if getattr(self, name) is None else getattr(self, name)[rows]
         return replace(
             self,
@@ -167,20 +167,20 @@ class RolloutBatch:
 
     def counted(self) -> "RolloutBatch":
         """The same without a token of the completions that the loss does not see."""
-        if self.counts_in_loss is None:
+        if self.loss_mask is None:
             return self
-        mask = self.completions.completion_mask & self.counts_in_loss[..., None]
+        mask = self.completions.completion_mask & self.loss_mask[..., None]
         return replace(
-            self, completions=replace(self.completions, completion_mask=mask), counts_in_loss=None
+            self, completions=replace(self.completions, completion_mask=mask), loss_mask=None
         )
 
     @property
-    def drawn_logp(self) -> Tensor | None:
+    def behavior_logp(self) -> Tensor | None:
         """`[P, G, S]`, under the distribution that tokens were drawn from: top-k and top-p give
         what they keep more mass.
         """
-        logp, log_kept = self.completions.sampler_logp, self.completions.log_kept
-        return logp if logp is None or log_kept is None else logp - log_kept
+        logp, log_kept_mass = self.completions.sampler_logp, self.completions.log_kept_mass
+        return logp if logp is None or log_kept_mass is None else logp - log_kept_mass
 
     def split(self, num_prompts: int) -> list["RolloutBatch"]:
         """Micro-batches of at most `num_prompts` prompts, whole groups each."""

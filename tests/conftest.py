@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions
@@ -75,9 +75,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def model() -> GPT:
+def model() -> Transformer:
     """Two layers in float64: what should be equal is equal to 1e-10."""
-    return GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).double()
+    return Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).double()
 
 
 def make_completions(

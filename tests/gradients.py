@@ -48,7 +48,7 @@ def make_trainer(folder: Path, dist: DistContext | None = None, **changes: Any) 
     """
     torch.set_default_dtype(torch.float64)
     try:
-        config = Config(
+        config = Config.of(
             **{
                 **TINY,
                 "prompts_per_step": 6,

@@ -67,7 +67,7 @@ def fingerprint(trainer: Trainer) -> str:
 
 def train(folder: Path) -> None:
     """What a child does: train to the end, or be killed."""
-    trainer = Trainer(Config(**OPTIONS, out_dir=str(folder), resume="auto"), quiet=True)
+    trainer = Trainer(Config.of(**OPTIONS, out_dir=str(folder), resume="auto"), quiet=True)
     trainer.fit()
     (folder / "fingerprint").write_text(fingerprint(trainer))
 

@@ -43,7 +43,7 @@ def _memory(x: Tensor) -> int:
 
 
 class _There:
-    """Which storages are on the device. A weak reference keeps a storage's number from being given
+    """ModelSelection storages are on the device. A weak reference keeps a storage's number from being given
     to another one.
     """
 

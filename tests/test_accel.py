@@ -12,15 +12,15 @@ from benchmarks.steps import _stacked
 from minigrpo import Config, Trainer
 from minigrpo.config import FAST
 from minigrpo.model import transformer as gpt
-from minigrpo.model.packing import LAYOUTS
+from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import GPT, Block, GPTShape
+from minigrpo.model.transformer import Block, ModelShape, Transformer
 from minigrpo.rollout import Sampler
 from minigrpo.runtime import accel
 from minigrpo.runtime.estimate import KEPT, plan
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rng import uniforms
-from minigrpo.sampling.cuda_graphs import Graphs, _Round
+from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
 from minigrpo.sampling.decoders import KVCache
 from minigrpo.sampling.generate import generate
 from minigrpo.types import Completions, Example
@@ -34,12 +34,12 @@ LENGTH = 20
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("drafted", [False, True])
 def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
-    model: GPT, drafted: bool
+    model: Transformer, drafted: bool
 ) -> None:
     """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones,
     other weights.
     """
-    graphs = Graphs()
+    graphs = CUDAGraphCache()
     for turn, (prompts, width) in enumerate([(3, 7), (6, 7), (2, 5), (6, 9), (6, 9)]):
         c = make_completions(turn, prompts=prompts, width=width)
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(prompts), 5, LENGTH))
@@ -54,7 +54,7 @@ def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
             "num_samples": 5,
             "u": u,
             "drafts": drafts,
-            "draft_window": 4,
+            "num_speculative_tokens": 3,
         }
         plain = generate(model, c.prompt_ids, c.prompt_len, **options)
         recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
@@ -64,11 +64,13 @@ def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
             model.h[0].mlp.c_fc.weight.mul_(1.1)
 
 
-def test_a_round_is_recorded_once_for_a_shape(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, recorded = Graphs(), list[int]()
-    init = _Round.__init__
+def test_a_round_is_recorded_once_for_a_shape(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, recorded = CUDAGraphCache(), list[int]()
+    init = CapturedStep.__init__
     monkeypatch.setattr(
-        _Round, "__init__", lambda self, *args: recorded.append(1) or init(self, *args)
+        CapturedStep, "__init__", lambda self, *args: recorded.append(1) or init(self, *args)
     )
     c = make_completions(0, prompts=6)
     for turn in range(3):
@@ -82,8 +84,8 @@ def test_a_round_is_recorded_once_for_a_shape(model: GPT, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 def test_recorded_rounds_on_cuda() -> None:
-    model = GPT(GPTShape(VOCAB, context=40, layers=2, width=32, heads=2), seed=1).cuda()
-    graphs = {amp: Graphs() for amp in (False, True)}
+    model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=32, heads=2), seed=1).cuda()
+    graphs = {amp: CUDAGraphCache() for amp in (False, True)}
     for turn in range(3):
         c = make_completions(turn, prompts=6).to("cuda")
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH)).cuda()
@@ -109,7 +111,7 @@ def test_recorded_rounds_on_cuda() -> None:
 
 
 def options_of(folder: Path, **changes: object) -> Config:
-    return Config(
+    return Config.of(
         **{
             **TINY,
             "prompts_per_step": 4,
@@ -154,9 +156,9 @@ def test_low_precision_copies_have_the_numbers_of_autocast_to_the_bit(tmp_path: 
 
 def test_cuda_graphs_and_low_precision_say_what_they_need() -> None:
     with pytest.raises(ConfigError, match="--cuda-graphs needs --kv-cache"):
-        Config(cuda_graphs=True, kv_cache=False)
+        Config.of(cuda_graphs=True, kv_cache=False)
     with pytest.raises(ConfigError, match="--low-precision-weights goes with --use-amp"):
-        Config(low_precision_weights=True)
+        Config.of(low_precision_weights=True)
 
 
 def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
@@ -169,14 +171,14 @@ def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
 def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert Config.from_cli(["--layout", "repeated"]).layout == "repeated"
+    assert Config.from_cli(["--packing", "repeated"]).packing == "repeated"
     for has in (False, True):
         monkeypatch.setattr(
             torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False
         )
         on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
-        assert (on_cpu.layout, on_cpu.kv_cache, on_cpu.use_amp) == (
-            FAST["cpu"]["layout"],
+        assert (on_cpu.packing, on_cpu.kv_cache, on_cpu.use_amp) == (
+            FAST["cpu"]["packing"],
             False,
             has,
         )
@@ -190,23 +192,23 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     trainer = Trainer(options_of(tmp_path / "run", fast=True))
     trainer._introduce()
     said = " ".join(capsys.readouterr().out.split())
-    assert "--fast on cpu with bfloat16: --layout tree --kv-cache --draft-answers" in said
+    assert "--fast on cpu with bfloat16: --packing tree --kv-cache --speculative-decoding" in said
 
 
-@pytest.mark.parametrize("layout", ["repeated", "shared"])
+@pytest.mark.parametrize("packing", ["repeated", "shared"])
 @pytest.mark.parametrize("amp", [False, True])
-def test_the_plan_counts_tokens_and_what_autograd_keeps(layout: str, amp: bool) -> None:
+def test_the_plan_counts_tokens_and_what_autograd_keeps(packing: str, amp: bool) -> None:
     """On made-up work in which nothing repeats, where the plan is exact but for the head."""
     prompts, samples, prompt_len, length = 4, 4, 40, 64
-    shape = GPTShape(256, prompt_len + length, layers=3, width=256, heads=4)
-    model, rng = GPT(shape), np.random.default_rng(0)
+    shape = ModelShape(256, prompt_len + length, layers=3, width=256, heads=4)
+    model, rng = Transformer(shape), np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(0, 256, (prompts, samples, length)))
     ids[:, :, 0] = torch.arange(samples)
     prompt_ids, lengths = (
         torch.zeros(prompts, prompt_len, dtype=torch.int64),
         torch.full((prompts,), prompt_len),
     )
-    built = LAYOUTS[layout](
+    built = PACKINGS[packing](
         Completions(prompt_ids, lengths, ids, torch.ones_like(ids, dtype=torch.bool))
     )
     kept: dict[int, int] = {}
@@ -222,19 +224,19 @@ def test_the_plan_counts_tokens_and_what_autograd_keeps(layout: str, amp: bool) 
         torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
         torch.autocast("cpu", torch.bfloat16, enabled=amp),
     ):
-        outputs = model(built.stream, built)
-    config = Config(
+        outputs = model(built.tokens, built)
+    config = Config.of(
         prompts_per_step=prompts,
         group_size=samples,
         max_new_tokens=length,
-        layout=layout,
+        packing=packing,
         use_amp=amp,
         init_from="scratch",
     )
     planned = plan(config, shape, prompt_len=prompt_len, answer_len=length, device="cpu")
     assert planned.parameters == sum(p.numel() for p in model.parameters())
     assert planned.tokens["update"] == pytest.approx(
-        len(built.stream.ids), rel=0.02
+        len(built.tokens.ids), rel=0.02
     )  # last tokens are not run
     head = len(built.targets) * shape.vocab_size * 4
     low_weights = planned.memory_mib.get("weights in low precision", 0)
@@ -263,8 +265,8 @@ def test_profile_writes_a_trace_with_the_phases_named(tmp_path: Path) -> None:
 
 
 def test_without_amp_there_is_no_copy() -> None:
-    config = Config(**{**TINY, "out_dir": ""})
-    model = GPT(GPTShape(360))
+    config = Config.of(**{**TINY, "out_dir": ""})
+    model = Transformer(ModelShape(360))
     assert accel.low_precision_copy(config, model) is model
     sampler = Sampler(config, model, load_tokenizer("chess"))
     (part,) = sampler.complete([Example("A: ", "x")])
@@ -315,14 +317,14 @@ def test_without_a_compiler_nothing_is_begun(
         Trainer(options_of(tmp_path / "run", compile_model=True), quiet=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
-        accel.check_compiler(Config(compile_model=True), torch.device("cuda"))
+        accel.check_compiler(Config.of(compile_model=True), torch.device("cuda"))
     assert [
         row.status for row in _stacked(torch.device("cpu")) if row.name == "(compiled blocks)"
     ] != ["ok"]
 
 
-def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: GPT) -> None:
-    graphs, c = Graphs(), make_completions(0, prompts=6)
+def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) -> None:
+    graphs, c = CUDAGraphCache(), make_completions(0, prompts=6)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 5, LENGTH))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, c.prompt_ids, c.prompt_len, **options)
@@ -358,8 +360,8 @@ def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory
 
     monkeypatch.setattr(KVCache, "begin", small)
     trainer = Trainer(
-        options_of(tmp_path / "small", cuda_graphs=True, draft_answers=False, group_size=8),
+        options_of(tmp_path / "small", cuda_graphs=True, speculative_decoding=False, group_size=8),
         quiet=True,
     )
     batch = trainer.source.batch(0)
-    assert len(batch) == 4 and rooms[0] == 32 and trainer.sampler.fittings[8].size == 2
+    assert len(batch) == 4 and rooms[0] == 32 and trainer.sampler.backoffs[8].size == 2

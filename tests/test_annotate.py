@@ -128,10 +128,10 @@ def test_positions_of_games_then_a_warm_start_then_grpo(
         "max_steps": 2,
     }
     Trainer(
-        Config(**{**options, "loss": "nll", "out_dir": str(tmp_path / "warm")}), quiet=True
+        Config.of(**{**options, "loss": "nll", "out_dir": str(tmp_path / "warm")}), quiet=True
     ).fit()
     Trainer(
-        Config(
+        Config.of(
             **{**options, "init_from": str(tmp_path / "warm"), "out_dir": str(tmp_path / "grpo")}
         ),
         quiet=True,

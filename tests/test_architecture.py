@@ -50,7 +50,7 @@ def reachable(name: str) -> set[str]:
 
 
 def test_the_graph_was_read() -> None:
-    assert {"losses", "rewards", "layout", "tasks.__init__"} <= reachable("trainer")
+    assert {"losses", "rewards", "packing", "tasks.__init__"} <= reachable("trainer")
     assert "types" in GRAPH["tasks.chess_env"]
 
 
@@ -60,7 +60,7 @@ def test_there_is_no_circle() -> None:
 
 def test_losses_see_no_model_and_models_no_config() -> None:
     assert reachable("losses") == set()
-    for name in ("model", "layout", "sampling", "logprobs", "reference"):
+    for name in ("model", "packing", "sampling", "logprobs", "reference"):
         assert "config" not in reachable(name)
         assert not reachable(name) & {"trainer", "rewards", "rollout"}
 

@@ -3,7 +3,6 @@ come out whole.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from rich.console import Console
 import benchmark
 from benchmarks.memory import WAYS, Memory
 from benchmarks.steps import LAYERS, NAIVE, PLAIN, Steps, _stacked
-from benchmarks.workload import Machine, Sizes, Work
-from minigrpo.model.transformer import GPT, LogprobLayout, Stream
+from benchmarks.workload import BenchStep, Workload, WorkloadFlags
+from minigrpo.model.transformer import LogprobPacking, PackedTokens, Transformer
 from minigrpo.runtime.flags import parse
 
 TINY = [
@@ -46,19 +45,21 @@ TINY = [
 CPU = torch.device("cpu")
 
 
-def machine(work: Work, naive: frozenset[str] = frozenset(), **flags: object) -> Machine:
-    return Machine(replace(work.config, **{**PLAIN, "learning_rate": 1e-30, **flags}), work, naive)  # type: ignore[arg-type]
+def machine(work: Workload, naive: frozenset[str] = frozenset(), **flags: object) -> BenchStep:
+    return BenchStep(work.config.replace(**{**PLAIN, "learning_rate": 1e-30, **flags}), work, naive)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"natural": True, "group_size": 4, "prompts_per_step": 2}])
 def test_the_naive_step_is_the_same_step(options: dict[str, object]) -> None:
     """Same tokens, rewards and log-likelihood, and the same gradient, in float64."""
-    asked = Sizes(**options) if options else parse(Steps, TINY)  # type: ignore[arg-type]
-    work = Work.of(asked, CPU)
+    asked = WorkloadFlags(**options) if options else parse(Steps, TINY)  # type: ignore[arg-type]
+    work = Workload.of(asked, CPU)
     work.model.double()
     naive, ours = (
         machine(work, NAIVE),
-        machine(work, layout="tree", draft_answers=True, skip_dead_groups=True),
+        machine(
+            work, packing="prefix-tree", speculative_decoding=True, skip_zero_variance_groups=True
+        ),
     )
     for number in range(2):
         a, b = naive.step(number), ours.step(number)
@@ -118,15 +119,17 @@ def test_the_steps_benchmark_writes_tables_charts_and_figures(
     assert result["rows"][0]["name"] == "naive" and result["rows"][0]["speedup"] == 1
     assert rows["TF32"]["status"] == "needs cuda" and rows["TF32"]["s_per_step"] is None
     assert (
-        rows["tree layout"]["grad_difference"] < 1e-4 < rows["bfloat16 autocast"]["grad_difference"]
+        rows["tree packing"]["grad_difference"]
+        < 1e-4
+        < rows["bfloat16 autocast"]["grad_difference"]
     )
     assert (
-        rows["tree layout"]["loss_difference"]
+        rows["tree packing"]["loss_difference"]
         < 1e-5
         < rows["bfloat16 autocast"]["loss_difference"]
         < 0.05
     )
-    assert rows["tree layout"]["tokens_update"] < rows["naive"]["tokens_update"]
+    assert rows["tree packing"]["tokens_update"] < rows["naive"]["tokens_update"]
     for row in rows.values():
         if row["status"] == "ok":
             assert (
@@ -156,16 +159,16 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row does not quietly run in smaller pieces than it says."""
-    forward = GPT.forward
+    forward = Transformer.forward
 
     def small(
-        self: GPT, stream: Stream, layout: LogprobLayout, *args: float
+        self: Transformer, tokens: PackedTokens, packing: LogprobPacking, *args: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(layout.mask) > 1 and len(stream.ids) < 70:  # the tree's, not the repeated layout's
+        if len(packing.mask) > 1 and len(tokens.ids) < 70:  # the tree's, not the repeated packing's
             raise torch.OutOfMemoryError("out of memory")
-        return forward(self, stream, layout, *args)
+        return forward(self, tokens, packing, *args)
 
-    monkeypatch.setattr(GPT, "forward", small)
+    monkeypatch.setattr(Transformer, "forward", small)
     asked = parse(
         Steps,
         [*TINY, "--only", "completion-only", "tree", "one prompt", "--out-dir", str(tmp_path)],

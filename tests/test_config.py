@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from minigrpo import GPT, Trainer
-from minigrpo.config import Config, read_toml
-from minigrpo.model.transformer import GPTShape
+from minigrpo import Trainer, Transformer
+from minigrpo.config import Config
+from minigrpo.model.transformer import ModelShape
 from minigrpo.model.weights import export_gpt2
+from minigrpo.runtime import settings
 from minigrpo.runtime.flags import ConfigError
 
 from . import bpe
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent
         (["--group-size", "many"], ["--group-size", "many"]),
         (["--group-size", "1"], ["--group-size must be at least 2", "grpo"]),
         (["--group-size"], ["--group-size"]),
-        (["--layout", "tall"], ["--layout", "repeated", "shared"]),
+        (["--packing", "tall"], ["--packing", "repeated", "shared-prompt"]),
         (["--loss", "ppo"], ["--loss", "grpo", "nll"]),
         (["--learning-rate", "-1"], ["--learning-rate must be a number above 0", "-1"]),
         (["--learning-rate", "nan"], ["--learning-rate must be a number above 0", "nan"]),
@@ -87,19 +88,17 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         'group_size = 4\nlayout = "repeated"\nclip_high = 1\n[reward_weights]\nvalid = 0.5\nexact_fen = 2\n'
     )
     config = Config.from_cli(
-        ["--layout", "shared", "--config", str(path), "--use-amp", "--no-kv-cache"]
+        ["--packing", "shared-prompt", "--config", str(path), "--use-amp", "--no-kv-cache"]
     )
     changed = {
         "group_size": 4,
-        "layout": "shared",
+        "packing": "shared-prompt",
         "clip_high": 1,
         "use_amp": True,
         "kv_cache": False,
     }
-    assert config == dataclasses.replace(
-        Config(), reward_weights="valid=0.5,exact_fen=2", **changed
-    )
-    assert config.weights() == {"valid": 0.5, "exact_fen": 2.0}
+    assert config == Config.of(reward_weights="valid=0.5,exact_fen=2", **changed)
+    assert config.task.weights() == {"valid": 0.5, "exact_fen": 2.0}
 
 
 def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +106,9 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         Config.from_cli(["--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    for field in dataclasses.fields(Config):
-        assert "--" + field.name.replace("_", "-") in out
+    for name, (group, _) in settings.places(Config).items():
+        assert "--" + name.replace("_", "-") in out
+        assert f"{group} options" in out
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     """A dry run: the preset on the tiny model on this device, float16 and compilation left out
     where there is no GPU.
     """
-    values = {**read_toml(path), **TINY, "out_dir": str(tmp_path / "run")}
+    values = {**settings.read_settings(Config, path), **TINY, "out_dir": str(tmp_path / "run")}
     values |= {
         "prompts_per_step": 8,
         "max_steps": 1,
@@ -140,10 +140,10 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values |= small_gpt2(tmp_path / "model")
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
-            Trainer(Config(**values), quiet=True)
+            Trainer(Config.of(**values), quiet=True)
         values["amp_dtype"] = "bfloat16"
     Trainer(
-        Config(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True
+        Config.of(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True
     ).fit()
     assert (tmp_path / "run" / "model.safetensors").exists()
 
@@ -151,9 +151,12 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
 def small_gpt2(folder: Path) -> dict[str, str]:
     """A random model and a learnt vocabulary, in one folder as Hugging Face has them."""
     bpe.write_gpt2(folder, bpe.chess_merges(), ("merges.txt", "vocab.json"))
-    shape = GPTShape(256 + 60 + 1, context=256, layers=1, width=16, heads=2)
+    shape = ModelShape(256 + 60 + 1, context=256, layers=1, width=16, heads=2)
     export_gpt2(
-        GPT(shape).state_dict(), folder, shape=dataclasses.asdict(shape), eos=shape.vocab_size - 1
+        Transformer(shape).state_dict(),
+        folder,
+        shape=dataclasses.asdict(shape),
+        eos=shape.vocab_size - 1,
     )
     return {"init_from": str(folder), "tokenizer": str(folder)}
 
@@ -163,4 +166,4 @@ def test_several_files_are_laid_over_each_other(tmp_path: Path) -> None:
     job.write_text("max_steps = 7\nmicro_batch_size = 4\n")
     card.write_text("micro_batch_size = 2\n")
     config = Config.from_cli(["--config", str(job), "--config", str(card)])
-    assert (config.max_steps, config.micro_batch_size) == (7, 2)
+    assert (config.run.max_steps, config.memory.micro_batch_size) == (7, 2)

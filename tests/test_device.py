@@ -14,10 +14,10 @@ import benchmark
 from benchmarks import probe
 from benchmarks.steps import LEAN
 from minigrpo import Config, Trainer
-from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime import accel
 from minigrpo.runtime.rng import uniforms
-from minigrpo.sampling.cuda_graphs import Graphs
+from minigrpo.sampling.cuda_graphs import CUDAGraphCache
 from minigrpo.sampling.generate import generate
 
 from .conftest import EOS, VOCAB, make_completions
@@ -55,9 +55,9 @@ def test_the_pretended_device_refuses_what_cuda_refuses(monkeypatch: pytest.Monk
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {
-        "layout": "repeated",
+        "packing": "repeated",
         "kv_cache": False,
-        "draft_answers": False,
+        "speculative_decoding": False,
         "num_iterations": 2,
         "loss": "gspo",
     },
@@ -68,7 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "sampler_correction": True,
         "top_k": 50,
         "top_p": 0.9,
-        "resample_dead_groups": 1,
+        "dynamic_sampling": 1,
     },
     "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
     "half": {"use_amp": True, "amp_dtype": "float16"},
@@ -99,7 +99,7 @@ def test_a_run_and_its_resumption_have_nothing_on_two_devices(
                 "fused_optimizer": fused,
                 "resume": "auto" if steps > 1 else "",
             }
-            trainer = Trainer(Config(**{**options, **more}), quiet=True)
+            trainer = Trainer(Config.of(**{**options, **more}), quiet=True)
             assert trainer.model.wte.weight.is_cuda
             trainer.fit()
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == 3
@@ -129,13 +129,13 @@ def test_recorded_rounds_write_what_rounds_write(
     """
     with pretend_cuda(monkeypatch):
         model, graphs = (
-            GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).cuda(),
-            Graphs(),
+            Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).cuda(),
+            CUDAGraphCache(),
         )
         with torch.no_grad():
             model.wte.weight.mul_(
                 3
-            )  # surer of itself, so that completions part one by one, and cells become more
+            )  # surer of itself, so that completions part one by one, and slots become more
         recorded = []
         for turn in range(4):
             c = make_completions(turn % 2, prompts=6).to("cuda")
@@ -157,5 +157,5 @@ def test_recorded_rounds_write_what_rounds_write(
             recorded.append(dict(graphs.rounds))
             with torch.no_grad():
                 model.h[0].mlp.c_fc.weight.mul_(1.1)
-        assert {cells for cells, *_ in recorded[3]} == {16, 32}
+        assert {slots for slots, *_ in recorded[3]} == {16, 32}
         assert all(recorded[3][shape] is a_round for shape, a_round in recorded[2].items())

@@ -11,7 +11,7 @@ from torch import Tensor
 from minigrpo import Config, Trainer
 from minigrpo.model.encoding import decode
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.rollout import Gold, OnPolicy
+from minigrpo.rollout import RolloutBatches, SupervisedBatches
 from minigrpo.tasks.chess_env import ChessEnv
 
 from . import bpe
@@ -32,7 +32,7 @@ def make_trainer(folder: Path, **changes: object) -> Trainer:
         "data": str(data),
         "out_dir": str(folder / "run"),
     }
-    return Trainer(Config(**{**options, **changes}), quiet=True)  # type: ignore[arg-type]
+    return Trainer(Config.of(**{**options, **changes}), quiet=True)  # type: ignore[arg-type]
 
 
 def rows(ids: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -43,7 +43,7 @@ def test_the_warm_start_trains_on_prompt_and_answer_encoded_apart(tmp_path: Path
     trainer = make_trainer(tmp_path, loss="nll", group_size=1)
     tokenizer, (a, b, c, d), bc = trainer.tokenizer, b"abcd", 256
     assert tokenizer.encode_ordinary("ab" + "cd") == [a, bc, d]  # so the boundary matters
-    assert isinstance(trainer.source, Gold)
+    assert isinstance(trainer.source, SupervisedBatches)
     batch = trainer.source.batch(0)
     done = batch.completions
     prompts = rows(done.prompt_ids, done.prompt_len)
@@ -56,7 +56,7 @@ def test_the_sampler_goes_on_from_the_same_prompt_tokens_and_its_tokens_are_trai
     tmp_path: Path,
 ) -> None:
     trainer = make_trainer(tmp_path)
-    assert isinstance(trainer.source, OnPolicy)
+    assert isinstance(trainer.source, RolloutBatches)
     with torch.no_grad():
         trainer.model.wte.weight[ord("b")] *= 30  # so that `b`, then `c` or `bc` may be sampled
     batch = trainer.source.batch(0)

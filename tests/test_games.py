@@ -196,7 +196,7 @@ def test_a_run_on_games_says_what_it_skipped(
         "history": 2,
         "out_dir": str(tmp_path / "run"),
     }
-    summary = Trainer(Config(**options, data=str(SMALL)), quiet=True).fit()
+    summary = Trainer(Config.of(**options, data=str(SMALL)), quiet=True).fit()
     assert summary["last_evaluation"]["n"] == 8
     assert capfd.readouterr().err.count("skipped 5 of 11 games") == 1
 

@@ -1,7 +1,7 @@
 """The gradient of a step does not depend on how the step is run.
 
 In float64, relative to its largest entry, to 1e-10: for any micro-batch size, any accumulation, any
-layout, chunked log-probs on or off, checkpointing on or off, the reference offloaded or not, cache
+packing, chunked log-probs on or off, checkpointing on or off, the reference offloaded or not, cache
 and drafts on or off, one process or two. bnpo is the exception that its definition makes it: it
 averages over the micro-batch at hand.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from minigrpo import Config, Trainer
 from minigrpo.model import logprobs
-from minigrpo.rollout import OnPolicy
+from minigrpo.rollout import RolloutBatches
 from minigrpo.types import RolloutBatch
 
 from .gradients import LOSSES, TINY, first_gradient, make_trainer
@@ -29,20 +29,20 @@ ROOT = Path(__file__).parent.parent
 WAYS: dict[str, dict[str, Any]] = {
     "micro-batches of 1": {"micro_batch_size": 1},
     "micro-batches of 2": {"micro_batch_size": 2},
-    "repeated": {"layout": "repeated"},
-    "repeated, micro-batches of 2": {"layout": "repeated", "micro_batch_size": 2},
-    "tree": {"layout": "tree"},
-    "tree, micro-batches of 2": {"layout": "tree", "micro_batch_size": 2},
+    "repeated": {"packing": "repeated"},
+    "repeated, micro-batches of 2": {"packing": "repeated", "micro_batch_size": 2},
+    "tree": {"packing": "prefix-tree"},
+    "tree, micro-batches of 2": {"packing": "prefix-tree", "micro_batch_size": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "chunked log-probs": {"chunked_logprobs": True},
     "chunked, micro-batches of 1, repeated": {
         "chunked_logprobs": True,
         "micro_batch_size": 1,
-        "layout": "repeated",
+        "packing": "repeated",
     },
     "offloaded reference": {"offload_reference": True},
     "no cache": {"kv_cache": False},
-    "no drafts": {"draft_answers": False},
+    "no drafts": {"speculative_decoding": False},
     "rollout batches of 1": {"rollout_batch_size": 1},
     "serial rewards": {"parallel_rewards": False, "overlap_rewards": False},
 }
@@ -140,16 +140,16 @@ def test_padding_is_invisible(tmp_path: Path) -> None:
 def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_of = OnPolicy.batch
+    batch_of = RolloutBatches.batch
     half_dead_advantages = torch.tensor(
         [[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]]
     )
 
-    def half_dead(self: OnPolicy, step: int) -> RolloutBatch:
+    def half_dead(self: RolloutBatches, step: int) -> RolloutBatch:
         return replace(batch_of(self, step), advantages=half_dead_advantages)
 
-    monkeypatch.setattr(OnPolicy, "batch", half_dead)
-    kept = first_gradient(tmp_path / "kept", loss=loss, skip_dead_groups=False)
+    monkeypatch.setattr(RolloutBatches, "batch", half_dead)
+    kept = first_gradient(tmp_path / "kept", loss=loss, skip_zero_variance_groups=False)
     assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
     trainer = make_trainer(tmp_path / "live", loss=loss)
     assert trainer.learner.live_prompts(trainer.source.batch(0)) == (
@@ -220,9 +220,9 @@ def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:
     gradients = []
     for name, ways in {
         "plain": {
-            "layout": "repeated",
+            "packing": "repeated",
             "kv_cache": False,
-            "draft_answers": False,
+            "speculative_decoding": False,
             "micro_batch_size": 1,
         },
         "fast": {
@@ -239,7 +239,7 @@ def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:
             **ways,
             "device": device,
         }
-        trainer = Trainer(Config(**config, out_dir=str(tmp_path / name)), quiet=True)
+        trainer = Trainer(Config.of(**config, out_dir=str(tmp_path / name)), quiet=True)
         found: list[torch.Tensor] = []
         trainer.learner.optimizer.step = lambda *a, found=found, t=trainer, **k: found.extend(  # type: ignore[method-assign,assignment]
             p.grad.clone() for p in t.model.parameters()

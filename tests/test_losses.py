@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from minigrpo.losses import (
     KL_ESTIMATORS,
     LOSSES,
-    Counts,
+    LossNormalizer,
     advantages,
     policy_loss,
     truncated_importance_weights,
@@ -101,7 +101,7 @@ def test_micro_batches_add_up_to_the_whole_batch(loss: str, size: int) -> None:
             adv[cut],
             mask[cut],
             ref_logp=ref[cut],
-            counts=Counts.of(mask),
+            counts=LossNormalizer.of(mask),
             **options,
         )
         part.backward()

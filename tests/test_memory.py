@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minigrpo.model.transformer import GPT
-from minigrpo.runtime.oom import Fitting
+from minigrpo.model.transformer import Transformer
+from minigrpo.runtime.oom import OOMBackoff
 from minigrpo.sampling.decoders import CachedDecoder
 
 from .gradients import first_gradient, make_trainer
@@ -19,10 +19,10 @@ def test_the_size_is_halved_until_it_fits_and_stays() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return size
 
-    fitting = Fitting("update", "--micro-batch-size", 0, said.append)
-    assert fitting.run(work, 14) == 3
-    assert fitting.run(work, 14) == 3
-    assert fitting.run(work, 2) == 2
+    backoff = OOMBackoff("update", "--micro-batch-size", 0, said.append)
+    assert backoff.run(work, 14) == 3
+    assert backoff.run(work, 14) == 3
+    assert backoff.run(work, 2) == 2
     assert tried == [14, 7, 3, 3, 2]
     assert ["from here on 7" in said[0], "from here on 3" in said[1], len(said)] == [True, True, 2]
 
@@ -30,7 +30,7 @@ def test_the_size_is_halved_until_it_fits_and_stays() -> None:
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError):
-        Fitting("update", "--micro-batch-size", 0).run(never, 1)
+        OOMBackoff("update", "--micro-batch-size", 0).run(never, 1)
 
 
 @pytest.mark.parametrize("options", [{"kl_coef": 0.1}, {"num_iterations": 2}])
@@ -41,15 +41,15 @@ def test_out_of_memory_in_an_update_leaves_the_gradient_as_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = first_gradient(tmp_path / "whole", **options)
-    forward = GPT.forward
+    forward = Transformer.forward
 
-    def small(self: GPT, stream: object, layout: object, *args: object) -> object:
-        out = forward(self, stream, layout, *args)  # type: ignore[arg-type]
-        if len(layout.mask) > 2:  # type: ignore[attr-defined]
+    def small(self: Transformer, tokens: object, packing: object, *args: object) -> object:
+        out = forward(self, tokens, packing, *args)  # type: ignore[arg-type]
+        if len(packing.mask) > 2:  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("CUDA out of memory")
         return out
 
-    monkeypatch.setattr(GPT, "forward", small)
+    monkeypatch.setattr(Transformer, "forward", small)
     cut = first_gradient(tmp_path / "cut", **options)
     assert "from here on 3 (see --micro-batch-size)" in (
         said := " ".join(capsys.readouterr().err.split())
@@ -76,4 +76,4 @@ def test_out_of_memory_in_a_rollout_leaves_the_tokens_as_they_are(
     cut = trainer.source.batch(0)
     assert cut.texts == whole.texts
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]
-    assert trainer.sampler.fittings[4].size == 1
+    assert trainer.sampler.backoffs[4].size == 1

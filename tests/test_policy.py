@@ -141,7 +141,9 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(
         "eval_every": 0,
     }
     trainer = Trainer(
-        Config(**options, task="chess-env+policy", data=str(data), out_dir=str(tmp_path / "run")),
+        Config.of(
+            **options, task="chess-env+policy", data=str(data), out_dir=str(tmp_path / "run")
+        ),
         quiet=True,
     )
     batch = trainer.source.batch(0)

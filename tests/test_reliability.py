@@ -27,7 +27,7 @@ CHEAP = {**TINY, "data": SUMS, "eval_every": 0}
 
 
 def make(folder: Path, **changes: Any) -> Trainer:
-    return Trainer(Config(**{**CHEAP, **changes, "out_dir": str(folder)}), quiet=True)
+    return Trainer(Config.of(**{**CHEAP, **changes, "out_dir": str(folder)}), quiet=True)
 
 
 def test_killed_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     assert keep.texts == mask.texts == punish.texts
     ended = has_ended(keep.completions, eos)
     assert 0 < ended.sum() < ended.numel()
-    assert keep.counts_in_loss is None and mask.counts_in_loss is not None
-    assert torch.equal(mask.counts_in_loss, ended)
+    assert keep.loss_mask is None and mask.loss_mask is not None
+    assert torch.equal(mask.loss_mask, ended)
     counted = mask.counted().completions.completion_mask
     assert torch.equal(counted.any(-1), ended)
     assert torch.equal(counted[ended], keep.completions.completion_mask[ended])
@@ -52,8 +52,8 @@ def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[
     """All of them cut off: the step happens, and changes no weight."""
     trainer = make_trainer(tmp_path / "run", overlong="mask", max_new_tokens=2, warmup_steps=0)
     batch = trainer.source.batch(0)
-    assert batch.counts_in_loss is not None
-    batch.counts_in_loss[:] = False
+    assert batch.loss_mask is not None
+    batch.loss_mask[:] = False
     before = trainer.model.wte.weight.clone()
     assert trainer.learner.learn(batch, 0)["grad_norm"] == 0
     assert torch.equal(trainer.model.wte.weight, before)
@@ -63,7 +63,7 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     tmp_path, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     plain = make_trainer(tmp_path / "plain").source.batch(0)
-    trainer = make_trainer(tmp_path / "resampled", resample_dead_groups=2)
+    trainer = make_trainer(tmp_path / "resampled", dynamic_sampling=2)
     asked: list[int] = []
     submit = trainer.scorer.submit
 

@@ -5,13 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.losses import policy_loss
-from minigrpo.model.packing import LAYOUTS
-from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.model.packing import PACKINGS
+from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import stream, uniforms
-from minigrpo.sampling.decoders import CachedDecoder, CopiedPrompts, SharedPrompts, UncachedDecoder
+from minigrpo.sampling.decoders import (
+    CachedDecoder,
+    ReplicatedPrefixDecoder,
+    SharedPrefixDecoder,
+    UncachedDecoder,
+)
 from minigrpo.sampling.generate import (
     STEPS_BETWEEN_LOOKS,
-    Choice,
+    SamplingParams,
     generate,
     guess,
     pick_token,
@@ -24,10 +29,12 @@ from .conftest import EOS, VOCAB, make_completions
 
 LENGTH = 20
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
-DECODERS = [CopiedPrompts, SharedPrompts, UncachedDecoder]
+DECODERS = [ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder]
 
 
-def sample(model: GPT, prompts: Completions, rows: list[int], **options: object) -> Completions:
+def sample(
+    model: Transformer, prompts: Completions, rows: list[int], **options: object
+) -> Completions:
     u = torch.from_numpy(uniforms(0, "test", 0, np.array(rows), 3, LENGTH))
     return generate(
         model,
@@ -49,11 +56,13 @@ def prompts() -> Completions:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("kind", DECODERS[:2])
 def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
-    model: GPT, prompts: Completions, kind: type, temperature: float
+    model: Transformer, prompts: Completions, kind: type, temperature: float
 ) -> None:
     everyone = list(range(6))
-    cached = sample(model, prompts, everyone, choice=Choice(temperature), decoder=kind)
-    plain = sample(model, prompts, everyone, choice=Choice(temperature), decoder=UncachedDecoder)
+    cached = sample(model, prompts, everyone, params=SamplingParams(temperature), decoder=kind)
+    plain = sample(
+        model, prompts, everyone, params=SamplingParams(temperature), decoder=UncachedDecoder
+    )
     assert torch.equal(cached.completion_ids, plain.completion_ids)
     assert torch.equal(cached.completion_mask, plain.completion_mask)
     assert cached.sampler_logp is not None
@@ -65,7 +74,11 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
-    model: GPT, prompts: Completions, window: int, kind: type, monkeypatch: pytest.MonkeyPatch
+    model: Transformer,
+    prompts: Completions,
+    window: int,
+    kind: type,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = sample(model, prompts, list(range(6)), decoder=kind)
     rounds = []
@@ -76,7 +89,12 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
     drafts = torch.cat([plain.completion_ids[:, 1, :4], plain.completion_ids[:, 1, 5:]], dim=1)
     for draft in (drafts, torch.zeros_like(drafts), drafts[:, :1]):
         drafted = sample(
-            model, prompts, list(range(6)), decoder=kind, drafts=draft, draft_window=window
+            model,
+            prompts,
+            list(range(6)),
+            decoder=kind,
+            drafts=draft,
+            num_speculative_tokens=window - 1,
         )
         assert torch.equal(drafted.completion_ids, plain.completion_ids)
         assert torch.equal(drafted.completion_mask, plain.completion_mask)
@@ -94,7 +112,7 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
             prompts.prompt_ids[[p]],
             prompts.prompt_len[[p]],
             drafts=text,
-            draft_window=window,
+            num_speculative_tokens=window - 1,
             **options,
         )
         length = int(again.completion_mask.sum())
@@ -120,7 +138,7 @@ def test_a_guess_is_what_follows_the_same_tokens_nearest_to_the_rows_own_column(
 
 
 def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(
-    model: GPT, prompts: Completions
+    model: Transformer, prompts: Completions
 ) -> None:
     """What drafted decoding needs: rows stand at different columns, and run W tokens at once."""
     tokens = torch.randint(0, EOS, (12, 8), generator=torch.Generator().manual_seed(0))
@@ -142,7 +160,9 @@ def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forwar
 
 @torch.no_grad()
 def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> None:
-    model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).to(device)
+    model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).to(
+        device
+    )
     prompts = make_completions(0, prompts=6).to(device)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)).to(device)
     options = {
@@ -150,29 +170,31 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
         "max_new_tokens": LENGTH,
         "num_samples": 3,
         "u": u,
-        "choice": Choice(0.8),
+        "choice": SamplingParams(0.8),
     }
     c = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
-    for build in LAYOUTS.values():
-        layout = build(c.to("cpu")).to(device)
-        logp, _ = model(layout.stream, layout, 0.8)
+    for build in PACKINGS.values():
+        packing = build(c.to("cpu")).to(device)
+        logp, _ = model(packing.tokens, packing, 0.8)
         torch.testing.assert_close(logp, c.sampler_logp, rtol=0, atol=1e-5)
 
 
-def test_the_ratio_is_exactly_one_on_the_first_inner_step(model: GPT, prompts: Completions) -> None:
+def test_the_ratio_is_exactly_one_on_the_first_inner_step(
+    model: Transformer, prompts: Completions
+) -> None:
     c = sample(model, prompts, [0, 1, 2])
-    layout = LAYOUTS["shared"](c)
-    logp, _ = model(layout.stream, layout, 1.0)
+    packing = PACKINGS["shared-prompt"](c)
+    logp, _ = model(packing.tokens, packing, 1.0)
     with torch.no_grad():
-        old, _ = model(layout.stream, layout, 1.0)
+        old, _ = model(packing.tokens, packing, 1.0)
     adv = torch.randn(3, 3, dtype=torch.float64)
     assert ((logp - old).exp() == 1).all()
-    implied, explicit = (policy_loss(logp, x, adv, layout.mask)[0] for x in (None, old))
+    implied, explicit = (policy_loss(logp, x, adv, packing.mask)[0] for x in (None, old))
     assert implied == explicit
 
 
 def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(
-    model: GPT, prompts: Completions
+    model: Transformer, prompts: Completions
 ) -> None:
     together = sample(model, prompts, list(range(6)))
     for row in range(6):
@@ -183,7 +205,9 @@ def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(
         assert not together.completion_mask[row, :, length:].any()
 
 
-def test_a_completion_ends_with_its_first_end_of_text(model: GPT, prompts: Completions) -> None:
+def test_a_completion_ends_with_its_first_end_of_text(
+    model: Transformer, prompts: Completions
+) -> None:
     c = sample(model, prompts, list(range(6)))
     lengths = c.completion_mask.sum(-1)
     for p, g in np.ndindex(lengths.shape):
@@ -192,7 +216,7 @@ def test_a_completion_ends_with_its_first_end_of_text(model: GPT, prompts: Compl
         assert tokens[-1] == EOS or lengths[p, g] == LENGTH
 
 
-def test_greedy_takes_the_most_likely_token(model: GPT, prompts: Completions) -> None:
+def test_greedy_takes_the_most_likely_token(model: Transformer, prompts: Completions) -> None:
     c = generate(model, prompts.prompt_ids, prompts.prompt_len, eos=EOS, max_new_tokens=6)
     for p in range(6):
         ids = prompts.prompt_ids[p, : prompts.prompt_len[p]].tolist()
@@ -202,23 +226,23 @@ def test_greedy_takes_the_most_likely_token(model: GPT, prompts: Completions) ->
 
 
 CHOICES = {
-    "all": Choice(),
-    "top-k": Choice(top_k=5),
-    "top-p": Choice(top_p=0.8),
-    "both": Choice(top_k=8, top_p=0.6),
-    "one": Choice(top_k=1),
-    "more than there are": Choice(top_k=10**6),
+    "all": SamplingParams(),
+    "top-k": SamplingParams(top_k=5),
+    "top-p": SamplingParams(top_p=0.8),
+    "both": SamplingParams(top_k=8, top_p=0.6),
+    "one": SamplingParams(top_k=1),
+    "more than there are": SamplingParams(top_k=10**6),
 }
 
 
-def naive_truncation(p: list[float], choice: Choice) -> dict[int, float]:
-    """Which tokens remain, and their probabilities: sort, cut, renormalise, cut, renormalise."""
-    order = sorted(range(len(p)), key=lambda i: -p[i])[: choice.top_k or len(p)]
+def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]:
+    """ModelSelection tokens remain, and their probabilities: sort, cut, renormalise, cut, renormalise."""
+    order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     total, kept, mass = sum(p[i] for i in order), [], 0.0
     for i in order:
         kept.append(i)
         mass += p[i] / total
-        if mass >= choice.top_p:
+        if mass >= params.top_p:
             break
     return {i: p[i] / sum(p[j] for j in kept) for i in kept}
 
@@ -249,17 +273,17 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
 
 
 def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(
-    model: GPT, prompts: Completions
+    model: Transformer, prompts: Completions
 ) -> None:
-    choice = Choice(temperature=0.9, top_k=6, top_p=0.9)
+    params = SamplingParams(temperature=0.9, top_k=6, top_p=0.9)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": choice}
     out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
-    layout = LAYOUTS["shared"](out)
-    logp, _ = model(layout.stream, layout, 0.9)
-    assert out.sampler_logp is not None and out.log_kept is not None
+    packing = PACKINGS["shared-prompt"](out)
+    logp, _ = model(packing.tokens, packing, 0.9)
+    assert out.sampler_logp is not None and out.log_kept_mass is not None
     torch.testing.assert_close(out.sampler_logp, logp.detach().float(), rtol=0, atol=1e-5)
-    kept = out.log_kept[out.completion_mask].exp()
+    kept = out.log_kept_mass[out.completion_mask].exp()
     assert 0 < kept.min() < kept.max() < 1
     tokens = out.completion_ids[0, 0].tolist()
     plain = (
@@ -270,9 +294,9 @@ def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(
     )
     for s, token in enumerate(tokens[: int(out.completion_mask[0, 0].sum())]):
         p = plain[int(prompts.prompt_len[0]) - 1 + s].softmax(-1).tolist()
-        remaining = naive_truncation(p, choice)
+        remaining = naive_truncation(p, params)
         assert token in remaining
-        assert float(out.log_kept[0, 0, s].exp()) == pytest.approx(
+        assert float(out.log_kept_mass[0, 0, s].exp()) == pytest.approx(
             sum(p[i] for i in remaining), rel=1e-5
         )
 
@@ -283,19 +307,19 @@ def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> No
     assert picked.tolist() == [[1], [2]]
 
 
-def test_there_is_one_cell_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
-    # rows 0-2 in cell 0, of which row 2 went another way; row 3 in cell 1; row 4 in cell 5
-    cells, cell, speakers = regroup(
+def test_there_is_one_slot_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
+    # rows 0-2 in slot 0, of which row 2 went another way; row 3 in slot 1; row 4 in slot 5
+    slots, slot, representatives = regroup(
         np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]])
     )
-    assert cells.tolist() == [
+    assert slots.tolist() == [
         0,
         1,
         0,
         5,
-    ]  # cells 0 and 1 stay where they are, the others take what places are left
-    assert cell.tolist() == [0, 0, 2, 1, 3]
-    assert speakers.tolist() == [0, 3, 2, 4]
+    ]  # slots 0 and 1 stay where they are, the others take what places are left
+    assert slot.tolist() == [0, 0, 2, 1, 3]
+    assert representatives.tolist() == [0, 3, 2, 4]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 20))
@@ -303,38 +327,43 @@ def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(
     seed: int, rows: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    cell, said = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
-    cells, of_row, speakers = regroup(cell, said)
-    assert np.array_equal(cells[of_row], cell)
-    assert np.array_equal(of_row[speakers], np.arange(len(cells)))
-    assert len(cells) == len({(c, *s) for c, s in zip(cell.tolist(), said.T.tolist(), strict=True)})
-    for i, old in enumerate(cells):
+    slot, said = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
+    slots, of_row, representatives = regroup(slot, said)
+    assert np.array_equal(slots[of_row], slot)
+    assert np.array_equal(of_row[representatives], np.arange(len(slots)))
+    assert len(slots) == len({(c, *s) for c, s in zip(slot.tolist(), said.T.tolist(), strict=True)})
+    for i, old in enumerate(slots):
         assert (
-            i == old or old >= len(cells) or cells[old] == old
+            i == old or old >= len(slots) or slots[old] == old
         )  # where it comes from is not overwritten
 
 
 def test_while_they_agree_completions_of_a_prompt_are_run_once(
-    model: GPT, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = make_completions(0, prompts=2)
     u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
     u[1, 4, 3:] = 0.9  # but one, from its fourth token on
-    cells = []
+    slots = []
     step = CachedDecoder.step
     monkeypatch.setattr(
-        CachedDecoder, "step", lambda self, *args: cells.append(self.num_cells) or step(self, *args)
+        CachedDecoder, "step", lambda self, *args: slots.append(self.num_slots) or step(self, *args)
     )
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
-    cells.clear()
+    slots.clear()
     drafts = torch.zeros(2, 1, dtype=torch.int64)
     shared = generate(
-        model, prompts.prompt_ids, prompts.prompt_len, drafts=drafts, draft_window=2, **options
+        model,
+        prompts.prompt_ids,
+        prompts.prompt_len,
+        drafts=drafts,
+        num_speculative_tokens=1,
+        **options,
     )
     assert torch.equal(shared.completion_ids, plain.completion_ids)
-    assert cells[0] == 2
-    assert max(cells) == 3
+    assert slots[0] == 2
+    assert max(slots) == 3
 
 
 def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:

@@ -28,7 +28,7 @@ def run(folder: Path, **changes: Any) -> list[dict[str, Any]]:
         **changes,
         "out_dir": str(folder),
     }
-    Trainer(Config(**options), quiet=True).fit()
+    Trainer(Config.of(**options), quiet=True).fit()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -58,9 +58,9 @@ def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: 
     config = Config.from_toml(toml)
     metrics = run(
         tmp_path / "run",
-        data=config.data,
-        rewards=config.rewards,
-        reward_weights=config.reward_weights,
+        data=config.task.data,
+        rewards=config.task.rewards,
+        reward_weights=config.task.reward_weights,
         max_new_tokens=8,
     )
     assert metrics[0]["reward"] == pytest.approx(2 * metrics[0]["rewards/brevity/mean"], rel=1e-5)
@@ -154,7 +154,7 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
     ]
     for changes, words in cases:
         with pytest.raises(ValueError, match=words) as error:
-            Trainer(Config(**{**TINY, **changes, "out_dir": str(tmp_path / "run")}), quiet=True)
+            Trainer(Config.of(**{**TINY, **changes, "out_dir": str(tmp_path / "run")}), quiet=True)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from minigrpo import GPT, Config, Trainer
+from minigrpo import Config, Trainer, Transformer
 from minigrpo.evaluate import evaluate as evaluate_in_training
 from minigrpo.runtime.checkpoint import path_of
 from minigrpo.runtime.logging import Screen
 from minigrpo.tools import boards, curves, evaluate, export, sample
 from minigrpo.tools.evaluate import Z, mean, share
-from minigrpo.tools.loading import Which, load
+from minigrpo.tools.loading import ModelSelection, load
 
 from .gradients import TINY
 from .test_checkpoint import damage
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "history": 2,
         "context": 160,
     }
-    Trainer(Config(**{**options, "out_dir": str(folder)}), quiet=True).fit()
+    Trainer(Config.of(**{**options, "out_dir": str(folder)}), quiet=True).fit()
     return folder
 
 
@@ -58,14 +58,14 @@ def test_a_runs_newest_whole_checkpoint_is_used_and_a_damaged_one_named(
     screen = Screen(quiet=True)
     monkeypatch.setattr(screen, "warn", warned.append)
     (copy / "model.safetensors").unlink()  # a run that was killed has none
-    newest = load(Which(copy), screen)
+    newest = load(ModelSelection(copy), screen)
     assert newest.name == str(path_of(copy / "checkpoints", 2)) and not warned
-    final = GPT.from_pretrained(run)
+    final = Transformer.from_pretrained(run)
     ids = torch.arange(30)[None]
     assert torch.equal(newest.sampler.model.logits(ids), final.logits(ids))
-    assert newest.config.history == 2
+    assert newest.config.task.history == 2
     damage(path_of(copy / "checkpoints", 2) / "state.pt")
-    before = load(Which(copy), screen)
+    before = load(ModelSelection(copy), screen)
     assert before.name == str(path_of(copy / "checkpoints", 1)) and "step_000002" in warned[0]
     assert not torch.equal(before.sampler.model.logits(ids), final.logits(ids))
 
@@ -75,19 +75,21 @@ def test_without_checkpoints_it_is_model_safetensors_and_without_that_one_line(
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "checkpoints")
-    assert load(Which(copy), Screen(quiet=True)).name == str(copy / "model.safetensors")
+    assert load(ModelSelection(copy), Screen(quiet=True)).name == str(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     with pytest.raises(
         ValueError, match="without a whole checkpoint, and without model.safetensors"
     ):
-        load(Which(copy), Screen(quiet=True))
+        load(ModelSelection(copy), Screen(quiet=True))
 
 
 def test_a_model_file_and_the_word_shipped_have_the_defaults(run: Path) -> None:
-    assert load(Which(run / "model.safetensors", history=2), Screen(quiet=True)).config == Config(
-        history=2
+    assert load(
+        ModelSelection(run / "model.safetensors", history=2), Screen(quiet=True)
+    ).config == Config.of(history=2)
+    assert (
+        load(ModelSelection(Path("shipped")), Screen(quiet=True)).sampler.model.shape.width == 128
     )
-    assert load(Which(Path("shipped")), Screen(quiet=True)).sampler.model.shape.width == 128
 
 
 # --- sample ---------------------------------------------------------------------------------------
@@ -261,9 +263,9 @@ def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
         tmp_path / "made" / "out.json",
     )
     result = json.loads((tmp_path / "made" / "out.json").read_text())
-    loaded = load(Which(Path("shipped"), seed=3), Screen(quiet=True))
+    loaded = load(ModelSelection(Path("shipped"), seed=3), Screen(quiet=True))
     trainer = Trainer(
-        Config(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True
+        Config.of(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True
     )
     expected = evaluate_in_training(loaded.sampler, loaded.task, trainer.scorer, size=40, seed=3)
     everything, kinds = result["kinds"]["all"], result["kinds"].keys() - {"all"}
@@ -285,9 +287,9 @@ def test_an_export_of_a_run_is_a_model_like_any_other(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call(export, monkeypatch, run, "--out", tmp_path / "new" / "model")
-    exported = GPT.from_pretrained(tmp_path / "new" / "model")
+    exported = Transformer.from_pretrained(tmp_path / "new" / "model")
     ids = torch.arange(30)[None]
-    assert torch.equal(exported.logits(ids), GPT.from_pretrained(run).logits(ids))
+    assert torch.equal(exported.logits(ids), Transformer.from_pretrained(run).logits(ids))
     config = json.loads((tmp_path / "new" / "model" / "config.json").read_text())
     assert (config["n_head"], config["n_positions"], config["eos_token_id"]) == (2, 160, 359)
 

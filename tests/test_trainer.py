@@ -1,4 +1,3 @@
-import dataclasses
 import hashlib
 import json
 import math
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minigrpo import GPT, Config, Trainer
+from minigrpo import Config, Trainer, Transformer
 from minigrpo.learner import Learner
-from minigrpo.model.transformer import GPTShape
+from minigrpo.model.transformer import ModelShape
 from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.optim import learning_rate_at
@@ -27,7 +26,7 @@ WARM = {**TINY, "loss": "nll", "max_new_tokens": 96}
 
 
 def train(folder: Path, **changes: Any) -> Trainer:
-    trainer = Trainer(Config(**{**TINY, **changes, "out_dir": str(folder)}), quiet=True)
+    trainer = Trainer(Config.of(**{**TINY, **changes, "out_dir": str(folder)}), quiet=True)
     trainer.fit()
     return trainer
 
@@ -102,7 +101,7 @@ def test_resuming_with_another_config_is_refused_and_with_other_speed_flags_is_n
     train(
         tmp_path / "run",
         resume="auto",
-        layout="repeated",
+        packing="repeated",
         micro_batch_size=2,
         parallel_rewards=False,
     )
@@ -194,12 +193,9 @@ def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> Non
         "reward",
     }
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
-    assert (
-        dataclasses.replace(Config.from_toml(run / "config.toml"), out_dir=str(run))
-        == trainer.config
-    )
+    assert Config.from_toml(run / "config.toml").replace(out_dir=str(run)) == trainer.config
     assert record["tokens/run"] <= record["tokens/repeated"]
-    again = GPT.from_pretrained(run)
+    again = Transformer.from_pretrained(run)
     ids = torch.randint(0, 300, (2, 9))
     torch.testing.assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
 
@@ -217,7 +213,7 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
         "scale": "none",
         "out_dir": str(tmp_path / "run"),
     }
-    trainer = Trainer(Config(**options), quiet=True)
+    trainer = Trainer(Config.of(**options), quiet=True)
     with torch.no_grad():
         trainer.reference.model.wte.weight.mul_(1.5)  # type: ignore[attr-defined]
     batch = trainer.source.batch(0)
@@ -240,7 +236,7 @@ def test_a_speed_flag_trains_and_keeps_the_loss_near(
 
 
 def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path: Path) -> None:
-    trainer = Trainer(Config(**{**WARM, "out_dir": str(tmp_path / "run")}), quiet=True)
+    trainer = Trainer(Config.of(**{**WARM, "out_dir": str(tmp_path / "run")}), quiet=True)
     before = fingerprint(trainer)
     batch = trainer.source.batch(0)
     hook = trainer.model.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
@@ -298,7 +294,7 @@ def test_what_does_not_fit_is_an_error_before_the_folder_is_made(tmp_path: Path)
         tmp_path / "file",
     )
     damaged.write_bytes(b"junk" * 100)
-    GPT(GPTShape(50, layers=1, width=16, heads=2)).save_pretrained(other)
+    Transformer(ModelShape(50, layers=1, width=16, heads=2)).save_pretrained(other)
     blocked.write_text("in the way")
     cases: dict[str, dict[str, Any]] = {
         "not a whole safetensors file": {"init_from": str(damaged)},
@@ -309,7 +305,7 @@ def test_what_does_not_fit_is_an_error_before_the_folder_is_made(tmp_path: Path)
     }
     for words, changes in cases.items():
         with pytest.raises(ValueError, match=words):
-            Trainer(Config(**{**TINY, "out_dir": str(tmp_path / "run"), **changes}), quiet=True)
+            Trainer(Config.of(**{**TINY, "out_dir": str(tmp_path / "run"), **changes}), quiet=True)
     assert not (tmp_path / "run").exists()
 
 

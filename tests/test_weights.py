@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minigrpo import GPT, Config
+from minigrpo import Config, Transformer
 from minigrpo.model.pretrained import build_model
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import GPTShape
+from minigrpo.model.transformer import ModelShape
 from minigrpo.model.weights import export_gpt2
 from minigrpo.runtime.flags import ConfigError
-from minigrpo.sampling.decoders import CopiedPrompts, SharedPrompts, UncachedDecoder
+from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from minigrpo.sampling.generate import generate
 
 from .gradients import TINY
@@ -30,8 +30,8 @@ IDS = torch.arange(40).view(2, 20)
 
 
 @pytest.fixture
-def ours() -> GPT:
-    model = GPT(GPTShape(**SHAPE), seed=3)
+def ours() -> Transformer:
+    model = Transformer(ModelShape(**SHAPE), seed=3)
     with torch.no_grad():
         for (
             name,
@@ -47,7 +47,10 @@ def ours() -> GPT:
 
 
 def write(
-    folder: Path, model: GPT, change: Callable[[State], Any] = lambda state: None, **settings: Any
+    folder: Path,
+    model: Transformer,
+    change: Callable[[State], Any] = lambda state: None,
+    **settings: Any,
 ) -> Path:
     """A model's folder as Hugging Face writes it, with a change to its tensors (as stored) and to
     its config.json.
@@ -62,21 +65,25 @@ def write(
 
 
 def test_heads_come_from_the_header_then_from_config_json_then_from_the_width(
-    tmp_path: Path, ours: GPT
+    tmp_path: Path, ours: Transformer
 ) -> None:
     ours.save_pretrained(tmp_path / "own.safetensors")
-    assert GPT.from_pretrained(tmp_path / "own.safetensors").shape.heads == 3
+    assert Transformer.from_pretrained(tmp_path / "own.safetensors").shape.heads == 3
     folder = write(tmp_path / "folder", ours, n_head=4)
     assert (
-        GPT.from_pretrained(folder).shape.heads
-        == GPT.from_pretrained(folder / "model.safetensors").shape.heads
+        Transformer.from_pretrained(folder).shape.heads
+        == Transformer.from_pretrained(folder / "model.safetensors").shape.heads
         == 4
     )
     (folder / "config.json").unlink()
-    assert GPT.from_pretrained(folder).shape.heads == 1  # at most one of 64 in a width of 24
+    assert (
+        Transformer.from_pretrained(folder).shape.heads == 1
+    )  # at most one of 64 in a width of 24
 
 
-def test_prefix_masks_tied_head_and_half_precision_are_read(tmp_path: Path, ours: GPT) -> None:
+def test_prefix_masks_tied_head_and_half_precision_are_read(
+    tmp_path: Path, ours: Transformer
+) -> None:
     def as_old_versions_do(state: State) -> None:
         state["lm_head.weight"] = state["wte.weight"].clone()
         for i in range(2):
@@ -86,13 +93,13 @@ def test_prefix_masks_tied_head_and_half_precision_are_read(tmp_path: Path, ours
             if name != "lm_head.weight":
                 state["transformer." + name] = state.pop(name)
 
-    read = GPT.from_pretrained(write(tmp_path / "a", ours, as_old_versions_do))
+    read = Transformer.from_pretrained(write(tmp_path / "a", ours, as_old_versions_do))
     assert torch.equal(read.logits(IDS), ours.logits(IDS))
 
     def halved(state: State) -> None:
         state.update({name: x.to(torch.bfloat16) for name, x in state.items()})
 
-    read = GPT.from_pretrained(write(tmp_path / "b", ours, halved))
+    read = Transformer.from_pretrained(write(tmp_path / "b", ours, halved))
     assert all(p.dtype == torch.float32 for p in read.parameters())
     assert torch.equal(read.wte.weight, ours.wte.weight.to(torch.bfloat16).float())
 
@@ -161,48 +168,48 @@ def nothing(state: State) -> None: ...
 )
 def test_what_does_not_fit_is_listed_in_one_line(
     tmp_path: Path,
-    ours: GPT,
+    ours: Transformer,
     change: Callable[[State], Any],
     settings: dict[str, Any],
     words: list[str],
 ) -> None:
     folder = write(tmp_path / "model", ours, change, **settings)
     with pytest.raises(ValueError, match=str(folder)) as error:
-        GPT.from_pretrained(folder)
+        Transformer.from_pretrained(folder)
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
 
 
-def test_a_long_list_is_cut(tmp_path: Path, ours: GPT) -> None:
+def test_a_long_list_is_cut(tmp_path: Path, ours: Transformer) -> None:
     def rename(state: State) -> None:
         for name in [name for name in state if name.startswith("h.")]:
             state["block." + name] = state.pop(name)
 
     with pytest.raises(ValueError, match=r"block\.h.*; and 17 more$"):
-        GPT.from_pretrained(write(tmp_path / "model", ours, rename))
+        Transformer.from_pretrained(write(tmp_path / "model", ours, rename))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_truncated_file_is_named(tmp_path: Path, ours: GPT, file: str) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path, ours: Transformer, file: str) -> None:
     folder = write(tmp_path / "model", ours)
     os.truncate(folder / file, (folder / file).stat().st_size // 2)
     with pytest.raises(ValueError, match=file) as error:
-        GPT.from_pretrained(folder)
+        Transformer.from_pretrained(folder)
     assert "\n" not in str(error.value)
 
 
 def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_path: Path) -> None:
     tokenizer, said = load_tokenizer("chess"), list[str]()
 
-    def start(vocab_size: int) -> GPT:
-        model = GPT(GPTShape(vocab_size, layers=1, width=16, heads=2))
+    def start(vocab_size: int) -> Transformer:
+        model = Transformer(ModelShape(vocab_size, layers=1, width=16, heads=2))
         with torch.no_grad():
             model.wte.weight[tokenizer.n_vocab :] = 9.0  # what a sampler would love to pick
             model.ln_f.bias.fill_(1.0)
         path = tmp_path / f"{vocab_size}.safetensors"
         model.save_pretrained(path)
-        return build_model(Config(**{**TINY, "init_from": str(path)}), tokenizer, said.append)
+        return build_model(Config.of(**{**TINY, "init_from": str(path)}), tokenizer, said.append)
 
     model = start(384)  # 360 tokens, padded to a multiple of 128
     assert "24 tokens more than --tokenizer chess has are padding" in said[0]
@@ -246,14 +253,14 @@ def test_logits_are_theirs(tmp_path: Path, prefix: bool) -> None:
         name.startswith("transformer.") == prefix
         for name in load_file(tmp_path / "model.safetensors")
     )
-    ours = GPT.from_pretrained(tmp_path)
-    assert ours.shape == GPTShape(**SHAPE)
+    ours = Transformer.from_pretrained(tmp_path)
+    assert ours.shape == ModelShape(**SHAPE)
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(IDS), theirs(IDS).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.peer
-def test_an_export_gives_them_our_logits(tmp_path: Path, ours: GPT) -> None:
+def test_an_export_gives_them_our_logits(tmp_path: Path, ours: Transformer) -> None:
     import transformers
 
     export_gpt2(ours.state_dict(), tmp_path, shape=SHAPE, eos=60)
@@ -267,11 +274,11 @@ def test_an_export_gives_them_our_logits(tmp_path: Path, ours: GPT) -> None:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("decoder", [CopiedPrompts, SharedPrompts, UncachedDecoder])
+@pytest.mark.parametrize("decoder", [ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder])
 def test_greedy_generation_is_theirs_token_for_token(tmp_path: Path, decoder: type) -> None:
     theirs = make_theirs()
     theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path)
+    ours = Transformer.from_pretrained(tmp_path)
     prompts, lengths = (
         torch.randint(0, 60, (8, 9), generator=torch.Generator().manual_seed(1)),
         torch.arange(2, 10),
@@ -305,5 +312,5 @@ def test_variants_that_they_can_write_and_we_cannot_compute_are_refused(
 ) -> None:
     make_theirs(**changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=word) as error:
-        GPT.from_pretrained(tmp_path)
+        Transformer.from_pretrained(tmp_path)
     assert "\n" not in str(error.value)

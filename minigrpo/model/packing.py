@@ -1,6 +1,6 @@
-"""From completions to a stream of tokens, and back to `[P, G, S]`.
+"""From completions to a flat sequence of tokens, and back to `[P, G, S]`.
 
-A layout decides which tokens the model runs and how they attend. All are exact; they differ in what
+A packing decides which tokens the model runs and how they attend. All are exact; they differ in what
 they run twice:
 
     repeated   each prompt with each of its completions, P*G sequences: the textbook way, and the reference in tests
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ..types import Completions
 from .logprobs import at_least_fp32
-from .transformer import Attend, Stream
+from .transformer import Attend, PackedTokens
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Tokens of a stream as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
+    """Tokens of a packed sequence as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
 
     By index_select, whose backward adds in parallel; x[rows] would go through a serial index_put.
     """
@@ -53,17 +53,17 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One micro-batch, ready for `GPT.forward(layout.stream, layout, temperature)`."""
+class Packing:
+    """One micro-batch, ready for `Transformer.forward(packing.tokens, packing, temperature)`."""
 
-    stream: Stream  # N tokens
-    sources: Tensor  # [M] rows of the stream whose next token is asked for
+    tokens: PackedTokens  # N tokens
+    sources: Tensor  # [M] rows of the packed sequence whose next token is asked for
     targets: Tensor  # [M] that token
     index: Tensor  # [P, G, S] into M; 0 where masked
     mask: Tensor  # [P, G, S] bool
-    # [R, T] into the stream: rows that attend to themselves only; pads repeat the row's first token
+    # [R, T] into the packed sequence: rows that attend to themselves only; pads repeat the row's first token
     causal_rows: Tensor
-    unpad: Tensor  # [N] from all padded rows, flattened and joined, back to the stream
+    unpad: Tensor  # [N] from all padded rows, flattened and joined, back to the packed sequence
 
     def layer(self, number: int) -> Attend:
         return self.attend
@@ -74,18 +74,18 @@ class Layout:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
 
-    def to(self, device: torch.device | str) -> "Layout":
+    def to(self, device: torch.device | str) -> "Packing":
         return replace(self, **{name: _to(x, device) for name, x in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Branches:
-    """What completions add to the stream, as padded rows: each goes on from its prompt, or from a
+    """What completions add to the packed sequence, as padded rows: each goes on from its prompt, or from a
     token of another row.
     """
 
-    query_rows: Tensor  # [R, T] into the stream: the tokens that each row adds
-    # [R, Lp + K] into the stream: its prompt, and the whole completion, other rows' tokens included
+    query_rows: Tensor  # [R, T] into the packed sequence: the tokens that each row adds
+    # [R, Lp + K] into the packed sequence: its prompt, and the whole completion, other rows' tokens included
     key_rows: Tensor
     visible: Tensor  # [R, 1, T, Lp + K] bool: which of these each of those tokens may see
     masks: dict[torch.dtype, Tensor] = field(
@@ -115,7 +115,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class SharedLayout(Layout):
+class PrefixPacking(Packing):
     """Prompts are the causal rows; completions branch off."""
 
     branches: tuple[Branches, ...]  # of about the same length each, so that little is padded
@@ -134,7 +134,7 @@ SPLIT_AT = 0.8
 
 
 def pad_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each padded row finds its tokens in a stream, and where in the padded rows each token
+    """Where each padded row finds its tokens in a packed sequence, and where in the padded rows each token
     is.
 
     Returns:
@@ -191,7 +191,7 @@ class _Rows:
 
 
 def _assemble(
-    kind: type[Layout],
+    kind: type[Packing],
     mask: Tensor,
     ids: np.ndarray,
     positions: np.ndarray,
@@ -199,7 +199,7 @@ def _assemble(
     targets: np.ndarray,
     index: np.ndarray,
     **attention: np.ndarray | tuple[Branches, ...],
-) -> Layout:
+) -> Packing:
     if not len(
         sources
     ):  # nothing but empty completions: keep one entry for the masked index to point at
@@ -211,7 +211,7 @@ def _assemble(
         **attention,
     }
     return kind(
-        stream=Stream(torch.from_numpy(ids), torch.from_numpy(positions)),
+        tokens=PackedTokens(torch.from_numpy(ids), torch.from_numpy(positions)),
         mask=mask,
         **_tensors(fields),
     )
@@ -228,7 +228,7 @@ def _to(x: Any, device: torch.device | str) -> Any:
     return tuple(part.to(device) for part in x) if isinstance(x, tuple) else x.to(device)
 
 
-def repeated(completions: Completions) -> Layout:
+def repeated(completions: Completions) -> Packing:
     """Each prompt with each of its completions."""
     rows = _Rows.of_completions(completions, distinct=False)
     prompt_len = completions.prompt_len.numpy()[rows.prompt]
@@ -244,7 +244,7 @@ def repeated(completions: Completions) -> Layout:
     columns = np.arange(rows.tokens.shape[1])
     predicted = columns < rows.lengths[:, None]  # [R, S]
     return _assemble(
-        Layout,
+        Packing,
         completions.completion_mask,
         np.concatenate(parts),
         np.concatenate([np.arange(n) for n in lengths]),
@@ -256,17 +256,17 @@ def repeated(completions: Completions) -> Layout:
     )
 
 
-def shared(completions: Completions) -> Layout:
+def shared_prompt(completions: Completions) -> Packing:
     """Each prompt once, each distinct completion of its group once."""
     return _share(completions, _Rows.of_completions(completions, distinct=True))
 
 
-def tree(completions: Completions) -> Layout:
+def prefix_tree(completions: Completions) -> Packing:
     """Each prompt once, each distinct prefix of its group's completions once."""
     return _share(completions, _Rows.of_completions(completions, distinct=True).merged())
 
 
-def _share(completions: Completions, rows: _Rows) -> Layout:
+def _share(completions: Completions, rows: _Rows) -> Packing:
     """Each prompt once, and of each row what it does not have in common with the row before."""
     prompt_len, columns = completions.prompt_len.numpy(), np.arange(rows.tokens.shape[1])
     prompt_ids = completions.prompt_ids.numpy()[:, : prompt_len.max()]
@@ -279,7 +279,7 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
     )  # a row's last token is not run: it predicts nothing
     new = inputs - known
     starts = prompt_len.sum() + np.cumsum(new) - new
-    keys = _paths(starts, known, len(columns))  # [R, S] where in the stream each token is
+    keys = _paths(starts, known, len(columns))  # [R, S] where in the packed sequence each token is
     run = (columns >= known[:, None]) & (columns < inputs[:, None])
     predicted = (columns >= rows.common[:, None]) & (columns < rows.lengths[:, None])
     first_prediction = np.cumsum(rows.lengths - rows.common) - (rows.lengths - rows.common)
@@ -310,7 +310,7 @@ def _share(completions: Completions, rows: _Rows) -> Layout:
         [(prompt_starts + prompt_len - 1)[rows.prompt, None], keys[:, :-1]], axis=1
     )
     return _assemble(
-        SharedLayout,
+        PrefixPacking,
         completions.completion_mask,
         np.concatenate([prompt_ids[in_prompt], rows.tokens[run]]),
         np.concatenate([np.nonzero(in_prompt)[1], (prompt_len[rows.prompt, None] + columns)[run]]),
@@ -352,8 +352,8 @@ def _paths(starts: np.ndarray, known: np.ndarray, width: int) -> np.ndarray:
     return paths
 
 
-LAYOUTS: dict[str, Callable[[Completions], Layout]] = {
+PACKINGS: dict[str, Callable[[Completions], Packing]] = {
     "repeated": repeated,
-    "shared": shared,
-    "tree": tree,
+    "shared-prompt": shared_prompt,
+    "prefix-tree": prefix_tree,
 }

@@ -7,41 +7,45 @@ import tiktoken
 
 from ..config import Config
 from ..runtime.flags import ConfigError
-from .transformer import GPT, GPTShape
+from .transformer import ModelShape, Transformer
 
 # a model may have one token in so many more than its tokenizer: vocabularies are padded to round
 # numbers
 MOST_PADDING = 8
 
 
-def load_pretrained(name: str) -> GPT:
+def load_pretrained(name: str) -> Transformer:
     """The model that ships, or one by path. Raises ValueError with what does not fit."""
     shipped = str(files("minigrpo.assets").joinpath("warm-start.safetensors"))
-    return GPT.from_pretrained(shipped if name == "shipped" else name)
+    return Transformer.from_pretrained(shipped if name == "shipped" else name)
 
 
 def build_model(
     config: Config, tokenizer: tiktoken.Encoding, say: Callable[[str], object] = lambda text: None
-) -> GPT:
+) -> Transformer:
     """The model that --init-from names. Raises ValueError if it is missing, damaged or does not
     fit.
     """
-    if config.init_from == "scratch":
-        shape = GPTShape(
-            tokenizer.n_vocab, config.context, config.layers, config.width, config.heads
+    if config.model.init_from == "scratch":
+        shape = ModelShape(
+            tokenizer.n_vocab,
+            config.model.context,
+            config.model.layers,
+            config.model.width,
+            config.model.heads,
         )
-        model = GPT(shape, seed=config.seed)
+        model = Transformer(shape, seed=config.run.seed)
     else:
         try:
-            model = load_pretrained(config.init_from)
+            model = load_pretrained(config.model.init_from)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
-    fit_model(model, f"--init-from {config.init_from}", config, tokenizer, say)
+    match_vocab(model, f"--init-from {config.model.init_from}", config, tokenizer, say)
     return model
 
 
-def fit_model(
-    model: GPT,
+def match_vocab(
+    model: Transformer,
     name: str,
     config: Config,
     tokenizer: tiktoken.Encoding,
@@ -53,18 +57,18 @@ def fit_model(
     size, known = model.shape.vocab_size, tokenizer.n_vocab
     if known < size <= known + known // MOST_PADDING:
         say(
-            f"{name}: {size - known} tokens more than --tokenizer {config.tokenizer} has are "
+            f"{name}: {size - known} tokens more than --tokenizer {config.model.tokenizer} has are "
             "padding, and left out"
         )
-        model.keep_tokens(known)
+        model.trim_vocab(known)
     elif size != known:
         raise ConfigError(
-            f"{name}: has {size} tokens, --tokenizer {config.tokenizer} has {known}; choose a "
+            f"{name}: has {size} tokens, --tokenizer {config.model.tokenizer} has {known}; choose a "
             "model and a tokenizer that fit"
         )
-    if config.max_new_tokens >= model.shape.context:
+    if config.sampling.max_new_tokens >= model.shape.context:
         raise ConfigError(
             f"--max-new-tokens must leave room for a prompt in the model's context of "
             f"{model.shape.context}, "
-            f"got {config.max_new_tokens}"
+            f"got {config.sampling.max_new_tokens}"
         )

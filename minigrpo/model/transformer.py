@@ -3,7 +3,7 @@
 Pre-LN blocks, learned positions, tanh-GELU, output head tied to the token embedding: GPT-2, with
 one departure. The blocks never see a `[batch, time]` rectangle. They see a stream `x [N, D]` of
 tokens, each with its position, and hand `(q, k, v)` to an *attend* function that knows which token
-belongs where (layout.py for training, decoders.py for decoding). So no token is ever a pad, and
+belongs where (packing.py for training, decoders.py for decoding). So no token is ever a pad, and
 what is shared is run once.
 """
 
@@ -23,14 +23,14 @@ from .weights import load_gpt2, save_gpt2
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each [N, H, D/H] -> [N, H, D/H]
 
 
-class Attends(Protocol):
-    """What the model asks of a layout or a cache: the attend function of each layer."""
+class AttentionPattern(Protocol):
+    """What the model asks of a packing or a cache: the attend function of each layer."""
 
     def layer(self, number: int) -> Attend: ...
 
 
-class LogprobLayout(Attends, Protocol):
-    """What `GPT.forward` asks of a layout; see layout.py."""
+class LogprobPacking(AttentionPattern, Protocol):
+    """What `Transformer.forward` asks of a packing; see packing.py."""
 
     sources: Tensor  # [M] rows of the stream whose next token is asked for
     targets: Tensor  # [M] that token
@@ -39,19 +39,19 @@ class LogprobLayout(Attends, Protocol):
 
 
 @dataclass(frozen=True)
-class Stream:
+class PackedTokens:
     """Tokens in any order, without padding."""
 
     ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, the place of each token in its own text
 
-    def to(self, device: torch.device | str) -> "Stream":
-        return Stream(self.ids.to(device), self.positions.to(device))
+    def to(self, device: torch.device | str) -> "PackedTokens":
+        return PackedTokens(self.ids.to(device), self.positions.to(device))
 
 
 @dataclass(frozen=True)
-class GPTShape:
-    """The numbers that fix a GPT's parameters."""
+class ModelShape:
+    """The numbers that fix a Transformer's parameters."""
 
     vocab_size: int
     context: int = 256  # positions that exist
@@ -67,7 +67,7 @@ class GPTShape:
 
 
 class Causal:
-    """The layout of plain rows `[B, T]`: row b's token t stands at b * T + t of the stream."""
+    """The packing of plain rows `[B, T]`: row b's token t stands at b * T + t of the stream."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.shape = (batch, length)
@@ -93,14 +93,14 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """The linear maps before and after `attention`; Block calls them."""
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.c_attn = nn.Linear(shape.width, 3 * shape.width)
         self.c_proj = nn.Linear(shape.width, shape.width)
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.c_fc = nn.Linear(shape.width, 4 * shape.width)
         self.c_proj = nn.Linear(4 * shape.width, shape.width)
@@ -110,7 +110,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.ln_1 = nn.LayerNorm(shape.width)
@@ -124,10 +124,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
+class Transformer(nn.Module):
     """A GPT-2; parameter names are Hugging Face's, so that weights.py only has to transpose."""
 
-    def __init__(self, shape: GPTShape, seed: int = 0) -> None:
+    def __init__(self, shape: ModelShape, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
         self.checkpoint_blocks: Callable[..., Tensor] | None = (
@@ -165,19 +165,19 @@ class GPT(nn.Module):
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> "GPT":
+    def from_pretrained(cls, path: str | Path) -> "Transformer":
         """A model from a GPT-2 safetensors file, or a folder that holds one. Raises ValueError with
         what does not fit.
         """
         sizes, state = load_gpt2(Path(path))
         try:
-            model = cls(GPTShape(**sizes))
+            model = cls(ModelShape(**sizes))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         model.load_state_dict(state)
         return model
 
-    def keep_tokens(self, number: int) -> None:
+    def trim_vocab(self, number: int) -> None:
         """Forget all but the first tokens of the vocabulary: rows that only pad it are then never
         sampled.
         """
@@ -194,16 +194,16 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.wte.weight.device
 
-    def hidden(self, stream: Stream, attends: Attends) -> Tensor:
+    def forward_hidden(self, tokens: PackedTokens, attends: AttentionPattern) -> Tensor:
         """Final hidden states `[N, D]` of a stream of N tokens."""
-        x = self.wte(stream.ids) + self.wpe(stream.positions)
+        x = self.wte(tokens.ids) + self.wpe(tokens.positions)
         for number, block in enumerate(self.h):
             attend = attends.layer(number)
             recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
             x = recompute(block, x, attend) if recompute else block(x, attend)
         return self.ln_f(x)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
         return F.linear(hidden, self.wte.weight)
 
@@ -212,11 +212,13 @@ class GPT(nn.Module):
         export and tests.
         """
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        hidden = self.hidden(Stream(ids.flatten(), positions.flatten()), Causal(*ids.shape))
-        return self.head(hidden).unflatten(0, ids.shape)
+        hidden = self.forward_hidden(
+            PackedTokens(ids.flatten(), positions.flatten()), Causal(*ids.shape)
+        )
+        return self.lm_head(hidden).unflatten(0, ids.shape)
 
     def forward(
-        self, stream: Stream, layout: LogprobLayout, temperature: float = 1.0
+        self, tokens: PackedTokens, packing: LogprobPacking, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token, and the entropy of its distribution, both `[P,
         G, S]`, 0 where masked.
@@ -224,9 +226,9 @@ class GPT(nn.Module):
         The head runs on the M distinct positions that predict a completion token, and on nothing
         else.
         """
-        hidden = self.hidden(stream, layout).index_select(0, layout.sources)
+        hidden = self.forward_hidden(tokens, packing).index_select(0, packing.sources)
         logp, entropy = token_logprobs(
-            hidden, self.wte.weight, layout.targets, temperature, self.logprob_chunk
+            hidden, self.wte.weight, packing.targets, temperature, self.logprob_chunk
         )
         zero = logp.new_zeros(())
-        return tuple(torch.where(layout.mask, x[layout.index], zero) for x in (logp, entropy))  # type: ignore[return-value]
+        return tuple(torch.where(packing.mask, x[packing.index], zero) for x in (logp, entropy))  # type: ignore[return-value]

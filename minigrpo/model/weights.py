@@ -1,4 +1,4 @@
-"""GPT-2 weights as safetensors, in the layout that Hugging Face writes: the one format in which
+"""GPT-2 weights as safetensors, in the packing that Hugging Face writes: the one format in which
 models come and go.
 
 Their linear layers are stored `[in, out]`, ours (torch's) `[out, in]`; the output head is tied and
@@ -35,7 +35,7 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-# the fields of GPTShape, as config.json calls them
+# the fields of ModelShape, as config.json calls them
 SIZES = {
     "vocab_size": "vocab_size",
     "context": "n_positions",
@@ -75,7 +75,7 @@ def _transpose(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
-    """Write a GPT's state dict as float32; the number of heads, which no tensor tells, goes into
+    """Write a Transformer's state dict as float32; the number of heads, which no tensor tells, goes into
     the file's header.
     """
     save_file(
@@ -91,7 +91,7 @@ def export_gpt2(
     """Write a folder that transformers' `GPT2LMHeadModel.from_pretrained` loads, and `load_gpt2`
     too.
 
-    `shape` has the fields of `GPTShape`; `eos` is the token at which a completion ends.
+    `shape` has the fields of `ModelShape`; `eos` is the token at which a completion ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_gpt2(state, folder / WEIGHTS, heads=shape["heads"])
@@ -106,7 +106,7 @@ def export_gpt2(
 
 
 def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The shape (the fields of `GPTShape`) and float32 state dict of a GPT-2 file, or of the
+    """The shape (the fields of `ModelShape`) and float32 state dict of a GPT-2 file, or of the
     `model.safetensors` in a folder.
 
     The number of heads is the header's, else config.json's (if the file has its name from there),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import PROFILED, Config
 from ..model import transformer as gpt
 from ..model.logprobs import chunk_size
-from ..model.transformer import GPT, Attend, Block
+from ..model.transformer import Attend, Block, Transformer
 from .flags import ConfigError
 
 
@@ -52,16 +52,16 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[obj
     """--use-amp: matrix products in --amp-dtype; parameters, moments and log-softmax stay in
     float32.
     """
-    if not config.use_amp:
+    if not config.speed.use_amp:
         return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, config.amp_dtype))
+    return torch.autocast(device.type, dtype=getattr(torch, config.speed.amp_dtype))
 
 
 def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
     """--amp-dtype float16 needs its loss scaled; bfloat16 has float32's range, and the scaler does
     nothing.
     """
-    half = config.use_amp and config.amp_dtype == "float16"
+    half = config.speed.use_amp and config.speed.amp_dtype == "float16"
     if half and device.type != "cuda":
         raise ConfigError("--amp-dtype float16 needs a CUDA device; bfloat16 is allowed everywhere")
     return torch.amp.GradScaler(device.type, enabled=half)
@@ -76,7 +76,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
     )
     if device.type == "cuda" and "CC" in os.environ:
         names = [os.environ["CC"]]
-    if config.compile_model and not any(map(shutil.which, names)):
+    if config.speed.compile_model and not any(map(shutil.which, names)):
         raise ConfigError(
             f"--compile-model needs a {kind} compiler, {' or '.join(names)}; --no-compile-model "
             "goes without"
@@ -87,7 +87,7 @@ def use_tf32(config: Config) -> None:
     """--use-tf32: float32 products on tensor cores with 10 bits of mantissa. Process-wide, as torch
     has it.
     """
-    torch.set_float32_matmul_precision("high" if config.use_tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if config.speed.use_tf32 else "highest")
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:
@@ -96,41 +96,43 @@ def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:
     )  # nothing is random in there
 
 
-def checkpoint_blocks(config: Config, model: GPT) -> None:
+def checkpoint_blocks(config: Config, model: Transformer) -> None:
     """--gradient-checkpointing: keep only the input of each block, run the block again in the
     backward pass.
     """
-    if config.gradient_checkpointing:
+    if config.memory.gradient_checkpointing:
         model.checkpoint_blocks = recompute
 
 
-def chunk_logprobs(config: Config, model: GPT) -> None:
+def chunk_logprobs(config: Config, model: Transformer) -> None:
     """--chunked-logprobs: the logits of a batch never exist at once, and are computed again in the
     backward pass.
     """
     model.logprob_chunk = (
-        chunk_size(model.shape.vocab_size, model.device.type) if config.chunked_logprobs else 0
+        chunk_size(model.shape.vocab_size, model.device.type)
+        if config.memory.chunked_logprobs
+        else 0
     )
 
 
-def low_precision_copy(config: Config, model: GPT) -> GPT:
+def low_precision_copy(config: Config, model: Transformer) -> Transformer:
     """--low-precision-weights: a model that shares all but the linear maps of its blocks, which are
     in --amp-dtype.
 
     Autocast would cast them in every forward, to the same numbers. Without that flag the model
     itself.
     """
-    if not config.low_precision_weights:
+    if not config.speed.low_precision_weights:
         return model
     linears = [module for module in model.h.modules() if isinstance(module, nn.Linear)]
     parameters = [parameter for linear in linears for parameter in linear.parameters()]
-    dtype = getattr(torch, config.amp_dtype)
+    dtype = getattr(torch, config.speed.amp_dtype)
     return sharing_weights(
         model, {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in parameters}
     )
 
 
-def sharing_weights(model: GPT, but: dict[int, nn.Parameter] | None = None) -> GPT:
+def sharing_weights(model: Transformer, but: dict[int, nn.Parameter] | None = None) -> Transformer:
     """The same parameters, `but` those of some ids, in modules of their own: compiling one leaves
     the other.
     """
@@ -140,7 +142,7 @@ def sharing_weights(model: GPT, but: dict[int, nn.Parameter] | None = None) -> G
 
 
 @torch.no_grad()
-def refresh(low: GPT, model: GPT) -> None:
+def refresh(low: Transformer, model: Transformer) -> None:
     """Bring such a copy up to date, in place."""
     pairs = [
         (a, b) for a, b in zip(low.parameters(), model.parameters(), strict=True) if a is not b
@@ -172,7 +174,7 @@ def profiler(
     """--profile: a trace of a few steps, its phases named, in the run's folder, of the process that
     is `here`.
     """
-    if not (config.profile and here):
+    if not (config.run.profile and here):
         return NoProfiler()
     first, last = PROFILED
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -195,10 +197,10 @@ def leave_attention_out() -> None:
     gpt.attention = torch.compiler.disable(gpt.attention)
 
 
-def compile_blocks(config: Config, model: GPT) -> None:
+def compile_blocks(config: Config, model: Transformer) -> None:
     """--compile-model: torch.compile each block in place; names in the state dict stay as they
     are."""
-    if config.compile_model:
+    if config.speed.compile_model:
         leave_attention_out()
         from torch import _dynamo
 

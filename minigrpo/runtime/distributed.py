@@ -69,7 +69,7 @@ class DistContext:
         return self.rank == 0
 
     def share(self, num_prompts: int) -> range:
-        """Which of a step's prompts are this process's: consecutive ones, as many for each."""
+        """ModelSelection of a step's prompts are this process's: consecutive ones, as many for each."""
         each = num_prompts // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 

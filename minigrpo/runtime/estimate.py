@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..config import Config
 from ..losses import LOSSES
 from ..model.logprobs import chunk_size
-from ..model.transformer import GPTShape
+from ..model.transformer import ModelShape
 
 MIB = 2**20
 # bytes that autograd keeps of a token, a layer and a unit of width, counted with saved-tensor
@@ -47,7 +47,7 @@ class Plan:
 
 def plan(
     config: Config,
-    shape: GPTShape,
+    shape: ModelShape,
     *,
     prompt_len: float,
     answer_len: float,
@@ -55,29 +55,29 @@ def plan(
     world_size: int = 1,
 ) -> Plan:
     """`prompt_len` and `answer_len` are means, in tokens; `device` is a type, as cuda."""
-    prompts = config.prompts_per_step // world_size
-    samples = 1 if config.supervised else config.group_size
-    micro = min(config.micro_batch_size or prompts, prompts)
-    at_once = min(config.rollout_batch_size or prompts, prompts)
-    once = config.layout != "repeated"
+    prompts = config.sampling.prompts_per_step // world_size
+    samples = 1 if config.supervised else config.sampling.group_size
+    micro = min(config.memory.micro_batch_size or prompts, prompts)
+    at_once = min(config.memory.rollout_batch_size or prompts, prompts)
+    once = config.speed.packing != "repeated"
     completions = prompts * samples * answer_len
     update = prompts * prompt_len * (1 if once else samples) + completions
-    low = config.use_amp
+    low = config.speed.use_amp
     attends_in_float32 = low and device == "cpu"
     size = 2 if low and not attends_in_float32 else 4  # bytes of a key or a value
     blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
     parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
 
-    tokens = {"update": update * config.num_iterations}
+    tokens = {"update": update * config.optimizer.num_iterations}
     forward = (
         2 * blocks + 4 * shape.layers * shape.width * (prompt_len + answer_len / 2)
     ) * update + 2 * head * completions
-    flops = {"update": 3 * forward * config.num_iterations}
-    if config.num_iterations > 1:
+    flops = {"update": 3 * forward * config.optimizer.num_iterations}
+    if config.optimizer.num_iterations > 1:
         tokens["old log-probs"], flops["old log-probs"] = update, forward
-    if config.kl_coef:
+    if config.loss.kl_coef:
         tokens["reference"], flops["reference"] = update, forward
-    if LOSSES[config.loss].needs_group:
+    if LOSSES[config.loss.name].needs_group:
         tokens["rollout"] = prompts * prompt_len + completions
         flops["rollout"] = forward + 2 * head * (prompts * prompt_len if not once else 0)
 
@@ -92,33 +92,40 @@ def plan(
         kept += 2 * (2 if once else 4)
     a_layer = (update * part * kept + branches) * shape.width
     activations = a_layer * shape.layers
-    if config.gradient_checkpointing:
+    if config.memory.gradient_checkpointing:
         activations = a_layer + 4 * update * part * shape.width * shape.layers
     logits = completions * part * LOGIT_COPIES
-    if config.chunked_logprobs:
+    if config.memory.chunked_logprobs:
         logits = min(chunk_size(shape.vocab_size, device), completions * part) * 2
-    cells = at_once * samples
-    kv = (at_once if config.share_prompt_kv else cells) * prompt_len + cells * (
-        config.max_new_tokens + config.draft_window
+    slots = at_once * samples
+    kv = (at_once if config.memory.share_prompt_kv else slots) * prompt_len + slots * (
+        config.sampling.max_new_tokens + config.speed.num_speculative_tokens + 1
     )
-    frozen = 4.0 * parameters - (2.0 * blocks if config.low_precision_weights else 0)
+    frozen = 4.0 * parameters - (2.0 * blocks if config.speed.low_precision_weights else 0)
     memory = {
         "weights": 4.0 * parameters,
         "gradients": 4.0 * parameters,
         "Adam": 8.0 * parameters,
-        "reference": frozen * bool(config.kl_coef),
-        "weights in low precision": 2.0 * blocks * low * (1 + config.low_precision_weights),
-        "KV cache": 2.0 * shape.layers * shape.width * size * kv * LOSSES[config.loss].needs_group,
+        "reference": frozen * bool(config.loss.kl_coef),
+        "weights in low precision": 2.0 * blocks * low * (1 + config.speed.low_precision_weights),
+        "KV cache": 2.0
+        * shape.layers
+        * shape.width
+        * size
+        * kv
+        * LOSSES[config.loss.name].needs_group,
         "activations": activations,
         "logits": 4.0 * logits * shape.vocab_size,
     }
     stays = ["weights", "Adam", "weights in low precision"] + ["reference"] * (
-        not config.offload_reference
+        not config.memory.offload_reference
     )
     updating = memory["gradients"] + memory["activations"] + memory["logits"]
     peak = sum(memory[name] for name in stays)
     peak += (
-        updating + memory["KV cache"] if config.cuda_graphs else max(updating, memory["KV cache"])
+        updating + memory["KV cache"]
+        if config.speed.cuda_graphs
+        else max(updating, memory["KV cache"])
     )  # recorded: it stays
     return Plan(
         parameters=parameters,

@@ -10,7 +10,7 @@ import torch
 T = TypeVar("T")
 
 
-class Fitting:
+class OOMBackoff:
     """How many prompts go through at a time: as many as asked for, and half as many whenever that
     did not fit.
     """

@@ -7,7 +7,6 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -18,25 +17,25 @@ from ..config import Config
 from ..types import RolloutBatch
 from .distributed import DistContext
 from .flags import ConfigError, flag
+from .renamed import modern
+from .settings import check_divides, places, toml_lines
 
-# what may differ between a run and its continuation: stopping, evaluation, logging and speed;
-# everything else changes results
-MAY_DIFFER = """max_steps stop_after eval_every eval_size eval_size_during save_every keep_last out_dir resume device
-    fast plan profile use_amp amp_dtype low_precision_weights use_tf32 compile_model cuda_graphs gradient_checkpointing layout
-    kv_cache share_prompt_kv draft_answers draft_window fused_optimizer parallel_rewards num_reward_workers overlap_rewards
-    skip_dead_groups chunked_logprobs offload_reference micro_batch_size rollout_batch_size
-    pg_timeout"""
+# groups whose settings may differ between a run and its continuation: they change no result
+MAY_DIFFER = {"speed", "memory", "run"}
+MUST_AGREE = {"seed"}  # though it stands among them
 
 
 def open_folder(config: Config) -> Path:
-    """Make the folder of `config.out_dir`, or reopen it to resume.
+    """Make the folder of `config.run.out_dir`, or reopen it to resume.
 
     Raises ConfigError if it cannot be written, or holds a run that `--resume` was not asked for.
     """
-    folder = Path(config.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss}")
-    while not config.out_dir and folder.exists():  # two runs that were started in the same second
+    folder = Path(config.run.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
+    while (
+        not config.run.out_dir and folder.exists()
+    ):  # two runs that were started in the same second
         folder = folder.with_name(folder.name + "+")
-    if (folder / "config.toml").exists() and not config.resume:
+    if (folder / "config.toml").exists() and not config.run.resume:
         raise ConfigError(
             f"--out-dir {folder}: holds a run; --resume auto goes on with it, another folder "
             "starts afresh"
@@ -53,32 +52,28 @@ def open_folder(config: Config) -> Path:
 
 def check_ranks(config: Config, dist: DistContext) -> None:
     """Raise ConfigError unless prompts and micro-batches divide among the processes."""
-    ranks, prompts = dist.world_size, config.prompts_per_step
+    ranks, prompts = dist.world_size, config.sampling.prompts_per_step
     if prompts % ranks:
         near = sorted({max(ranks, prompts // ranks * ranks), (prompts // ranks + 1) * ranks})
         raise ConfigError(
             f"--prompts-per-step {prompts} does not divide among {ranks} processes; "
             f"{' or '.join(map(str, near))} would"
         )
+    share = prompts // ranks
     for name in ("micro_batch_size", "rollout_batch_size"):
-        size, share = getattr(config, name), prompts // ranks
-        if size and share % size:
-            divisors = [n for n in range(1, share + 1) if share % n == 0]
-            raise ConfigError(
-                f"{flag(name)} must divide the {share} prompts of each process: one of "
-                f"{', '.join(map(str, divisors))} "
-                f"(0: all), got {size}"
-            )
+        size = getattr(config.memory, name)
+        check_divides(name, size, share, f"the {share} prompts of each process")
 
 
 def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
     """Raise ConfigError if a checkpoint was made with a config that would give other results."""
-    now = config.to_dict()
-    names = [field.name for field in fields(Config) if field.name not in MAY_DIFFER.split()]
+    saved, now = modern(saved), config.flat()
     differ = [
-        f"{flag(name)} was {saved.get(name)!r}, is {now[name]!r}"
-        for name in names
-        if saved.get(name) != now[name]
+        f"{flag(name)} was {saved[name]!r}, is {now[name]!r}"
+        for name, (group, _) in places(Config).items()
+        if (group not in MAY_DIFFER or name in MUST_AGREE)
+        and name in saved
+        and saved[name] != now[name]
     ]
     if differ:
         raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")
@@ -149,13 +144,9 @@ def write_config(folder: Path, config: Config, num_processes: int = 1) -> None:
     """`config.toml`: loads again with --config, into another folder. What is None is not written,
     TOML has no null.
     """
-    values = {
-        name: value for name, value in config.to_dict().items() if name not in ("out_dir", "resume")
-    }
-    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
-    lines += ["", "[versions]"] + [
-        f"{name} = {json.dumps(value)}" for name, value in versions(num_processes).items()
-    ]
+    lines = toml_lines(config, leave_out=("out_dir", "resume"))
+    lines += ["", "[versions]"]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in versions(num_processes).items()]
     text = "\n".join(lines) + "\n"
     tomllib.loads(text)
     (folder / "config.toml").write_text(text)

@@ -1,9 +1,9 @@
 """Decoding under CUDA graphs: a round of the cached decoder is recorded once per shape and then
 replayed as one launch.
 
-Graphs want the same memory and the same shapes every time. So the cache outlives a rollout, the
-number of cells is rounded up (what is too many computes garbage into places that nobody reads), and
-so is the number of columns. The numbers are those of `CopiedPrompts`. Off CUDA the same code runs
+CUDAGraphCache want the same memory and the same shapes every time. So the cache outlives a rollout, the
+number of slots is rounded up (what is too many computes garbage into places that nobody reads), and
+so is the number of columns. The numbers are those of `ReplicatedPrefixDecoder`. Off CUDA the same code runs
 its rounds instead of replaying them.
 """
 
@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.transformer import GPT
-from .decoders import CopiedPrompts, KVCache
+from ..model.transformer import Transformer
+from .decoders import KVCache, ReplicatedPrefixDecoder
 
-CELLS, COLUMNS = 16, 32  # rounded up to multiples of these
+SLOTS, COLUMNS = 16, 32  # rounded up to multiples of these
 
 
 def up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Graphs:
+class CUDAGraphCache:
     """What stays from rollout to rollout: the cache, and the recorded rounds."""
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Graphs:
     def forget(self) -> None:
         """Give all memory back. A pool whose graphs are gone must not be used again either."""
         self.cache, self.shape, self.of = KVCache(), (0, 0), tuple[object, ...]()
-        self.forget_rounds()
+        self.reset_steps()
 
-    def forget_rounds(self) -> None:
-        self.rounds: dict[tuple[int, ...], _Round] = {}
+    def reset_steps(self) -> None:
+        self.rounds: dict[tuple[int, ...], CapturedStep] = {}
         self.pool: object = None
         self.side: torch.cuda.Stream | None = None  # what is recorded is recorded there
         self.output: Tensor | None = None
@@ -50,21 +50,26 @@ class Graphs:
             )  # rounds recorded before go on with what they have
         return self.output[: logits.numel()].view(logits.shape)
 
-    def fit(self, cells: int, columns: int, of: tuple[object, ...]) -> None:
+    def fit(self, slots: int, columns: int, of: tuple[object, ...]) -> None:
         """Forget what there is not room in, or what was recorded `of` another model or
         precision."""
-        shape = max(cells, self.shape[0]), max(columns, self.shape[1])
+        shape = max(slots, self.shape[0]), max(columns, self.shape[1])
         if of != self.of or shape != self.shape:
             self.forget()
             self.shape, self.of = shape, of
 
     def decoder(
-        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+        self,
+        model: Transformer,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        num_samples: int,
+        length: int,
     ) -> "GraphedDecoder":
         return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
 
 
-class _Round:
+class CapturedStep:
     """One recorded round: its inputs and its output stay where they are."""
 
     def __init__(
@@ -72,7 +77,7 @@ class _Round:
         tokens: Tensor,
         positions: Tensor,
         run: Callable[[Tensor, Tensor], Tensor],
-        graphs: Graphs,
+        graphs: CUDAGraphCache,
     ) -> None:
         self.tokens, self.positions = tokens.clone(), positions.clone()
         device, call = tokens.device, lambda: run(self.tokens, self.positions)
@@ -115,13 +120,13 @@ class _Round:
         return self.logits
 
 
-class GraphedDecoder(CopiedPrompts):
-    """`CopiedPrompts` whose rounds are recorded."""
+class GraphedDecoder(ReplicatedPrefixDecoder):
+    """`ReplicatedPrefixDecoder` whose rounds are recorded."""
 
     def __init__(
         self,
-        graphs: Graphs,
-        model: GPT,
+        graphs: CUDAGraphCache,
+        model: Transformer,
         prompt_ids: Tensor,
         prompt_len: Tensor,
         num_samples: int,
@@ -133,32 +138,32 @@ class GraphedDecoder(CopiedPrompts):
             id(model),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         )
-        graphs.fit(up(self.num_cells, CELLS), up(self.prompt_ids.shape[1] + length, COLUMNS), of)
+        graphs.fit(up(self.num_slots, SLOTS), up(self.prompt_ids.shape[1] + length, COLUMNS), of)
         self.graphs, self.cache = graphs, graphs.cache
 
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         room, length = self.graphs.shape
         self.cache.begin(number, k[self.prompt], v[self.prompt], room=room, length=length)
 
-    def keep(self, cells: np.ndarray) -> None:
-        if len(cells) > (
+    def keep(self, slots: np.ndarray) -> None:
+        if len(slots) > (
             room := self.graphs.shape[0]
         ):  # more room is other memory: what was recorded is void
-            self.graphs.forget_rounds()
-            more = up(max(len(cells), 2 * room), CELLS)
+            self.graphs.reset_steps()
+            more = up(max(len(slots), 2 * room), SLOTS)
             self.cache.make_room(more)
             self.graphs.shape = more, self.graphs.shape[1]
-        super().keep(cells)
+        super().keep(slots)
 
     def _columns_in_use(self) -> int:
         return min(up(self.prompt_ids.shape[1] + self.num_columns, COLUMNS), self.graphs.shape[1])
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        cells, columns = up(len(tokens), CELLS), self.num_columns
-        key = (cells, tokens.shape[1], self._columns_in_use())
-        # a cell too many writes into its own place, at its first columns
+        slots, columns = up(len(tokens), SLOTS), self.num_columns
+        key = (slots, tokens.shape[1], self._columns_in_use())
+        # a slot too many writes into its own place, at its first columns
         tokens, positions = (
-            torch.nn.functional.pad(x, (0, 0, 0, cells - len(x))) for x in (tokens, positions)
+            torch.nn.functional.pad(x, (0, 0, 0, slots - len(x))) for x in (tokens, positions)
         )
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -166,5 +171,5 @@ class GraphedDecoder(CopiedPrompts):
             return super(GraphedDecoder, self)._run(tokens, positions)
 
         if key not in self.graphs.rounds:
-            self.graphs.rounds[key] = _Round(tokens, positions, run, self.graphs)
-        return self.graphs.rounds[key](tokens, positions)[: self.num_cells]
+            self.graphs.rounds[key] = CapturedStep(tokens, positions, run, self.graphs)
+        return self.graphs.rounds[key](tokens, positions)[: self.num_slots]

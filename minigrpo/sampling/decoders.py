@@ -1,8 +1,8 @@
 """The model while it writes: with a preallocated KV cache, and without, for comparison.
 
-All run *cells*, ragged rows of tokens that each go on from one prompt; which completion a cell
+All run *slots*, ragged rows of tokens that each go on from one prompt; which completion a slot
 stands for is sampling.py's business. The caches differ in where a prompt's keys and values lie:
-once for its whole group, or once for each cell.
+once for its whole group, or once for each slot.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..model.packing import additive_mask, pad_rows, rows_of
-from ..model.transformer import GPT, Attend, Causal, Stream
+from ..model.transformer import Attend, Causal, PackedTokens, Transformer
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -27,17 +27,17 @@ class Decoder(Protocol):
     tokens_run: int
 
     @property
-    def num_cells(self) -> int: ...
+    def num_slots(self) -> int: ...
 
     def prefill(self) -> Tensor: ...
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor: ...
 
-    def keep(self, cells: np.ndarray) -> None: ...
+    def keep(self, slots: np.ndarray) -> None: ...
 
 
 class KVCache:
-    """Keys and values of cells, a pair `[room, H, length, D/H]` a layer; cells come and go without
+    """Keys and values of slots, a pair `[room, H, length, D/H]` a layer; slots come and go without
     moving the others.
 
     One tensor for all layers would be fewer operations, but was measured to take more memory: it is
@@ -49,7 +49,7 @@ class KVCache:
         self.columns = 0  # in use: further ones hold anything
 
     def begin(self, layer: int, k: Tensor, v: Tensor, *, room: int, length: int) -> None:
-        """The first columns of each cell: prompts, `[C, H, Lp, D/H]`. Makes room for cells of
+        """The first columns of each slot: prompts, `[C, H, Lp, D/H]`. Makes room for slots of
         `length` if there is none.
         """
         if layer == len(self.pairs):
@@ -59,19 +59,19 @@ class KVCache:
             cache[: len(new), :, : new.shape[2]] = new
         self.columns = k.shape[2]
 
-    def reach(self, num_cells: int, num_columns: int) -> None:
+    def reach(self, num_slots: int, num_columns: int) -> None:
         """So many columns are in use from now on. What nobody wrote must be numbers: 0 times
         anything may be NaN.
         """
         for cache in itertools.chain(*self.pairs):
-            cache[:num_cells, :, self.columns : num_columns] = 0
+            cache[:num_slots, :, self.columns : num_columns] = 0
         self.columns = num_columns
 
     def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> Pair:
-        """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; what is in use, of all cells."""
-        cells = torch.arange(len(columns), device=columns.device)[:, None]
+        """Put `k` and `v`, `[C, W, H, D/H]`, at `columns [C, W]`; what is in use, of all slots."""
+        slots = torch.arange(len(columns), device=columns.device)[:, None]
         for cache, new in zip(self.pairs[layer], (k, v), strict=True):
-            cache[cells, :, columns] = new
+            cache[slots, :, columns] = new
         keys, values = (cache[: len(columns), :, : self.columns] for cache in self.pairs[layer])
         return keys, values
 
@@ -83,30 +83,35 @@ class KVCache:
         new[: len(cache), :, : self.columns] = cache[:, :, : self.columns]
         return new
 
-    def keep(self, cells: np.ndarray) -> None:
-        """Cell i goes on from what was cell `cells[i]`; nobody who stays in his place is written
+    def keep(self, slots: np.ndarray) -> None:
+        """Slot i goes on from what was slot `slots[i]`; nobody who stays in his place is written
         over.
         """
-        if len(cells) > (room := len(self.pairs[0][0])):
-            self.make_room(max(len(cells), 2 * room))
-        moved = np.flatnonzero(cells != np.arange(len(cells)))
+        if len(slots) > (room := len(self.pairs[0][0])):
+            self.make_room(max(len(slots), 2 * room))
+        moved = np.flatnonzero(slots != np.arange(len(slots)))
         if len(moved):
             to, source = (
-                torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, cells[moved])
+                torch.from_numpy(x).to(self.pairs[0][0].device) for x in (moved, slots[moved])
             )
             for used in (cache[:, :, : self.columns] for pair in self.pairs for cache in pair):
                 used.index_copy_(0, to, used.index_select(0, source))
 
 
 class CachedDecoder(ABC):
-    """What both caches have in common: prompts run once, then a few tokens of every cell at a
+    """What both caches have in common: prompts run once, then a few tokens of every slot at a
     time."""
 
     def __init__(
-        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+        self,
+        model: Transformer,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        num_samples: int,
+        length: int,
     ) -> None:
         """`prompt_ids [P, Lp]`, `prompt_len [P]`; room for `length` new tokens of `num_samples`
-        cells a prompt.
+        slots a prompt.
         """
         self.model, self.length = model, length
         self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
@@ -115,11 +120,11 @@ class CachedDecoder(ABC):
         self.tokens_run = int(prompt_len.sum())
         self.group = np.repeat(
             np.arange(len(prompt_ids)), num_samples
-        )  # [C] the prompt of each cell
+        )  # [C] the prompt of each slot
         self.prompt = torch.from_numpy(self.group).to(model.device)
 
     @property
-    def num_cells(self) -> int:
+    def num_slots(self) -> int:
         return len(self.group)
 
     def prefill(self) -> Tensor:
@@ -131,17 +136,19 @@ class CachedDecoder(ABC):
         )
         columns = torch.arange(width, device=self.model.device)
         in_prompt = columns < self.prompt_len[:, None]
-        stream = Stream(self.prompt_ids[in_prompt], columns.expand_as(self.prompt_ids)[in_prompt])
-        hidden = self.model.hidden(stream, Prefill(self._remember, rows, unpad))
-        return self.model.head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
+        tokens = PackedTokens(
+            self.prompt_ids[in_prompt], columns.expand_as(self.prompt_ids)[in_prompt]
+        )
+        hidden = self.model.forward_hidden(tokens, Prefill(self._remember, rows, unpad))
+        return self.model.lm_head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-        """Run W tokens of every cell, at that cell's own column, and return the logits that follow
+        """Run W tokens of every slot, at that slot's own column, and return the logits that follow
         each.
 
         Args:
             tokens: `[C, W]`.
-            columns: `[C]`, the column of each cell's first token.
+            columns: `[C]`, the column of each slot's first token.
             num_columns: on the host, more than any column written so far: how much of the cache to
                 look at.
 
@@ -153,7 +160,7 @@ class CachedDecoder(ABC):
             tokens.shape[1], device=tokens.device
         )  # [C, W]
         self.num_columns = num_columns
-        self.cache.reach(self.num_cells, self._columns_in_use())
+        self.cache.reach(self.num_slots, self._columns_in_use())
         return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -162,8 +169,10 @@ class CachedDecoder(ABC):
         positions = positions.clamp(
             max=self.model.shape.context - 1
         )  # a guess beyond the end, which nothing keeps
-        hidden = self.model.hidden(Stream(tokens.flatten(), positions.flatten()), self)
-        return self.model.head(hidden).unflatten(0, tokens.shape)
+        hidden = self.model.forward_hidden(
+            PackedTokens(tokens.flatten(), positions.flatten()), self
+        )
+        return self.model.lm_head(hidden).unflatten(0, tokens.shape)
 
     def layer(self, number: int) -> Attend:
         return partial(self.attend_flat, number)
@@ -174,10 +183,10 @@ class CachedDecoder(ABC):
         q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [C, W, H, D/H]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 
-    def keep(self, cells: np.ndarray) -> None:
-        """Go on with `[C']` cells: number i from what was number `cells[i]`."""
-        self.cache.keep(cells)
-        self.group = self.group[cells]
+    def keep(self, slots: np.ndarray) -> None:
+        """Go on with `[C']` slots: number i from what was number `slots[i]`."""
+        self.cache.keep(slots)
+        self.group = self.group[slots]
         self.prompt = torch.from_numpy(self.group).to(self.model.device)
 
     # --- what they differ in ----------------------------------------------------------------------
@@ -199,14 +208,14 @@ class CachedDecoder(ABC):
         """`q [C, H, W, D/H]` and new keys and values `[C, W, H, D/H]` -> `[C, H, W, D/H]`."""
 
 
-class CopiedPrompts(CachedDecoder):
-    """Each cell has its prompt's keys and values in front of its own: more memory, and attention is
+class ReplicatedPrefixDecoder(CachedDecoder):
+    """Each slot has its prompt's keys and values in front of its own: more memory, and attention is
     one call.
     """
 
     def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
         length = self.prompt_ids.shape[1] + self.length
-        self.cache.begin(number, k[self.prompt], v[self.prompt], room=self.num_cells, length=length)
+        self.cache.begin(number, k[self.prompt], v[self.prompt], room=self.num_slots, length=length)
 
     def _columns_in_use(self) -> int:
         return self.prompt_ids.shape[1] + self.num_columns
@@ -220,40 +229,45 @@ class CopiedPrompts(CachedDecoder):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
 
-class SharedPrompts(CachedDecoder):
-    """Each prompt's keys and values are there once for all of its cells.
+class SharedPrefixDecoder(CachedDecoder):
+    """Each prompt's keys and values are there once for all of its slots.
 
     (Hydragen, arXiv 2402.05099: attention over a shared prefix as one matrix product per group, one
     softmax over both.)
     """
 
     def __init__(
-        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+        self,
+        model: Transformer,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        num_samples: int,
+        length: int,
     ) -> None:
         super().__init__(model, prompt_ids, prompt_len, num_samples, length)
         self.prompt_kv: list[Pair] = []  # a layer: [P, H, Lp, D/H]
         self._arrange()
 
     def _arrange(self) -> None:
-        """Lay out the cells by prompt."""
+        """Lay out the slots by prompt."""
         order = np.argsort(self.group, kind="stable")
         counts = np.bincount(self.group, minlength=len(self.prompt_len))
         starts = np.cumsum(counts) - counts
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order)) - starts[self.group[order]]
-        # where a prompt has fewer cells than the widest one, its last is attended for again, and
+        # where a prompt has fewer slots than the widest one, its last is attended for again, and
         # nobody asks
         padded = starts[:, None] + np.minimum(
             np.arange(counts.max()), np.maximum(counts, 1)[:, None] - 1
         )
         grid = order[np.minimum(padded, len(order) - 1)]
         self.grid, within = (torch.from_numpy(x).to(self.model.device) for x in (grid, rank))
-        # self.grid [P, G] is the cells of each prompt, self.place where in it each cell is
+        # self.grid [P, G] is the slots of each prompt, self.place where in it each slot is
         self.place = self.prompt, within
         self.in_order = np.array_equal(grid.ravel(), np.arange(len(order)))
 
-    def keep(self, cells: np.ndarray) -> None:
-        super().keep(cells)
+    def keep(self, slots: np.ndarray) -> None:
+        super().keep(slots)
         alive, self.group = np.unique(self.group, return_inverse=True)
         if len(alive) < len(self.prompt_len):
             prompts = torch.from_numpy(alive).to(self.model.device)
@@ -268,8 +282,8 @@ class SharedPrompts(CachedDecoder):
         self.prompt_kv.append(
             (k.contiguous(), v.contiguous())
         )  # else every product would copy them first
-        none = (x.new_zeros(self.num_cells, x.shape[1], 0, x.shape[3]) for x in (k, v))
-        self.cache.begin(number, *none, room=self.num_cells, length=self.length)
+        none = (x.new_zeros(self.num_slots, x.shape[1], 0, x.shape[3]) for x in (k, v))
+        self.cache.begin(number, *none, room=self.num_slots, length=self.length)
 
     def _columns_in_use(self) -> int:
         return self.num_columns
@@ -289,17 +303,17 @@ class SharedPrompts(CachedDecoder):
         own_k, own_v = self.cache.write(number, k, v, self.columns)
         q = q * q.shape[-1] ** -0.5
         to_prompt = self._by_group(q) @ prompt_k.transpose(-1, -2)  # [P, H, G*W, Lp]
-        scores = torch.cat([self._by_cell(to_prompt), q @ own_k.transpose(-1, -2)], dim=-1)
+        scores = torch.cat([self._by_slot(to_prompt), q @ own_k.transpose(-1, -2)], dim=-1)
         weights = scores.add_(self.mask).softmax(-1).to(v.dtype)
         of_prompt, of_own = weights.split([prompt_k.shape[2], self.num_columns], dim=-1)
-        return self._by_cell(self._by_group(of_prompt) @ prompt_v) + of_own @ own_v
+        return self._by_slot(self._by_group(of_prompt) @ prompt_v) + of_own @ own_v
 
     def _by_group(self, x: Tensor) -> Tensor:
         """`[C, H, W, E]` -> `[P, H, G*W, E]`, padded."""
         grouped = x.unflatten(0, self.grid.shape) if self.in_order else x[self.grid]
         return grouped.transpose(1, 2).flatten(2, 3)
 
-    def _by_cell(self, x: Tensor) -> Tensor:
+    def _by_slot(self, x: Tensor) -> Tensor:
         """`[P, H, G*W, E]` -> `[C, H, W, E]`, without the pads."""
         grouped = x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)
         return grouped.flatten(0, 1) if self.in_order else grouped[self.place]
@@ -329,7 +343,12 @@ class UncachedDecoder:
     """
 
     def __init__(
-        self, model: GPT, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int, length: int
+        self,
+        model: Transformer,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        num_samples: int,
+        length: int,
     ) -> None:
         self.model = model
         self.prompt_len = prompt_len.repeat_interleave(num_samples)
@@ -340,7 +359,7 @@ class UncachedDecoder:
         self.tokens_run = 0
 
     @property
-    def num_cells(self) -> int:
+    def num_slots(self) -> int:
         return len(self.ids)
 
     def prefill(self) -> Tensor:
@@ -357,12 +376,14 @@ class UncachedDecoder:
         self.tokens_run += self.ids.numel()
         positions = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         positions = positions.clamp(max=self.model.shape.context - 1)
-        hidden = self.model.hidden(
-            Stream(self.ids.flatten(), positions.flatten()), Causal(*self.ids.shape)
+        hidden = self.model.forward_hidden(
+            PackedTokens(self.ids.flatten(), positions.flatten()), Causal(*self.ids.shape)
         )
         hidden = hidden.unflatten(0, self.ids.shape)
-        return self.model.head(hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1])))
+        return self.model.lm_head(
+            hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        )
 
-    def keep(self, cells: np.ndarray) -> None:
-        going_on = torch.from_numpy(cells).to(self.ids.device)
+    def keep(self, slots: np.ndarray) -> None:
+        going_on = torch.from_numpy(slots).to(self.ids.device)
         self.ids, self.prompt_len = self.ids[going_on], self.prompt_len[going_on]

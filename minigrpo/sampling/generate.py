@@ -2,7 +2,7 @@
 
 A token is a pure function of its logits and of one uniform number drawn beforehand (inverse CDF),
 so a completion depends neither on what else is in the batch nor on when its neighbours finish, and
-what it will say can be guessed and checked. The model runs *cells*: completions of a prompt that
+what it will say can be guessed and checked. The model runs *slots*: completions of a prompt that
 agree so far share one, and part where they differ.
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..model.logprobs import log_softmax
-from ..model.transformer import GPT
+from ..model.transformer import Transformer
 from ..types import Completions
-from .decoders import CopiedPrompts, Decoder
+from .decoders import Decoder, ReplicatedPrefixDecoder
 
 STEPS_BETWEEN_LOOKS = (
     4  # how often the host asks who has finished, where it need not know; asking is a device sync
@@ -29,7 +29,7 @@ DRAFT_MATCH = 3  # so many tokens must agree for a row to be found in its draft 
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplingParams:
     """How a token is picked from log-probabilities that are already divided by the temperature."""
 
     temperature: float = 1.0
@@ -42,59 +42,59 @@ class Choice:
         return self.top_k > 0 or self.top_p < 1
 
 
-def truncate(logp: Tensor, choice: Choice) -> Tensor:
+def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
     """Log-probabilities `[..., V]` with -inf where top-k, then top-p of what that leaves, forbid a
     token; not renormalised.
 
     Tokens as likely as the last one that is kept are kept too.
     """
-    if choice.top_k and choice.top_k < logp.shape[-1]:
-        logp = logp.masked_fill(logp < logp.topk(choice.top_k).values[..., -1:], -torch.inf)
-    if choice.top_p < 1:
+    if params.top_k and params.top_k < logp.shape[-1]:
+        logp = logp.masked_fill(logp < logp.topk(params.top_k).values[..., -1:], -torch.inf)
+    if params.top_p < 1:
         ordered = logp.sort(descending=True).values
         mass = (ordered - ordered.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
         needed = (
-            (mass < choice.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
+            (mass < params.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
         )  # so many, and one more
         logp = logp.masked_fill(logp < ordered.gather(-1, needed), -torch.inf)
     return logp
 
 
-def pick_token(logp: Tensor, u: Tensor | None, cell: Tensor) -> Tensor:
+def pick_token(logp: Tensor, u: Tensor | None, slot: Tensor) -> Tensor:
     """The next token: inverse CDF of the uniform number, or the most likely token if `u` is None.
 
-    `logp [C, W, V]` of cells, `u [R, W]` and `cell [R]` of rows -> `[R, W]` int64.
+    `logp [C, W, V]` of slots, `u [R, W]` and `slot [R]` of rows -> `[R, W]` int64.
     """
     if u is None:
-        return logp.argmax(-1)[cell]
-    cdf = logp.exp().cumsum(-1)[cell]
+        return logp.argmax(-1)[slot]
+    cdf = logp.exp().cumsum(-1)[slot]
     # u times the total, not u: rounding leaves the last entry off 1. And never beyond the last
     # token.
     picked = torch.searchsorted(cdf, u[..., None].to(cdf.dtype) * cdf[..., -1:], right=True)[..., 0]
     return picked.clamp_(max=logp.shape[-1] - 1)
 
 
-def regroup(cell: np.ndarray, said: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One cell for all running rows that agree so far, and none for the others.
+def regroup(slot: np.ndarray, said: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One slot for all running rows that agree so far, and none for the others.
 
     Args:
-        cell: `[R]`, the cell of each running row as it is.
-        said: `[K, R]`, where rows of one cell no longer agree, they differ in this.
+        slot: `[R]`, the slot of each running row as it is.
+        said: `[K, R]`, where rows of one slot no longer agree, they differ in this.
 
     Returns:
-        `[C]` the old cell that each new one goes on from, one that can stay in its place does;
-        `[R]` the new cell of each row; `[C]` a row that each cell stands for.
+        `[C]` the old slot that each new one goes on from, one that can stay in its place does;
+        `[R]` the new slot of each row; `[C]` a row that each slot stands for.
     """
-    key = cell
+    key = slot
     for number in said:
         key = key * (number.max() + 1) + number
-    _, speaker, inverse = np.unique(key, return_index=True, return_inverse=True)
-    old, place = cell[speaker], np.arange(len(speaker))  # old ascends
+    _, representative, inverse = np.unique(key, return_index=True, return_inverse=True)
+    old, place = slot[representative], np.arange(len(representative))  # old ascends
     stays = np.append(True, old[1:] != old[:-1]) & (old < len(old))
     new = np.empty_like(place)
     new[stays], new[~stays] = old[stays], np.setdiff1d(place, old[stays])
     order = np.argsort(new)
-    return old[order], new[inverse], speaker[order]
+    return old[order], new[inverse], representative[order]
 
 
 def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> Tensor:
@@ -126,7 +126,7 @@ def guess(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> T
 
 
 class _Rows:
-    """Completions under way: what each has said, which still run, and which of the decoder's cells
+    """Completions under way: what each has said, which still run, and which of the decoder's slots
     runs them.
     """
 
@@ -136,30 +136,30 @@ class _Rows:
         *,
         length: int,
         eos: int,
-        choice: Choice,
+        params: SamplingParams,
         u: Tensor | None,
         drafts: Tensor | None,
         window: int,
         device: torch.device,
     ) -> None:
-        """`grid` is (P, G). With drafts, completions of a prompt share one cell until they
+        """`grid` is (P, G). With drafts, completions of a prompt share one slot until they
         differ."""
-        self.eos, self.length, self.choice, self.drafts, self.device = (
+        self.eos, self.length, self.params, self.drafts, self.device = (
             eos,
             length,
-            choice,
+            params,
             drafts,
             device,
         )
         self.window = self.widest = window if drafts is not None else 1
         self.rounds, self.rests_until, self.patience = 0, 0, PATIENCE
         self.num_samples, num_rows = grid[1], grid[0] * grid[1]
-        rows_per_cell = 1 if drafts is None else self.num_samples
+        rows_per_slot = 1 if drafts is None else self.num_samples
         self.rows = torch.arange(
             num_rows, device=device
         )  # those that are still running, as of the last look
-        self.cell = self.rows // rows_per_cell  # [rows] the decoder's cell of each of them
-        self.speakers = self.rows[::rows_per_cell]  # [cells] a row that each cell stands for
+        self.slot = self.rows // rows_per_slot  # [rows] the decoder's slot of each of them
+        self.representatives = self.rows[::rows_per_slot]  # [slots] a row that each slot stands for
         self.lengths = torch.zeros_like(self.rows)  # [R] how many tokens each completion has
         self.row_rounds = 0  # rounds of all rows
         self.most = 0  # on the host: no completion has more tokens than that
@@ -167,25 +167,25 @@ class _Rows:
         # special case
         self.ids = torch.zeros(num_rows, length + self.widest, dtype=torch.int64, device=device)
         self.logp = torch.zeros(self.ids.shape, dtype=torch.float32, device=device)
-        self.log_kept = torch.zeros_like(self.logp) if choice.truncates else None
+        self.log_kept_mass = torch.zeros_like(self.logp) if params.truncates else None
         self.u = (
             None
             if u is None
             else torch.nn.functional.pad(u.flatten(0, 1)[:, :length], (0, self.widest))
         )
-        self.guesses = self.ids[self.speakers, :0]  # [cells, W - 1], but nothing yet
+        self.guesses = self.ids[self.representatives, :0]  # [slots, W - 1], but nothing yet
 
     def accept(self, logits: Tensor) -> None:
-        """Pick tokens from `[cells, W, V]`, and keep those up to the first that was not what had
+        """Pick tokens from `[slots, W, V]`, and keep those up to the first that was not what had
         been guessed.
         """
-        logp = log_softmax(logits, self.choice.temperature)
-        allowed = truncate(logp, self.choice)
+        logp = log_softmax(logits, self.params.temperature)
+        allowed = truncate(logp, self.params)
         rows, starts = self.rows[:, None], self.lengths[self.rows][:, None]
         columns = torch.arange(logp.shape[1], device=self.device)
         places = starts + columns  # [rows, W]
-        picks = pick_token(allowed, None if self.u is None else self.u[rows, places], self.cell)
-        right = (picks[:, :-1] == self.guesses[self.cell]) & (picks[:, :-1] != self.eos)
+        picks = pick_token(allowed, None if self.u is None else self.u[rows, places], self.slot)
+        right = (picks[:, :-1] == self.guesses[self.slot]) & (picks[:, :-1] != self.eos)
         right = torch.cat(
             [torch.ones_like(starts, dtype=torch.bool), right], dim=1
         )  # the first is right in any case
@@ -193,37 +193,41 @@ class _Rows:
         kept = right.cumprod(1).bool() & (places < self.length) & running
         self.ids[rows, places] = torch.where(kept, picks, 0)
         self.logp[rows, places] = torch.where(
-            kept, logp[self.cell[:, None], columns, picks].float(), 0.0
+            kept, logp[self.slot[:, None], columns, picks].float(), 0.0
         )
-        if self.log_kept is not None:
-            self.log_kept[rows, places] = torch.where(
-                kept, allowed.logsumexp(-1)[self.cell].float(), 0.0
+        if self.log_kept_mass is not None:
+            self.log_kept_mass[rows, places] = torch.where(
+                kept, allowed.logsumexp(-1)[self.slot].float(), 0.0
             )
         self.kept = kept.sum(1)
         self.lengths[self.rows] += self.kept
         self.most += logp.shape[1]
 
     def regroup(self, decoder: Decoder) -> bool:
-        """Let those who have finished leave, and give those who no longer agree cells of their own;
+        """Let those who have finished leave, and give those who no longer agree slots of their own;
         False: nobody is left.
         """
         lengths = self.lengths[self.rows]
         last = self.ids[self.rows, lengths - 1]
         running = (lengths < self.length) & (last != self.eos)
         # one copy there and one back: each makes the host wait for the device
-        here = torch.stack([self.cell, lengths, last, self.kept, running.long()]).cpu().numpy()
+        here = torch.stack([self.slot, lengths, last, self.kept, running.long()]).cpu().numpy()
         left = np.flatnonzero(here[4])
         if not len(left):
             return False
         here = here[:, left]
         self._judge_drafts(float(here[3].mean()))
-        cells, cell_of_row, speakers = regroup(here[0], here[1:3])
-        places = torch.from_numpy(np.concatenate([left, cell_of_row, speakers])).to(self.device)
-        left_rows, self.cell, speaking = places.split([len(left), len(left), len(speakers)])
+        slots, slot_of_row, representatives = regroup(here[0], here[1:3])
+        places = torch.from_numpy(np.concatenate([left, slot_of_row, representatives])).to(
+            self.device
+        )
+        left_rows, self.slot, chosen_rows = places.split(
+            [len(left), len(left), len(representatives)]
+        )
         self.rows = self.rows[left_rows]
-        self.speakers = self.rows[speaking]
-        if not np.array_equal(cells, np.arange(decoder.num_cells)):
-            decoder.keep(cells)
+        self.representatives = self.rows[chosen_rows]
+        if not np.array_equal(slots, np.arange(decoder.num_slots)):
+            decoder.keep(slots)
         self.most = int(here[1].max())
         return True
 
@@ -241,22 +245,25 @@ class _Rows:
 
     @property
     def must_look(self) -> bool:
-        """Rows may have parted: by what was guessed, or in a cell that they share."""
-        return self.window > 1 or len(self.speakers) < len(self.rows)
+        """Rows may have parted: by what was guessed, or in a slot that they share."""
+        return self.window > 1 or len(self.representatives) < len(self.rows)
 
     def next_tokens(self) -> tuple[Tensor, Tensor]:
-        """What the decoder runs next: `[cells, W]`, the last token of each cell and guesses, and
-        `[cells]`, its column.
+        """What the decoder runs next: `[slots, W]`, the last token of each slot and guesses, and
+        `[slots]`, its column.
         """
         self.rounds += 1
         self.row_rounds += len(self.rows)
-        columns = self.lengths[self.speakers]
-        tokens = self.ids[self.speakers, columns - 1][:, None]
+        columns = self.lengths[self.representatives]
+        tokens = self.ids[self.representatives, columns - 1][:, None]
         if self.drafts is not None and self.window > 1:
             behind = columns[:, None] + torch.arange(-DRAFT_MATCH, 0, device=self.device)
-            recent = self.ids[self.speakers[:, None], behind.clamp(min=0)]
+            recent = self.ids[self.representatives[:, None], behind.clamp(min=0)]
             ahead = guess(
-                self.drafts[self.speakers // self.num_samples], recent, columns, self.window - 1
+                self.drafts[self.representatives // self.num_samples],
+                recent,
+                columns,
+                self.window - 1,
             )
             tokens = torch.cat([tokens, ahead], dim=1)
         self.guesses = tokens[:, 1:]
@@ -265,7 +272,7 @@ class _Rows:
 
 @torch.no_grad()
 def generate(
-    model: GPT,
+    model: Transformer,
     prompt_ids: Tensor,
     prompt_len: Tensor,
     *,
@@ -273,10 +280,10 @@ def generate(
     max_new_tokens: int,
     num_samples: int = 1,
     u: Tensor | None = None,
-    choice: Choice = Choice(),
-    decoder: Callable[..., Decoder] = CopiedPrompts,
+    params: SamplingParams = SamplingParams(),
+    decoder: Callable[..., Decoder] = ReplicatedPrefixDecoder,
     drafts: Tensor | None = None,
-    draft_window: int = 8,
+    num_speculative_tokens: int = 7,
     work: Counter[str] | None = None,
 ) -> Completions:
     """Complete each prompt `num_samples` times.
@@ -293,7 +300,7 @@ def generate(
             token each time.
         drafts: `[P, L]` int64, what completions of each prompt probably look like: the known
             answer.
-        draft_window: W.
+        num_speculative_tokens: W - 1.
         decoder: how the model is run: with or without a cache.
         work: is told how many `rounds` there were after the prompts, how many `tokens` the model
             ran, and `row_rounds` of how many `rows`: rounds until a completion was seen to be done,
@@ -303,34 +310,36 @@ def generate(
         Completions on the model's device with G = num_samples and S = the longest completion. A
         completion ends with EOS, or after max_new_tokens without one.
     """
-    grid, room = (len(prompt_ids), num_samples), max_new_tokens + draft_window
+    grid, room = (len(prompt_ids), num_samples), max_new_tokens + num_speculative_tokens + 1
     progress = _Rows(
         grid,
         length=max_new_tokens,
         eos=eos,
-        choice=choice,
+        params=params,
         u=u,
         drafts=drafts,
-        window=draft_window,
+        window=num_speculative_tokens + 1,
         device=prompt_ids.device,
     )
-    cells = decoder(model, prompt_ids, prompt_len, len(progress.speakers) // len(prompt_ids), room)
-    logits = cells.prefill()[:, None]
+    slots = decoder(
+        model, prompt_ids, prompt_len, len(progress.representatives) // len(prompt_ids), room
+    )
+    logits = slots.prefill()[:, None]
     for turn in itertools.count(1):
         progress.accept(logits)
         look = (
             progress.must_look or turn % STEPS_BETWEEN_LOOKS == 0 or progress.most >= max_new_tokens
         )
-        if look and not progress.regroup(cells):
+        if look and not progress.regroup(slots):
             break
         tokens, columns = progress.next_tokens()
-        logits = cells.step(tokens, columns, min(progress.most - 1 + progress.window, room))
+        logits = slots.step(tokens, columns, min(progress.most - 1 + progress.window, room))
 
     if work is not None:
         each = {"row_rounds": progress.row_rounds, "rows": len(progress.lengths)}
-        work.update(rounds=turn - 1, tokens=cells.tokens_run, **each)
+        work.update(rounds=turn - 1, tokens=slots.tokens_run, **each)
     longest = int(progress.lengths.max())
-    log_kept = progress.log_kept
+    log_kept_mass = progress.log_kept_mass
     return Completions(
         prompt_ids=prompt_ids,
         prompt_len=prompt_len,
@@ -339,5 +348,7 @@ def generate(
             torch.arange(longest, device=model.device) < progress.lengths[:, None]
         ).unflatten(0, grid),
         sampler_logp=progress.logp[:, :longest].unflatten(0, grid),
-        log_kept=None if log_kept is None else log_kept[:, :longest].unflatten(0, grid),
+        log_kept_mass=None
+        if log_kept_mass is None
+        else log_kept_mass[:, :longest].unflatten(0, grid),
     )

@@ -1,4 +1,4 @@
-"""Which texts are positions: FEN validity, for rewards that are asked it a thousand times a step.
+"""ModelSelection texts are positions: FEN validity, for rewards that are asked it a thousand times a step.
 
 python-chess judges the pieces but does not read the text: a form that is wrong is turned away by a
 pattern, ranks are remembered, and the board that python-chess looks at is set up from bits.

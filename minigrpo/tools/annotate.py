@@ -62,7 +62,7 @@ class Arguments:
     engine: str = ""
     """A UCI engine; empty: stockfish on the PATH, or /usr/games/stockfish."""
     seed: int = 0
-    """Which positions are taken."""
+    """ModelSelection positions are taken."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that cannot be."""

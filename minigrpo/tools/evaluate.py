@@ -22,13 +22,13 @@ from ..rewards import RewardScorer
 from ..runtime.flags import ConfigError, exit_with, parse
 from ..runtime.logging import Screen
 from ..tasks.registry import load_rewards
-from .loading import Loaded, Which, load
+from .loading import Loaded, ModelSelection, load
 
 Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations
 
 
 @dataclass(frozen=True)
-class Arguments(Which):
+class Arguments(ModelSelection):
     n: int = 2000
     """Held-out examples, or as many as there are."""
     json: Path | None = None
@@ -96,7 +96,10 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
     task, config = loaded.task, loaded.config
     size = min(number, getattr(task, "num_held_out", None) or number)
     scorer = RewardScorer(
-        task, weights=config.weights(), functions=load_rewards(config.rewards), warn=screen.warn
+        task,
+        weights=config.task.weights(),
+        functions=load_rewards(config.task.rewards),
+        warn=screen.warn,
     )
     with Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
@@ -126,7 +129,7 @@ def main() -> None:
     except ValueError as error:
         exit_with(error)
     screen.say(
-        f"{loaded.name}: greedy, {rows['all']['n']} held-out examples, seed {loaded.config.seed}"
+        f"{loaded.name}: greedy, {rows['all']['n']} held-out examples, seed {loaded.config.run.seed}"
     )
     screen.console.print(table(rows))
     screen.say(
@@ -138,7 +141,7 @@ def main() -> None:
             kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()}
             for kind, row in rows.items()
         }
-        result = {"model": loaded.name, "seed": loaded.config.seed, "kinds": kinds}
+        result = {"model": loaded.name, "seed": loaded.config.run.seed, "kinds": kinds}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
         screen.say(f"wrote {arguments.json}")

@@ -1,28 +1,29 @@
 """What the tools share: from a run's folder, or a model's, to something that answers questions."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from ..config import Config, read_toml
-from ..model.pretrained import fit_model, load_pretrained
+from ..config import Config
+from ..model.pretrained import load_pretrained, match_vocab
 from ..model.tokenizer import load_tokenizer
-from ..model.transformer import GPT, GPTShape
+from ..model.transformer import ModelShape, Transformer
 from ..model.weights import WEIGHTS
 from ..rollout import Sampler
 from ..runtime import accel
 from ..runtime.checkpoint import CheckpointError, checkpoints, load_checkpoint
 from ..runtime.flags import ConfigError
 from ..runtime.logging import Screen
+from ..runtime.settings import places, read_settings
 from ..tasks.registry import load_task
 from ..types import Task
 
 
 @dataclass(frozen=True)
-class Which:
+class ModelSelection:
     """A model to be used; None leaves a setting as the run had it, and as it is by default where
     there is no run.
     """
@@ -55,24 +56,30 @@ class Loaded:
     sampler: Sampler
 
 
-def load(which: Which, screen: Screen) -> Loaded:
+def load(which: ModelSelection, screen: Screen) -> Loaded:
     """Raises ValueError in one line that names the file or the flag."""
     config = config_of(which)
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.model.tokenizer)
     task = load_task(
-        config.task, seed=config.seed, history=config.history, data=config.data, listener=screen
+        config.task.name,
+        seed=config.run.seed,
+        history=config.task.history,
+        data=config.task.data,
+        listener=screen,
     )
     name, model = load_model(which.run, screen.warn)
-    fit_model(model, name, config, tokenizer, screen.warn)
-    model = model.to(accel.pick_device(config.device, 0)).eval()
+    match_vocab(model, name, config, tokenizer, screen.warn)
+    model = model.to(accel.pick_device(config.speed.device, 0)).eval()
     return Loaded(name, config, task, Sampler(config, model, tokenizer))
 
 
-def config_of(which: Which) -> Config:
+def config_of(which: ModelSelection) -> Config:
     """The run's config, or the defaults, with what was asked for."""
-    values: dict[str, Any] = read_toml(which.run / "config.toml") if is_run(which.run) else {}
-    known = {field.name for field in fields(Config)}
-    return Config(
+    values: dict[str, Any] = (
+        read_settings(Config, which.run / "config.toml") if is_run(which.run) else {}
+    )
+    known = places(Config)
+    return Config.of(
         **{
             **values,
             **{name: x for name, x in asdict(which).items() if name in known and x is not None},
@@ -84,12 +91,12 @@ def is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
 
 
-def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
+def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
     """A run's model, or one by path or name, and which weights it has. Raises ValueError."""
     return _newest(path, warn) if is_run(path) else (str(path), load_pretrained(str(path)))
 
 
-def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
+def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
     """The newest checkpoint of a run that is whole, else its model.safetensors; a damaged one is
     named through `warn`.
     """
@@ -100,9 +107,9 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, GPT]:
             warn(f"{error}; trying what there is before it")
             continue
         if "shape" in state:
-            model = GPT(GPTShape(**state["shape"]))
+            model = Transformer(ModelShape(**state["shape"]))
             model.load_state_dict(state["model"])
             return str(path), model
     if (folder / WEIGHTS).exists():
-        return str(folder / WEIGHTS), GPT.from_pretrained(folder / WEIGHTS)
+        return str(folder / WEIGHTS), Transformer.from_pretrained(folder / WEIGHTS)
     raise ConfigError(f"{folder}: a run without a whole checkpoint, and without {WEIGHTS}")

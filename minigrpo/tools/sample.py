@@ -18,17 +18,17 @@ from ..rollout import GREEDY
 from ..runtime.flags import ConfigError, exit_with, parse
 from ..runtime.logging import Screen
 from ..runtime.rng import uniforms
-from ..sampling.generate import Choice
+from ..sampling.generate import SamplingParams
 from ..tasks.chess_env import ChessEnv, prompt_of, render, transition
 from ..types import Example
 from .boards import differences, side_by_side
-from .loading import Loaded, Which, load
+from .loading import Loaded, ModelSelection, load
 
 PROMPTS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class Arguments(Which):
+class Arguments(ModelSelection):
     fen: str = ""
     """A position, with --move; without it held-out examples are asked."""
     move: str = ""
@@ -79,9 +79,9 @@ def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
         if not isinstance(loaded.task, ChessEnv):
             raise ConfigError(
                 f"--fen and --move are for --task chess-env, without --data; here it is "
-                f"{loaded.config.task}"
+                f"{loaded.config.task.name}"
             )
-        return [question(arguments, loaded.config.history)]
+        return [question(arguments, loaded.config.task.history)]
     size = min(arguments.examples, getattr(loaded.task, "num_held_out", None) or arguments.examples)
     return [loaded.task.held_out(i) for i in range(size)]
 
@@ -91,10 +91,16 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
     config, u = loaded.config, None
     if num_samples:
         rows = np.array([example.index for example in examples])
-        u = uniforms(config.seed, "tools/sample", 0, rows, num_samples, config.max_new_tokens)
-    choice = Choice(config.temperature, config.top_k, config.top_p) if num_samples else GREEDY
+        u = uniforms(
+            config.run.seed, "tools/sample", 0, rows, num_samples, config.sampling.max_new_tokens
+        )
+    params = (
+        SamplingParams(config.sampling.temperature, config.sampling.top_k, config.sampling.top_p)
+        if num_samples
+        else GREEDY
+    )
     parts = loaded.sampler.complete(
-        examples, num_samples=max(1, num_samples), u=u, choice=choice, batch_size=PROMPTS_AT_ONCE
+        examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
     )
     return [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
 
@@ -144,7 +150,11 @@ def main() -> None:
             texts = complete(loaded, examples, arguments.n)
     except ValueError as error:
         exit_with(error)
-    how = f"{arguments.n} at temperature {loaded.config.temperature:g}" if arguments.n else "greedy"
+    how = (
+        f"{arguments.n} at temperature {loaded.config.sampling.temperature:g}"
+        if arguments.n
+        else "greedy"
+    )
     screen.say(f"{loaded.name}, {how}\n")
     for example, group in zip(examples, texts, strict=True):
         show(screen.console, example, group, boards=isinstance(loaded.task, ChessEnv))

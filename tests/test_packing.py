@@ -6,14 +6,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.packing import LAYOUTS, additive_mask, repeated, rows_that_share, shared, tree
-from minigrpo.model.transformer import GPT, GPTShape
+from minigrpo.model.packing import (
+    PACKINGS,
+    additive_mask,
+    prefix_tree,
+    repeated,
+    rows_that_share,
+    shared_prompt,
+)
+from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
 
 
-def naive_logp(model: GPT, c: Completions, temperature: float) -> torch.Tensor:
+def naive_logp(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
     """One completion at a time through the plain causal forward."""
     out = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
     for p, g in np.ndindex(out.shape[:2]):
@@ -25,13 +32,13 @@ def naive_logp(model: GPT, c: Completions, temperature: float) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_the_plain_forward(
-    model: GPT, completions: Completions, layout: str, temperature: float
+    model: Transformer, completions: Completions, packing: str, temperature: float
 ) -> None:
-    built = LAYOUTS[layout](completions)
-    logp, entropy = model(built.stream, built, temperature)
+    built = PACKINGS[packing](completions)
+    logp, entropy = model(built.tokens, built, temperature)
     torch.testing.assert_close(
         logp, naive_logp(model, completions, temperature), rtol=1e-10, atol=1e-12
     )
@@ -39,14 +46,14 @@ def test_log_probs_are_those_of_the_plain_forward(
     assert (logp[~completions.completion_mask] == 0).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_gradients_are_those_of_the_plain_forward(
-    model: GPT, completions: Completions, layout: str
+    model: Transformer, completions: Completions, packing: str
 ) -> None:
     weights = torch.randn(completions.completion_ids.shape, dtype=torch.float64)
-    built = LAYOUTS[layout](completions)
+    built = PACKINGS[packing](completions)
     found = torch.autograd.grad(
-        (model(built.stream, built)[0] * weights).sum(), list(model.parameters())
+        (model(built.tokens, built)[0] * weights).sum(), list(model.parameters())
     )
     expected = torch.autograd.grad(
         (naive_logp(model, completions, 1.0) * weights).sum(), list(model.parameters())
@@ -55,8 +62,8 @@ def test_gradients_are_those_of_the_plain_forward(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_padding_is_invisible(model: GPT, completions: Completions, layout: str) -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_padding_is_invisible(model: Transformer, completions: Completions, packing: str) -> None:
     c = completions
     padded = Completions(
         torch.nn.functional.pad(c.prompt_ids, (0, 5), value=EOS),
@@ -64,9 +71,9 @@ def test_padding_is_invisible(model: GPT, completions: Completions, layout: str)
         torch.nn.functional.pad(c.completion_ids, (0, 3), value=EOS),
         torch.nn.functional.pad(c.completion_mask, (0, 3)),
     )
-    a, b = LAYOUTS[layout](c), LAYOUTS[layout](padded)
+    a, b = PACKINGS[packing](c), PACKINGS[packing](padded)
     torch.testing.assert_close(
-        model(a.stream, a)[0], model(b.stream, b)[0][..., :-3], rtol=0, atol=0
+        model(a.tokens, a)[0], model(b.tokens, b)[0][..., :-3], rtol=0, atol=0
     )
 
 
@@ -79,15 +86,15 @@ def test_shared_runs_each_prompt_and_each_distinct_completion_once(
         for p, g in np.ndindex(c.completion_ids.shape[:2])
     }
     expected = int(c.prompt_len.sum()) + sum(len(tokens) - 1 for _, tokens in distinct)
-    assert len(shared(c).stream.ids) == expected
+    assert len(shared_prompt(c).tokens.ids) == expected
     every = int(c.prompt_len.sum()) * c.completion_ids.shape[1] + int(
         (c.completion_mask.sum(-1) - 1).sum()
     )
-    assert len(repeated(c).stream.ids) == every
+    assert len(repeated(c).tokens.ids) == every
 
 
 def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(
-    model: GPT, completions: Completions
+    model: Transformer, completions: Completions
 ) -> None:
     c = completions
     texts = {
@@ -97,11 +104,13 @@ def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(
     prefixes = {
         text[:n] for text in texts for n in range(2, len(text))
     }  # with a token, and one after it
-    layout = tree(c)
-    assert len(layout.stream.ids) == int(c.prompt_len.sum()) + len(prefixes)
-    assert len(layout.targets) == len({text[:n] for text in texts for n in range(2, len(text) + 1)})
-    assert len(layout.stream.ids) < len(shared(c).stream.ids)
-    logp, _ = model(layout.stream, layout)
+    packing = prefix_tree(c)
+    assert len(packing.tokens.ids) == int(c.prompt_len.sum()) + len(prefixes)
+    assert len(packing.targets) == len(
+        {text[:n] for text in texts for n in range(2, len(text) + 1)}
+    )
+    assert len(packing.tokens.ids) < len(shared_prompt(c).tokens.ids)
+    logp, _ = model(packing.tokens, packing)
     torch.testing.assert_close(logp, naive_logp(model, c, 1.0), rtol=1e-10, atol=1e-12)
 
 
@@ -119,16 +128,16 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
     empty ones, equal ones.
     """
     rng = np.random.default_rng(seed)
-    model = GPT(GPTShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
+    model = Transformer(ModelShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
     lengths = rng.integers(0, length + 1, (prompts, samples))
     prompt_len = rng.integers(1, 4, prompts)
     prompt_ids = rng.integers(0, 5, (prompts, 4))
     ids = rng.integers(0, letters, (prompts, samples, length))
     mask = np.arange(length) < lengths[..., None]
     c = Completions(*map(torch.from_numpy, (prompt_ids, prompt_len, ids, mask)))
-    built, plain = tree(c), repeated(c)
+    built, plain = prefix_tree(c), repeated(c)
     torch.testing.assert_close(
-        model(built.stream, built)[0], model(plain.stream, plain)[0], rtol=1e-9, atol=1e-11
+        model(built.tokens, built)[0], model(plain.tokens, plain)[0], rtol=1e-9, atol=1e-11
     )
 
 
@@ -141,8 +150,8 @@ def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
         ids,
         torch.ones(2, 8, 60, dtype=torch.bool),
     )
-    a, b = tree(c), shared(c)
-    assert torch.equal(a.stream.ids, b.stream.ids)
+    a, b = prefix_tree(c), shared_prompt(c)
+    assert torch.equal(a.tokens.ids, b.tokens.ids)
     assert [branches.visible.shape for branches in a.branches] == [
         branches.visible.shape for branches in b.branches
     ]
@@ -159,36 +168,38 @@ def test_any_shape_leads_back_to_its_own_tokens(
     seed: int, prompts: int, samples: int, width: int, length: int
 ) -> None:
     c = make_completions(seed, prompts, max(samples, 3), width, length)
-    for build in LAYOUTS.values():
-        layout = build(c)
+    for build in PACKINGS.values():
+        packing = build(c)
         assert torch.equal(
-            layout.targets[layout.index][c.completion_mask], c.completion_ids[c.completion_mask]
+            packing.targets[packing.index][c.completion_mask], c.completion_ids[c.completion_mask]
         )
-        assert layout.stream.positions.max() < width + length
+        assert packing.tokens.positions.max() < width + length
 
 
-def test_completions_of_one_token_and_empty_ones_need_no_attention_of_their_own(model: GPT) -> None:
+def test_completions_of_one_token_and_empty_ones_need_no_attention_of_their_own(
+    model: Transformer,
+) -> None:
     c = make_completions(0)
     short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
     short.completion_mask[0] = False
-    for build in LAYOUTS.values():
-        layout = build(short)
+    for build in PACKINGS.values():
+        packing = build(short)
         torch.testing.assert_close(
-            model(layout.stream, layout)[0], naive_logp(model, short, 1.0), rtol=1e-10, atol=1e-12
+            model(packing.tokens, packing)[0], naive_logp(model, short, 1.0), rtol=1e-10, atol=1e-12
         )
     empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
-    for build in LAYOUTS.values():
-        layout = build(empty)
-        assert (model(layout.stream, layout)[0] == 0).all()
+    for build in PACKINGS.values():
+        packing = build(empty)
+        assert (model(packing.tokens, packing)[0] == 0).all()
 
 
-def test_fp32_layouts_are_equal_on_this_device(device: str) -> None:
+def test_fp32_packings_are_equal_on_this_device(device: str) -> None:
     c = make_completions(3)
-    model = GPT(GPTShape(VOCAB, context=40, layers=2, width=16, heads=2)).to(device)
-    one, *others = (build(c).to(device) for build in LAYOUTS.values())
+    model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2)).to(device)
+    one, *others = (build(c).to(device) for build in PACKINGS.values())
     for other in others:
         torch.testing.assert_close(
-            model(one.stream, one)[0], model(other.stream, other)[0], rtol=1e-4, atol=1e-5
+            model(one.tokens, one)[0], model(other.tokens, other)[0], rtol=1e-4, atol=1e-5
         )
 
 
