@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from minigrpo import Config, Trainer
-from minigrpo.learner import Diverged
+from minigrpo.runtime.guard import Diverged
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError, exit_with
 

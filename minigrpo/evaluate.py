@@ -1,5 +1,4 @@
-"""How good a model is: greedy and sampled answers to held-out examples that no training ever
-sees."""
+"""How good a model is: sampled and greedy answers to held-out examples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,8 +7,8 @@ import numpy as np
 
 from .model.encoding import decode
 from .rewards import RewardScorer
-from .rollout import Sampler
 from .runtime.rng import uniforms
+from .sampling.sampler import Sampler
 from .types import Example, RewardTable, Task
 
 BATCH = 256  # prompts decoded together
@@ -17,17 +16,15 @@ BATCH = 256  # prompts decoded together
 
 @dataclass(frozen=True)
 class Graded:
-    """Greedy answers to n examples, and what they are worth."""
+    """Greedy answers to n examples, and their rewards."""
 
     examples: Sequence[Example]
     texts: Sequence[str]
-    exact: np.ndarray  # [n] bool, whether it is the whole truth, to the letter
-    rewards: RewardTable  # of one completion each, [n, 1]
+    exact: np.ndarray  # [n] bool, whether the text equals the true answer
+    rewards: RewardTable  # [n, 1]
 
     def by_kind(self) -> dict[str, np.ndarray]:
-        """ModelSelection examples are of each kind of question, [n] bool; what has no kind is not among
-        them.
-        """
+        """`[n]` bool per kind of question: which examples are of it."""
         kinds = np.array([example.kind for example in self.examples])
         return {str(kind): kinds == kind for kind in np.unique(kinds) if kind}
 
@@ -39,8 +36,9 @@ def answer(
     seed: int | None = None,
     advance: Callable[[int], object] = lambda number: None,
 ) -> list[str]:
-    """One completion of each example: greedy, or at temperature 1 if a seed is given. `advance` is
-    told how many are done.
+    """One completion per example: greedy, or sampled at temperature 1 if a seed is given.
+
+    `advance` is called with the number of examples of each part that is done.
     """
     u = None
     if seed is not None:
@@ -74,20 +72,20 @@ def evaluate(
 
     Returns:
         n: how many that was.
-        exact: share of greedy completions that are the whole truth, to the letter. exact_sampled:
-            the same at temperature 1. The reward parts, and reward: means over the greedy
-            completions. exact/<kind> and count/<kind>: the same by kind of question.
+        exact_sampled: share of completions, sampled at temperature 1, that equal the true answer.
+        exact: the same for greedy completions.
+        The reward parts, and reward: means over the greedy completions.
+        exact/<kind>, count/<kind>: greedy, by kind of question.
     """
     size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]
     graded, sampled = grade(sampler, scorer, examples), answer(sampler, examples, seed=seed)
+    same = [text == example.answer for text, example in zip(sampled, examples, strict=True)]
     kinds = graded.by_kind()
     return {
         "n": float(size),
+        "exact_sampled": float(np.mean(same)),
         "exact": float(np.mean(graded.exact)),
-        "exact_sampled": float(
-            np.mean([t == e.answer for t, e in zip(sampled, examples, strict=True)])
-        ),
         **{name: float(scores.mean()) for name, scores in graded.rewards.parts.items()},
         "reward": float(graded.rewards.total.mean()),
         **{f"exact/{kind}": float(np.mean(graded.exact[rows])) for kind, rows in kinds.items()},

@@ -136,26 +136,26 @@ def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
 # --- the weights: who counts how much -------------------------------------------------------------
 
 
-def per_completion(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
+def per_completion(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
     """(1/B) sum_i (1/n_i) sum_t"""
-    return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * counts.completions)
+    return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
 
 
-def per_token(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
+def per_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
     """(1/N) sum, N over all ranks and micro-batches of the step"""
-    return mask / counts.tokens
+    return mask / normalizer.tokens
 
 
-def per_local_token(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
+def per_local_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
     """sum over the tokens at hand over their number, each micro-batch by itself, weighted by its
     share of the completions
     """
-    return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / counts.completions)
+    return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / normalizer.completions)
 
 
-def constant(mask: Tensor, counts: LossNormalizer, max_length: int) -> Tensor:
+def constant(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
     """sum / (B * max_completion_length)"""
-    return mask / (counts.completions * max_length)
+    return mask / (normalizer.completions * max_length)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl: str = "k3",
     token_weights: Tensor | None = None,
-    counts: LossNormalizer | None = None,
+    normalizer: LossNormalizer | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or of a micro-batch's share of it.
 
@@ -244,14 +244,14 @@ def policy_loss(
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         token_weights: `[..., S]`, factors of the policy term (not of the KL), see
             `truncated_importance_weights`.
-        counts: B and N of the whole optimizer step; None counts this batch. The losses, gradients
+        normalizer: B and N of the whole optimizer step; None counts this batch. The losses, gradients
             and metrics of micro-batches that share `counts` add up to the whole batch's.
 
     Returns:
         The scalar loss, and metrics (scalars without gradient, which add up likewise).
     """
     spec = LOSSES[loss]
-    counts = counts or LossNormalizer.of(mask)
+    normalizer = normalizer or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
     # masked before exp: inf * 0 is NaN in backward
@@ -268,12 +268,12 @@ def policy_loss(
     if token_weights is not None:
         term = term * torch.where(mask, token_weights, 0.0)
 
-    by_token = per_token(m, counts, 0)
-    by_row = by_token if spec.ratio is token_ratio else per_completion(m, counts, 0)
+    by_token = per_token(m, normalizer, 0)
+    by_row = by_token if spec.ratio is token_ratio else per_completion(m, normalizer, 0)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
     if kl_coef and ref_logp is not None and kl in KL_ESTIMATORS:
         penalty = KL_ESTIMATORS[kl](torch.where(mask, ref_logp, 0.0) - logp, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
-    weights = spec.reduce(m, counts, max_completion_length or mask.shape[-1])
+    weights = spec.reduce(m, normalizer, max_completion_length or mask.shape[-1])
     return (weights * term).sum(), metrics

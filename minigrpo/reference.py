@@ -1,6 +1,5 @@
-"""The frozen model that a KL term holds the policy to; with no KL there is none."""
+"""The frozen model that a KL term holds the policy to. Without a KL there is none."""
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -18,7 +17,7 @@ from .types import Completions
 
 class Reference(Protocol):
     def logp(self, completions: Completions) -> Tensor | None:
-        """`[P, G, S]` log-probs on the host, or None where no KL asks for them."""
+        """`[P, G, S]` log-probs on the host, or None if there is no KL."""
 
 
 class NoReference:
@@ -29,7 +28,7 @@ class NoReference:
 
 
 class FrozenReference:
-    """A copy of the model as it was when the run began."""
+    """A model that never changes."""
 
     def __init__(
         self,
@@ -41,13 +40,15 @@ class FrozenReference:
         autocast: Callable[[], AbstractContextManager[object]],
         offload: bool = False,
     ) -> None:
-        """`temperature` is the policy's; `backoff` says how many prompts go through at once.
+        """Takes the model over: nobody else may train it.
 
-        With `offload` the weights lie in host memory (pinned, where there is a CUDA device) and
-        visit the device of the model for as long as `logp` runs.
+        Args:
+            temperature: the policy's.
+            backoff: how many prompts go through the model at once.
+            offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
         """
         self.device = model.device
-        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.model = model.requires_grad_(False)
         if offload and self.device.type != "cpu":
             self.model.to("cpu")
             for parameter in self.model.parameters():
@@ -57,25 +58,25 @@ class FrozenReference:
 
     @torch.no_grad()
     def logp(self, completions: Completions) -> Tensor | None:
-        with self.autocast():  # which may be over, if the guard has gone back to float32
+        weights = self._weights_on_device()
+
+        def in_parts(size: int) -> Tensor:
+            logps = []
+            for start in range(0, len(completions), size):
+                rows = torch.arange(start, min(start + size, len(completions)))
+                packing = self.packing(completions.select(rows)).to(self.device)
+                inputs = packing.tokens, packing, self.temperature
+                with self.autocast():
+                    logp, _ = functional_call(self.model, weights, inputs)
+                logps.append(logp.cpu())
+            return torch.cat(logps)
+
+        return self.backoff.run(in_parts, len(completions))
+
+    def _weights_on_device(self) -> dict[str, Tensor]:
+        with self.autocast():  # which ends when the non-finite guard falls back to float32
             low = torch.is_autocast_enabled(self.device.type)
         weights = {
             name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()
         }
-        weights = weights if low else {name: at_least_fp32(x) for name, x in weights.items()}
-
-        def in_pieces(size: int) -> Tensor:
-            logps = []
-            for a in range(0, len(completions), size):
-                packing = self.packing(
-                    completions.select(torch.arange(a, min(a + size, len(completions))))
-                )
-                packing = packing.to(self.device)
-                with self.autocast():
-                    logp, _ = functional_call(
-                        self.model, weights, (packing.tokens, packing, self.temperature)
-                    )
-                logps.append(logp.cpu())
-            return torch.cat(logps)
-
-        return self.backoff.run(in_pieces, len(completions))
+        return weights if low else {name: at_least_fp32(x) for name, x in weights.items()}

@@ -1,14 +1,10 @@
-"""Where the batches of a run come from: sampled from the policy and scored (RolloutBatches), or simply
-true (SupervisedBatches).
+"""Where the batches of a run come from: sampled from the policy and scored, or the true answers.
 
-The trainer cannot tell the two apart but by the loss that it was given. Examples are made ahead of
-need by a thread, so that a step never waits for self-play. Scores are computed in the reward pool
-while the device goes on.
+`RolloutBatches` samples, scores and computes advantages; `SupervisedBatches` takes the true answers
+for the warm start. The trainer treats both alike.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,211 +16,27 @@ from torch import Tensor
 from .config import Config
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .model.encoding import decode, encode_answers, encode_prompts
-from .model.transformer import Transformer
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
-from .runtime import accel
 from .runtime.distributed import DistContext
 from .runtime.logging import PhaseTimer
-from .runtime.oom import OOMBackoff
-from .runtime.pool import Job, WorkerPool
-from .runtime.rng import uniforms
-from .sampling.cuda_graphs import CUDAGraphCache
-from .sampling.decoders import (
-    Decoder,
-    ReplicatedPrefixDecoder,
-    SharedPrefixDecoder,
-    UncachedDecoder,
-)
-from .sampling.generate import SamplingParams, generate
-from .types import Completions, Example, RewardTable, RolloutBatch, Task
-
-STEPS_AHEAD = 8  # how many steps' examples are made before they are needed
-GREEDY = SamplingParams()  # without uniform numbers
+from .runtime.prefetch import ExamplePrefetcher
+from .runtime.rng import stream, uniforms
+from .sampling.generate import SamplingParams
+from .sampling.sampler import Sampler
+from .types import Completions, Example, RewardTable, RolloutBatch
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host; a pure function of (config, step,
-        weights).
+        """This process's share of a step's batch, on the host.
+
+        A pure function of the config, the step and the weights.
         """
-
-
-class ExamplePrefetcher:
-    """Examples of a step, made in the background for the steps to come."""
-
-    def __init__(self, task: Task, config: Config, dist: DistContext, first_step: int) -> None:
-        self.task, self.per_step, self.last_step = (
-            task,
-            config.sampling.prompts_per_step,
-            config.run.max_steps,
-        )
-        self.share = dist.share(self.per_step)
-        self.pool = WorkerPool(1, "examples")
-        self.jobs: dict[int, Job] = {}
-        self._submit(first_step)
-
-    def take(self, step: int) -> list[Example]:
-        """The step's examples that are this process's."""
-        self._submit(step)
-        examples: list[Example] = self.jobs.pop(step).future.result()
-        return examples
-
-    def instead(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
-        """Other examples for some places of the share, that no step draws at first."""
-        block = self.last_step + (step + attempt * self.last_step)
-        return [self.task.train(block * self.per_step + self.share[place]) for place in places]
-
-    def _submit(self, step: int) -> None:
-        for ahead in range(step, min(step + STEPS_AHEAD, self.last_step)):
-            if ahead not in self.jobs:
-                self.jobs[ahead] = self.pool.submit(self._make, ahead)
-
-    def _make(self, step: int) -> list[Example]:
-        return [self.task.train(step * self.per_step + i) for i in self.share]
-
-
-class Sampler:
-    """Completions of examples by the model as it is."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: Transformer,
-        tokenizer: tiktoken.Encoding,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        warn: Callable[[str], object] = lambda text: None,
-    ) -> None:
-        self.config, self.tokenizer, self.autocast = config, tokenizer, autocast
-        self.model = accel.sharing_weights(
-            model
-        )  # never compiled: its shapes are others in every round
-        self.eos = tokenizer.eot_token
-        cached = SharedPrefixDecoder if config.memory.share_prompt_kv else ReplicatedPrefixDecoder
-        self.decoder: Callable[..., Decoder] = cached if config.speed.kv_cache else UncachedDecoder
-        self.graphs = CUDAGraphCache()
-        if config.speed.cuda_graphs:
-            self.decoder = self.graphs.decoder
-        self.low = accel.low_precision_copy(config, self.model)
-        # how many prompts fit, by how many samples each gets: training and evaluation differ
-        self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
-            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
-        )
-        self.work = Counter[
-            str
-        ]()  # rounds of decoding and tokens that the model ran, since somebody last cleared it
-
-    def complete(
-        self,
-        examples: Sequence[Example],
-        *,
-        num_samples: int = 1,
-        u: np.ndarray | None = None,
-        params: SamplingParams = GREEDY,
-        batch_size: int = 0,
-    ) -> Iterator[Completions]:
-        """`num_samples` completions of each example, on the host; greedy without uniform numbers `u
-        [P, G, S]`.
-
-        `batch_size` prompts are decoded together (0: all) and handed over as they are done; it
-        changes nothing but memory and time.
-        """
-        config, device = self.config, self.model.device
-        prompt_ids, prompt_len = encode_prompts(
-            self.tokenizer, examples, self.model.shape.context - config.sampling.max_new_tokens
-        )
-        drafts = (
-            encode_answers(self.tokenizer, examples)[0]
-            if config.speed.speculative_decoding
-            else None
-        )
-        done = 0
-        accel.refresh(self.low, self.model)
-
-        def some(size: int) -> Completions:
-            cut = slice(done, done + size)
-            with self.autocast():
-                return generate(
-                    self.low if torch.is_autocast_enabled(device.type) else self.model,
-                    prompt_ids[cut].to(device),
-                    prompt_len[cut].to(device),
-                    eos=self.eos,
-                    max_new_tokens=config.sampling.max_new_tokens,
-                    num_samples=num_samples,
-                    u=None if u is None else torch.from_numpy(u[cut]).to(device),
-                    params=params,
-                    decoder=self.decoder,
-                    drafts=None if drafts is None else drafts[cut].to(device),
-                    num_speculative_tokens=config.speed.num_speculative_tokens,
-                    work=self.work,
-                )
-
-        while done < len(examples):
-            left = len(examples) - done
-            part = self.backoffs[num_samples].run(
-                some, min(batch_size or left, left), self.graphs.forget
-            )
-            done += len(part)
-            yield part.to("cpu")
-
-
-def describe(batch: RolloutBatch, eos: int) -> dict[str, float]:
-    """Metrics of a batch as it was sampled, under TRL's names. Means over its prompts, but for the
-    counts under tokens/.
-    """
-    mask = batch.completions.completion_mask
-    lengths = mask.sum(-1)
-    values = {"completions/mean_length": lengths.float().mean().item()}
-    # what the update would have run with every prompt repeated; tokens/run is what it did run
-    inputs = (
-        batch.completions.prompt_len.sum() * lengths.shape[1] + (lengths - 1).clamp(min=0).sum()
-    )
-    values["tokens/repeated"] = float(inputs)
-    if batch.rewards is None:
-        return values
-    total, log_kept_mass = batch.rewards.total, batch.completions.log_kept_mass
-    if log_kept_mass is not None:
-        values["sampling/removed_mass"] = float((1 - log_kept_mass.exp())[mask].mean())
-    return {
-        "reward": float(total.mean()),
-        "reward_std": float(total.std(axis=1, ddof=1).mean()),
-        "frac_reward_zero_std": float(has_zero_variance(batch.rewards).mean()),
-        **{
-            f"rewards/{name}/mean": float(scores.mean())
-            for name, scores in batch.rewards.parts.items()
-        },
-        **{
-            f"rewards/{name}/failures": float(count)
-            for name, count in batch.rewards.failures.items()
-        },
-        "completions/clipped_ratio": 1 - float(has_ended(batch.completions, eos).float().mean()),
-        **values,
-        **batch.metrics,
-    }
-
-
-def has_zero_variance(rewards: RewardTable) -> np.ndarray:
-    """`[P]` whether all completions of a prompt have the same reward: nothing can be learnt from
-    them.
-    """
-    return rewards.total.max(1) == rewards.total.min(1)
-
-
-def has_ended(completions: Completions, eos: int) -> Tensor:
-    """`[P, G]` whether a completion ends with end of text; the others were cut off."""
-    last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
-    return completions.completion_ids.gather(-1, last)[..., 0] == eos
-
-
-def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """0 up to `longest - buffer` tokens, then down to -1 at `longest` (DAPO's soft overlong
-    punishment, arXiv 2503.14476).
-    """
-    return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 class SupervisedBatches:
-    """The true completions, one a prompt: the supervised warm start."""
+    """The true completions, one per prompt: the supervised warm start."""
 
     def __init__(
         self,
@@ -233,37 +45,33 @@ class SupervisedBatches:
         timer: PhaseTimer,
         context: int,
     ) -> None:
-        self.examples, self.tokenizer, self.timer, self.context = (
-            examples,
-            tokenizer,
-            timer,
-            context,
-        )
+        """`context` is the model's number of positions, for prompt and answer together."""
+        self.examples, self.tokenizer = examples, tokenizer
+        self.timer, self.context = timer, context
 
     def batch(self, step: int) -> RolloutBatch:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
             ids, lengths = encode_answers(self.tokenizer, examples)
-            prompt_ids, prompt_len = encode_prompts(
-                self.tokenizer, examples, self.context - ids.shape[1]
-            )
+            room = self.context - ids.shape[1]
+            prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
 
 
 @dataclass(frozen=True)
-class _Rolled:
-    """Sampled completions of some examples, and their rewards to come."""
+class Rollout:
+    """Sampled completions of some examples, and their pending rewards."""
 
     examples: list[Example]
     completions: Completions
-    texts: list[list[str]]
-    pending: list[PendingRewards]
+    texts: list[list[str]]  # [P][G]
+    pending: list[PendingRewards]  # one per part that was sampled together
 
 
 class RolloutBatches:
-    """Completions sampled from the model as it is, scored, and turned into advantages."""
+    """Sample completions from the policy, score them, and turn rewards into advantages."""
 
     def __init__(
         self,
@@ -277,69 +85,52 @@ class RolloutBatches:
     ) -> None:
         self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer
+        self.eos = sampler.tokenizer.eot_token
 
     def batch(self, step: int) -> RolloutBatch:
-        config, metrics = self.config, dict[str, float]()
+        metrics = dict[str, float]()
         self.sampler.work.clear()
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-        rolled = self._roll(examples, step)
-        if config.sampling.dynamic_sampling:
-            rolled, rewards, metrics = self._resample(rolled, step)
-            ref_logp = self._reference(rolled.completions)
+        rollout = self.roll_out(examples, step)
+        if self.config.sampling.dynamic_sampling:
+            rollout, rewards, metrics = self._replace_zero_variance(rollout, step)
+            ref_logp = self._ref_logp(rollout.completions)
         else:
-            ref_logp = self._reference(rolled.completions)  # while the pool scores
-            rewards = self._rewards(rolled)
+            ref_logp = self._ref_logp(rollout.completions)  # while the pool scores
+            rewards = self._rewards(rollout)
+        mask_overlong = self.config.loss.overlong == "mask"
         return RolloutBatch(
-            examples=rolled.examples,
-            completions=rolled.completions,
-            texts=rolled.texts,
+            examples=rollout.examples,
+            completions=rollout.completions,
+            texts=rollout.texts,
             rewards=rewards,
-            advantages=self._advantages(
-                torch.from_numpy(rewards.total), rolled.completions, ref_logp
-            ),
+            advantages=self._advantages(rollout, rewards, ref_logp, step),
             ref_logp=ref_logp,
-            loss_mask=self._ended(rolled.completions) if config.loss.overlong == "mask" else None,
+            loss_mask=has_ended(rollout.completions, self.eos) if mask_overlong else None,
             metrics=metrics | self._work(),
         )
 
-    def _work(self) -> dict[str, float]:
-        """How long decoding took: rounds of the batch and of a completion, and tokens that the
-        model ran.
-        """
-        work = self.sampler.work
-        each = work["row_rounds"] / max(1, work["rows"])
-        return {
-            "rollout/rounds": float(work["rounds"]),
-            "rollout/rounds_each": each,
-            "rollout/tokens": float(work["tokens"]),
-        }
+    # --- sampling and scoring -------------------------------------------------------------------
 
     def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:
-        """Completions of a step's examples; each depends on nothing but its prompt, seed, step and
-        the weights.
+        """Completions of a step's examples, in parts of --rollout-batch-size prompts.
+
+        A completion depends on its prompt, the seed, the step and the weights, and on nothing else.
         """
-        config = self.config
+        sampling = self.config.sampling
         rows = np.array([example.index for example in examples])
+        size = sampling.group_size, sampling.max_new_tokens
         return self.sampler.complete(
             examples,
-            num_samples=config.sampling.group_size,
-            u=uniforms(
-                config.run.seed,
-                "sample",
-                step,
-                rows,
-                config.sampling.group_size,
-                config.sampling.max_new_tokens,
-            ),
-            params=SamplingParams(
-                config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
-            ),
-            batch_size=config.memory.rollout_batch_size,
+            num_samples=sampling.group_size,
+            u=uniforms(self.config.run.seed, "sample", step, rows, *size),
+            params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
+            batch_size=self.config.memory.rollout_batch_size,
         )
 
-    def _roll(self, examples: list[Example], step: int) -> _Rolled:
-        """Sample, and have each part scored as soon as it is decoded."""
+    def roll_out(self, examples: list[Example], step: int) -> Rollout:
+        """Sample, and submit each part to the reward pool as soon as it is decoded."""
         parts, pending = list[Completions](), list[PendingRewards]()
         texts: list[list[str]] = []
         sampled = self.sample(examples, step)
@@ -350,76 +141,134 @@ class RolloutBatches:
                     break
                 part_texts = decode(self.sampler.tokenizer, part)
             with self.timer.phase("reward"):
-                scores = self.scorer.submit(
-                    examples[len(texts) : len(texts) + len(part)], part_texts
-                )
+                part_examples = examples[len(texts) : len(texts) + len(part)]
+                scores = self.scorer.submit(part_examples, part_texts)
                 if not self.config.speed.overlap_rewards:
                     scores.result()
             parts.append(part)
             texts += part_texts
             pending.append(scores)
-        return _Rolled(examples, Completions.join(parts), texts, pending)
+        return Rollout(examples, Completions.join(parts), texts, pending)
 
-    def _rewards(self, rolled: _Rolled) -> RewardTable:
+    def _rewards(self, rollout: Rollout) -> RewardTable:
         with self.timer.phase("reward"):
-            return RewardTable.join([scores.result() for scores in rolled.pending])
+            return RewardTable.join([scores.result() for scores in rollout.pending])
 
-    def _reference(self, completions: Completions) -> Tensor | None:
+    def _ref_logp(self, completions: Completions) -> Tensor | None:
         with self.timer.phase("reference"):
             return self.reference.logp(completions)
 
-    def _resample(
-        self, rolled: _Rolled, step: int
-    ) -> tuple[_Rolled, RewardTable, dict[str, float]]:
-        """Put other prompts in the place of dead groups, a bounded number of times; then take what
-        there is.
-        """
-        tries, tables = [rolled], [self._rewards(rolled)]
-        where = np.arange(
-            len(rolled.examples)
-        )  # which group of all tries stands at each place of the share
+    def _replace_zero_variance(
+        self, rollout: Rollout, step: int
+    ) -> tuple[Rollout, RewardTable, dict[str, float]]:
+        """Replace prompts whose group has equal rewards by others, --dynamic-sampling times."""
+        rollouts, tables = [rollout], [self._rewards(rollout)]
+        # which group of all rollouts stands at each place of this process's share
+        chosen = np.arange(len(rollout.examples))
         for attempt in range(self.config.sampling.dynamic_sampling):
-            dead = np.flatnonzero(has_zero_variance(RewardTable.join(tables).select(where)))
-            if not len(dead):
+            equal = np.flatnonzero(has_zero_variance(RewardTable.join(tables).select(chosen)))
+            if not len(equal):
                 break
-            start = sum(len(one.examples) for one in tries)
-            tries.append(self._roll(self.examples.instead(step, attempt, dead.tolist()), step))
-            tables.append(self._rewards(tries[-1]))
-            where[dead] = start + np.arange(len(dead))
-        examples = [example for one in tries for example in one.examples]
-        texts = [group for one in tries for group in one.texts]
-        completions = Completions.join([one.completions for one in tries]).select(
-            torch.from_numpy(where)
-        )
-        chosen = _Rolled([examples[i] for i in where], completions, [texts[i] for i in where], [])
-        rewards = RewardTable.join(tables).select(where)
-        return (
-            chosen,
-            rewards,
-            {"frac_reward_zero_std/drawn": float(has_zero_variance(tables[0]).mean())},
-        )
+            first = sum(len(one.examples) for one in rollouts)
+            others = self.examples.replacements(step, attempt, equal.tolist())
+            rollouts.append(self.roll_out(others, step))
+            tables.append(self._rewards(rollouts[-1]))
+            chosen[equal] = first + np.arange(len(equal))
+        examples = [example for one in rollouts for example in one.examples]
+        texts = [group for one in rollouts for group in one.texts]
+        completions = Completions.join([one.completions for one in rollouts])
+        completions = completions.select(torch.from_numpy(chosen))
+        kept = Rollout([examples[i] for i in chosen], completions, [texts[i] for i in chosen], [])
+        drawn = {"frac_reward_zero_std/drawn": float(has_zero_variance(tables[0]).mean())}
+        return kept, RewardTable.join(tables).select(chosen), drawn
+
+    # --- advantages -----------------------------------------------------------------------------
 
     def _advantages(
-        self, total: Tensor, completions: Completions, ref_logp: Tensor | None
+        self, rollout: Rollout, rewards: RewardTable, ref_logp: Tensor | None, step: int
     ) -> Tensor:
-        config, spec = self.config, LOSSES[self.config.loss.name]
-        lengths = completions.completion_mask.sum(-1)
+        """`[P, G]`, from the rewards of all processes, since --scale batch looks at all of them."""
+        loss, spec = self.config.loss, LOSSES[self.config.loss.name]
+        completions = rollout.completions
+        total = torch.from_numpy(rewards.total)
+        if loss.shuffle_rewards:
+            total = shuffled(total, rollout.examples, self.config.run.seed, step)
         if (
-            config.loss.kl == KL_IN_REWARD
+            loss.kl == KL_IN_REWARD
             and ref_logp is not None
             and completions.sampler_logp is not None
         ):
-            total = total - config.loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
-        if config.loss.overlong == "punish":
-            total = total + overlong_punishment(
-                lengths, config.sampling.max_new_tokens, config.loss.overlong_buffer
-            )
-        estimator = spec.advantage if config.loss.advantage == "auto" else config.loss.advantage
-        scale = spec.scale if config.loss.scale == "auto" else config.loss.scale
-        everyone = advantages(
-            self.dist.gather(total), estimator=estimator, scale=scale
-        )  # scale=batch looks at all
+            total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
+        if loss.overlong == "punish":
+            lengths = completions.completion_mask.sum(-1)
+            longest = self.config.sampling.max_new_tokens
+            total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
+        estimator = spec.advantage if loss.advantage == "auto" else loss.advantage
+        scale = spec.scale if loss.scale == "auto" else loss.scale
+        everyone = advantages(self.dist.gather(total), estimator=estimator, scale=scale)
         return everyone[self.dist.rank * len(total) :][: len(total)]
 
-    def _ended(self, completions: Completions) -> Tensor:
-        return has_ended(completions, self.sampler.tokenizer.eot_token)
+    def _work(self) -> dict[str, float]:
+        """Rounds of decoding, of the batch and per completion, and the tokens that were run."""
+        work = self.sampler.work
+        return {
+            "rollout/rounds": float(work["rounds"]),
+            "rollout/rounds_each": work["row_rounds"] / max(1, work["rows"]),
+            "rollout/tokens": float(work["tokens"]),
+        }
+
+
+def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:
+    """`[P, G]` rewards, shuffled within each group: the same values, tied to nothing."""
+    draws = [stream(seed, "shuffle", step, example.index) for example in examples]
+    rows = [rng.permutation(row) for rng, row in zip(draws, total.numpy(), strict=True)]
+    return torch.from_numpy(np.stack(rows))
+
+
+def has_zero_variance(rewards: RewardTable) -> np.ndarray:
+    """`[P]` whether all completions of a prompt have the same reward, so that it teaches nothing."""
+    return rewards.total.max(1) == rewards.total.min(1)
+
+
+def has_ended(completions: Completions, eos: int) -> Tensor:
+    """`[P, G]` whether a completion ends with end of text; the others were cut off."""
+    last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
+    return completions.completion_ids.gather(-1, last)[..., 0] == eos
+
+
+def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """0 up to `longest - buffer` tokens, then linearly down to -1 at `longest`.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476).
+    """
+    return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def rollout_metrics(batch: RolloutBatch, eos: int) -> dict[str, float]:
+    """Metrics of a batch as it was sampled, under TRL's names.
+
+    Means over this process's prompts, except for the counts under `tokens/`.
+    """
+    mask = batch.completions.completion_mask
+    lengths = mask.sum(-1)
+    # what the update would run if every prompt were repeated; tokens/run is what it does run
+    prompts = batch.completions.prompt_len.sum() * lengths.shape[1]
+    values = {
+        "completions/mean_length": lengths.float().mean().item(),
+        "tokens/repeated": float(prompts + (lengths - 1).clamp(min=0).sum()),
+    }
+    if batch.rewards is None:
+        return values
+    rewards, log_kept_mass = batch.rewards, batch.completions.log_kept_mass
+    if log_kept_mass is not None:
+        values["sampling/removed_mass"] = float((1 - log_kept_mass.exp())[mask].mean())
+    return {
+        "reward": float(rewards.total.mean()),
+        "reward_std": float(rewards.total.std(axis=1, ddof=1).mean()),
+        "frac_reward_zero_std": float(has_zero_variance(rewards).mean()),
+        **{f"rewards/{name}/mean": float(x.mean()) for name, x in rewards.parts.items()},
+        **{f"rewards/{name}/failures": float(n) for name, n in rewards.failures.items()},
+        "completions/clipped_ratio": 1 - float(has_ended(batch.completions, eos).float().mean()),
+        **values,
+        **batch.metrics,
+    }

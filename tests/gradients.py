@@ -105,7 +105,7 @@ def main(out: Path) -> None:
         trainer.model.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
     trainer.learner.learn(trainer.source.batch(0), 0)
     result["poisoned"] = (
-        trainer.learner.guard["skipped"],
+        trainer.learner.guard.skipped,
         torch.equal(trainer.model.wte.weight, before),
     )
     torch.save(result, out / f"{dist.rank}.pt")

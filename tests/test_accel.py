@@ -10,19 +10,20 @@ from torch import _dynamo
 
 from benchmarks.steps import _stacked
 from minigrpo import Config, Trainer
-from minigrpo.config import FAST
 from minigrpo.model import transformer as gpt
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Block, ModelShape, Transformer
-from minigrpo.rollout import Sampler
-from minigrpo.runtime import accel
-from minigrpo.runtime.estimate import KEPT, plan
+from minigrpo.runtime import accel, announce
+from minigrpo.runtime.estimate import KEPT, estimate_step
+from minigrpo.runtime.fast import LAYERS
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
 from minigrpo.sampling.decoders import KVCache
 from minigrpo.sampling.generate import generate
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
 from .conftest import EOS, VOCAB, make_completions
@@ -148,7 +149,7 @@ def test_low_precision_copies_have_the_numbers_of_autocast_to_the_bit(tmp_path: 
         without.learner.learn(b, step)
     # and when the guard has gone back to float32, they are not used
     for trainer in (with_copies, without):
-        trainer.learner.guard["halvings"] = 1
+        trainer.learner.guard.halvings = 1
     a, b = with_copies.source.batch(3), without.source.batch(3)
     assert torch.equal(a.completions.sampler_logp, b.completions.sampler_logp)  # type: ignore[arg-type]
     assert a.ref_logp is not None and a.ref_logp.dtype == torch.float32
@@ -171,31 +172,41 @@ def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
 def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert Config.from_cli(["--packing", "repeated"]).packing == "repeated"
+    assert Config.from_cli(["--packing", "repeated"]).speed.packing == "repeated"
     for has in (False, True):
         monkeypatch.setattr(
             torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False
         )
-        on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
+        on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"]).speed
         assert (on_cpu.packing, on_cpu.kv_cache, on_cpu.use_amp) == (
-            FAST["cpu"]["packing"],
+            LAYERS["cpu"]["packing"],
             False,
             has,
         )
-    on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
+    on_cuda = Config.from_cli(
+        ["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"]
+    ).speed
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
-    assert not Config.from_cli(["--fast", "--device", "cuda", "--no-use-amp"]).low_precision_weights
+    assert not Config.from_cli(
+        ["--fast", "--device", "cuda", "--no-use-amp"]
+    ).speed.low_precision_weights
     (tmp_path / "fast.toml").write_text("fast = true\ndevice = 'cuda'\nuse_tf32 = false\n")
-    assert not Config.from_cli(["--fast", "--device", "cpu", "--amp-dtype", "float16"]).use_amp
-    from_toml = Config.from_toml(tmp_path / "fast.toml")
+    assert not Config.from_cli(
+        ["--fast", "--device", "cpu", "--amp-dtype", "float16"]
+    ).speed.use_amp
+    from_toml = Config.from_toml(tmp_path / "fast.toml").speed
     assert from_toml.use_amp and not from_toml.use_tf32
-    trainer = Trainer(options_of(tmp_path / "run", fast=True))
-    trainer._introduce()
+    announce.introduce(
+        Screen(), options_of(tmp_path / "run", fast=True), 10, torch.device("cpu"), 1
+    )
     said = " ".join(capsys.readouterr().out.split())
-    assert "--fast on cpu with bfloat16: --packing tree --kv-cache --speculative-decoding" in said
+    assert (
+        "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
+        in said
+    )
 
 
-@pytest.mark.parametrize("packing", ["repeated", "shared"])
+@pytest.mark.parametrize("packing", ["repeated", "shared-prompt"])
 @pytest.mark.parametrize("amp", [False, True])
 def test_the_plan_counts_tokens_and_what_autograd_keeps(packing: str, amp: bool) -> None:
     """On made-up work in which nothing repeats, where the plan is exact but for the head."""
@@ -233,7 +244,7 @@ def test_the_plan_counts_tokens_and_what_autograd_keeps(packing: str, amp: bool)
         use_amp=amp,
         init_from="scratch",
     )
-    planned = plan(config, shape, prompt_len=prompt_len, answer_len=length, device="cpu")
+    planned = estimate_step(config, shape, prompt_len=prompt_len, answer_len=length, device="cpu")
     assert planned.parameters == sum(p.numel() for p in model.parameters())
     assert planned.tokens["update"] == pytest.approx(
         len(built.tokens.ids), rel=0.02
@@ -267,7 +278,7 @@ def test_profile_writes_a_trace_with_the_phases_named(tmp_path: Path) -> None:
 def test_without_amp_there_is_no_copy() -> None:
     config = Config.of(**{**TINY, "out_dir": ""})
     model = Transformer(ModelShape(360))
-    assert accel.low_precision_copy(config, model) is model
+    assert accel.low_precision_copy(config.speed, model) is model
     sampler = Sampler(config, model, load_tokenizer("chess"))
     (part,) = sampler.complete([Example("A: ", "x")])
     assert len(part) == 1
@@ -317,7 +328,7 @@ def test_without_a_compiler_nothing_is_begun(
         Trainer(options_of(tmp_path / "run", compile_model=True), quiet=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
-        accel.check_compiler(Config.of(compile_model=True), torch.device("cuda"))
+        accel.check_compiler(Config.of(compile_model=True).speed, torch.device("cuda"))
     assert [
         row.status for row in _stacked(torch.device("cpu")) if row.name == "(compiled blocks)"
     ] != ["ok"]
@@ -344,7 +355,7 @@ def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory
     options = {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True}
     trainer = Trainer(options_of(tmp_path / "run", **options), quiet=True)
     trainer.source.batch(0)
-    trainer.learner.guard["halvings"] = 1
+    trainer.learner.guard.halvings = 1
     trainer.source.batch(1)
     assert all(k.dtype == torch.float32 for k, _ in trainer.sampler.graphs.cache.pairs)
 

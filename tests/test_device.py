@@ -110,7 +110,7 @@ def test_a_benchmark_has_nothing_on_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]
 ) -> None:
     monkeypatch.setattr("benchmarks.memory.logprobs_alone.__defaults__", (40, 300, 16))
-    monkeypatch.setattr(accel, "compile_blocks", lambda config, model: None)
+    monkeypatch.setattr(accel, "compile_blocks", lambda model: None)
     for rate in ("matmul_rate", "bandwidth"):  # products of a size for GPUs
         monkeypatch.setattr(probe, rate, lambda *args: 1e12)
     only = ["--only", "tree", "lean"] if what == ["steps"] else []

@@ -152,7 +152,7 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
     kept = first_gradient(tmp_path / "kept", loss=loss, skip_zero_variance_groups=False)
     assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
     trainer = make_trainer(tmp_path / "live", loss=loss)
-    assert trainer.learner.live_prompts(trainer.source.batch(0)) == (
+    assert trainer.learner.prompts_with_gradient(trainer.source.batch(0)) == (
         [0, 1, 2, 3, 4, 5] if loss == "bnpo" else [0, 2, 5]
     )
 

@@ -101,7 +101,7 @@ def test_micro_batches_add_up_to_the_whole_batch(loss: str, size: int) -> None:
             adv[cut],
             mask[cut],
             ref_logp=ref[cut],
-            counts=LossNormalizer.of(mask),
+            normalizer=LossNormalizer.of(mask),
             **options,
         )
         part.backward()

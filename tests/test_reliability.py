@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-import minigrpo.trainer
+import minigrpo.runtime.run_dir
 from minigrpo import Config, Trainer
-from minigrpo.learner import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged
 from minigrpo.runtime.checkpoint import State, save_checkpoint
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.guard import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged, NonFiniteGuard
 
 from .gradients import TINY
 from .killing import OPTIONS, SUMS, fingerprint
@@ -59,7 +59,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr(minigrpo.trainer, "save_checkpoint", save)
+    monkeypatch.setattr(minigrpo.runtime.run_dir, "save_checkpoint", save)
 
 
 def test_a_full_disk_is_said_loudly_and_training_goes_on(
@@ -155,7 +155,7 @@ def test_three_bad_steps_in_a_row_halve_the_learning_rate_for_good_and_end_autoc
     with trainer.learner.autocast():
         assert not torch.is_autocast_enabled("cpu")
     resumed = make(tmp_path / "run", use_amp=True, max_steps=9, warmup_steps=0, resume="auto")
-    assert resumed.learner.guard == {"skipped": 4, "in_a_row": 0, "halvings": 1}
+    assert resumed.learner.guard == NonFiniteGuard(skipped=4, in_a_row=0, halvings=1)
 
 
 def test_six_bad_steps_in_a_row_stop_the_run_with_a_clear_error(tmp_path: Path) -> None:
@@ -181,14 +181,14 @@ def test_under_float16_an_overflow_is_the_scalers_business_and_a_bad_loss_is_not
     before = trainer.model.wte.weight.clone()
     trainer.learner.learn(trainer.source.batch(0), 0)
     assert torch.equal(trainer.model.wte.weight, before)
-    assert trainer.learner.guard["skipped"] == 0 and trainer.learner.scaler.get_scale() == scale / 2
+    assert trainer.learner.guard.skipped == 0 and trainer.learner.scaler.get_scale() == scale / 2
 
     trainer = make(tmp_path / "bad loss")
     trainer.learner.scaler = torch.amp.GradScaler("cpu", enabled=True)
     batch = trainer.source.batch(0)
     assert batch.advantages is not None
     trainer.learner.learn(replace(batch, advantages=batch.advantages * torch.nan), 0)
-    assert trainer.learner.guard["skipped"] == 1
+    assert trainer.learner.guard.skipped == 1
 
 
 def test_a_bad_batch_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path) -> None:

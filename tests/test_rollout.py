@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from minigrpo.rollout import describe, has_ended, overlong_punishment
+from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics
 from minigrpo.types import Completions, RewardTable
 
 from .gradients import make_trainer
@@ -34,7 +34,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     assert 0 < ended.sum() < ended.numel()
     assert keep.loss_mask is None and mask.loss_mask is not None
     assert torch.equal(mask.loss_mask, ended)
-    counted = mask.counted().completions.completion_mask
+    counted = mask.with_loss_mask_applied().completions.completion_mask
     assert torch.equal(counted.any(-1), ended)
     assert torch.equal(counted[ended], keep.completions.completion_mask[ended])
     assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
@@ -43,7 +43,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     torch.testing.assert_close(
         punish.advantages, total - total.mean(1, keepdim=True), check_dtype=False
     )
-    assert describe(mask, eos)["completions/clipped_ratio"] == pytest.approx(
+    assert rollout_metrics(mask, eos)["completions/clipped_ratio"] == pytest.approx(
         1 - float(ended.double().mean())
     )
 
@@ -95,8 +95,8 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     assert batch.advantages[1].any()
     assert not batch.advantages[3].any()
     eos = trainer.tokenizer.eot_token
-    assert describe(batch, eos)["frac_reward_zero_std"] == pytest.approx(1 / 6)
-    assert describe(batch, eos)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
+    assert rollout_metrics(batch, eos)["frac_reward_zero_std"] == pytest.approx(1 / 6)
+    assert rollout_metrics(batch, eos)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     for group, mask, texts in zip(
         batch.completions.completion_ids,
         batch.completions.completion_mask,

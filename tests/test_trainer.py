@@ -202,7 +202,7 @@ def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> Non
 
 def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
     trainer = train(tmp_path / "a", kl_coef=0.5, max_steps=1, warmup_steps=0)
-    assert lines(trainer.folder, "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines(trainer.run_dir.path, "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_speed_flag_trains_and_keeps_the_loss_near(
 ) -> None:
     plain = train(tmp_path / "plain", **{**WARM, "device": device})
     fast = train(tmp_path / "fast", **{**WARM, "device": device, flag: True})
-    a, b = (lines(trainer.folder, "metrics.jsonl")[-1]["loss"] for trainer in (plain, fast))
+    a, b = (lines(trainer.run_dir.path, "metrics.jsonl")[-1]["loss"] for trainer in (plain, fast))
     assert b == pytest.approx(a, rel=0.02)
     assert all(p.dtype == torch.float32 for p in fast.model.parameters())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import PROFILED, Config
+from ..config import PROFILED, Config, MemoryConfig, RunConfig, SpeedConfig
 from ..model import transformer as gpt
 from ..model.logprobs import chunk_size
 from ..model.transformer import Attend, Block, Transformer
@@ -48,116 +48,105 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def autocast(config: Config, device: torch.device) -> AbstractContextManager[object]:
-    """--use-amp: matrix products in --amp-dtype; parameters, moments and log-softmax stay in
-    float32.
-    """
-    if not config.speed.use_amp:
+def autocast(speed: SpeedConfig, device: torch.device) -> AbstractContextManager[object]:
+    """--use-amp: matrix products in --amp-dtype; parameters, moments, log-softmax in float32."""
+    if not speed.use_amp:
         return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, config.speed.amp_dtype))
+    return torch.autocast(device.type, dtype=getattr(torch, speed.amp_dtype))
 
 
-def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
-    """--amp-dtype float16 needs its loss scaled; bfloat16 has float32's range, and the scaler does
-    nothing.
+def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
+    """The loss scaler that --amp-dtype float16 needs; otherwise one that does nothing.
+
+    bfloat16 has the range of float32, so it needs none. Raises ConfigError for float16 off CUDA.
     """
-    half = config.speed.use_amp and config.speed.amp_dtype == "float16"
+    half = speed.use_amp and speed.amp_dtype == "float16"
     if half and device.type != "cuda":
         raise ConfigError("--amp-dtype float16 needs a CUDA device; bfloat16 is allowed everywhere")
     return torch.amp.GradScaler(device.type, enabled=half)
 
 
-def check_compiler(config: Config, device: torch.device) -> None:
-    """--compile-model makes C++ on CPU, and C on CUDA to launch its kernels. Raises ConfigError if
-    nothing here can.
-    """
-    kind, names = (
-        ("C++", [os.environ.get("CXX", "g++")]) if device.type == "cpu" else ("C", ["gcc", "clang"])
-    )
-    if device.type == "cuda" and "CC" in os.environ:
+def check_compiler(speed: SpeedConfig, device: torch.device) -> None:
+    """Raise ConfigError if --compile-model has no compiler here: C++ on CPU, C on CUDA."""
+    kind, names = "C", ["gcc", "clang"]
+    if device.type == "cpu":
+        kind, names = "C++", [os.environ.get("CXX", "g++")]
+    elif "CC" in os.environ:
         names = [os.environ["CC"]]
-    if config.speed.compile_model and not any(map(shutil.which, names)):
+    if speed.compile_model and not any(map(shutil.which, names)):
         raise ConfigError(
-            f"--compile-model needs a {kind} compiler, {' or '.join(names)}; --no-compile-model "
-            "goes without"
+            f"--compile-model needs a {kind} compiler, {' or '.join(names)}; "
+            "--no-compile-model goes without"
         )
 
 
-def use_tf32(config: Config) -> None:
-    """--use-tf32: float32 products on tensor cores with 10 bits of mantissa. Process-wide, as torch
-    has it.
-    """
-    torch.set_float32_matmul_precision("high" if config.speed.use_tf32 else "highest")
+def use_tf32(speed: SpeedConfig) -> None:
+    """--use-tf32: float32 products with 10 bits of mantissa. A setting of the whole process."""
+    torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:
-    return checkpoint(
-        block, x, attend, use_reentrant=False, preserve_rng_state=False
-    )  # nothing is random in there
+    """A block whose activations are recomputed in the backward pass; nothing in it is random."""
+    return checkpoint(block, x, attend, use_reentrant=False, preserve_rng_state=False)
 
 
-def checkpoint_blocks(config: Config, model: Transformer) -> None:
-    """--gradient-checkpointing: keep only the input of each block, run the block again in the
-    backward pass.
+def logprob_chunk(memory: MemoryConfig, model: Transformer) -> int:
+    """--chunked-logprobs: how many tokens' logits exist at a time; 0: all of them."""
+    if not memory.chunked_logprobs:
+        return 0
+    return chunk_size(model.shape.vocab_size, model.device.type)
+
+
+def with_training_layers(config: Config, model: Transformer) -> Transformer:
+    """The same parameters in modules of their own, with --gradient-checkpointing and
+    --compile-model applied. The model itself stays as it is, for the sampler.
     """
+    trained = sharing_weights(model)
     if config.memory.gradient_checkpointing:
-        model.checkpoint_blocks = recompute
+        trained.checkpoint_blocks = recompute
+    if config.speed.compile_model:
+        compile_blocks(trained)
+    return trained
 
 
-def chunk_logprobs(config: Config, model: Transformer) -> None:
-    """--chunked-logprobs: the logits of a batch never exist at once, and are computed again in the
-    backward pass.
+def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
+    """--low-precision-weights: the model with the linear maps of its blocks in --amp-dtype.
+
+    It shares all other parameters. Autocast would cast the maps in every forward, to the same
+    numbers. Without the flag it is the model itself.
     """
-    model.logprob_chunk = (
-        chunk_size(model.shape.vocab_size, model.device.type)
-        if config.memory.chunked_logprobs
-        else 0
-    )
-
-
-def low_precision_copy(config: Config, model: Transformer) -> Transformer:
-    """--low-precision-weights: a model that shares all but the linear maps of its blocks, which are
-    in --amp-dtype.
-
-    Autocast would cast them in every forward, to the same numbers. Without that flag the model
-    itself.
-    """
-    if not config.speed.low_precision_weights:
+    if not speed.low_precision_weights:
         return model
     linears = [module for module in model.h.modules() if isinstance(module, nn.Linear)]
-    parameters = [parameter for linear in linears for parameter in linear.parameters()]
-    dtype = getattr(torch, config.speed.amp_dtype)
-    return sharing_weights(
-        model, {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in parameters}
-    )
+    dtype = getattr(torch, speed.amp_dtype)
+    cast = {
+        id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False)
+        for linear in linears
+        for p in linear.parameters()
+    }
+    return sharing_weights(model, cast)
 
 
-def sharing_weights(model: Transformer, but: dict[int, nn.Parameter] | None = None) -> Transformer:
-    """The same parameters, `but` those of some ids, in modules of their own: compiling one leaves
-    the other.
-    """
-    return copy.deepcopy(
-        model, {id(parameter): parameter for parameter in model.parameters()} | (but or {})
-    )
+def sharing_weights(
+    model: Transformer, replaced: dict[int, nn.Parameter] | None = None
+) -> Transformer:
+    """A model with the same parameters, except those of some ids, in modules of its own."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, shared | (replaced or {}))
 
 
 @torch.no_grad()
 def refresh(low: Transformer, model: Transformer) -> None:
-    """Bring such a copy up to date, in place."""
-    pairs = [
-        (a, b) for a, b in zip(low.parameters(), model.parameters(), strict=True) if a is not b
-    ]
-    if pairs:
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+    """Bring a low-precision copy up to date, in place."""
+    pairs = zip(low.parameters(), model.parameters(), strict=True)
+    stale = [(a, b) for a, b in pairs if a is not b]
+    if stale:
+        torch._foreach_copy_([a for a, _ in stale], [b for _, b in stale])
 
 
 def graphs_compiled() -> int:
-    """How many graphs torch.compile has made in this process; one more after the warm-up is a
-    recompile.
-    """
-    dynamo = sys.modules.get(
-        "torch._dynamo.utils"
-    )  # which takes a second or two to import: not for this
+    """Graphs that torch.compile has made in this process; more after the warm-up: a recompile."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it would take a second or two
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
@@ -169,22 +158,19 @@ class NoProfiler(nullcontext[Any]):
 
 
 def profiler(
-    config: Config, folder: Path, device: torch.device, here: bool
+    run: RunConfig, folder: Path, device: torch.device, is_main: bool
 ) -> "NoProfiler | torch.profiler.profile":
-    """--profile: a trace of a few steps, its phases named, in the run's folder, of the process that
-    is `here`.
-    """
-    if not (config.run.profile and here):
+    """--profile: a trace of a few steps of the main process, in the run's folder."""
+    if not (run.profile and is_main):
         return NoProfiler()
     first, last = PROFILED
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    steps = {"wait": first - 2, "warmup": 1, "active": last - first + 1, "repeat": 1}
     return torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(
-            wait=first - 2, warmup=1, active=last - first + 1, repeat=1
-        ),
+        schedule=torch.profiler.schedule(**steps),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
     )
 
@@ -197,15 +183,12 @@ def leave_attention_out() -> None:
     gpt.attention = torch.compiler.disable(gpt.attention)
 
 
-def compile_blocks(config: Config, model: Transformer) -> None:
-    """--compile-model: torch.compile each block in place; names in the state dict stay as they
-    are."""
-    if config.speed.compile_model:
-        leave_attention_out()
-        from torch import _dynamo
+def compile_blocks(model: Transformer) -> None:
+    """torch.compile each block in place; names in the state dict stay as they are."""
+    leave_attention_out()
+    from torch import _dynamo
 
-        _dynamo.config.optimize_ddp = (
-            False  # which would cut blocks up to overlap what whole blocks overlap already
-        )
-        for block in model.h:
-            block.compile(dynamic=True)
+    # it would cut blocks up to overlap what whole blocks overlap already
+    _dynamo.config.optimize_ddp = False
+    for block in model.h:
+        block.compile(dynamic=True)

@@ -1,6 +1,4 @@
-"""When memory runs out: the same in smaller pieces. Neither gradient nor tokens depend on their
-size.
-"""
+"""When memory runs out: the same work in smaller parts. Neither gradients nor tokens change."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,43 +9,43 @@ T = TypeVar("T")
 
 
 class OOMBackoff:
-    """How many prompts go through at a time: as many as asked for, and half as many whenever that
-    did not fit.
-    """
+    """How many prompts go through the model at a time; halved whenever memory runs out."""
 
     def __init__(
         self, what: str, flag: str, size: int, warn: Callable[[str], object] = lambda text: None
     ) -> None:
-        """`what` is done with `size` prompts, 0 for all that there are; `flag` is what sets it."""
+        """
+        Args:
+            what: the work, in words.
+            flag: the flag that sets `size`.
+            size: prompts at a time, 0 for all.
+        """
         self.what, self.flag, self.size, self.warn = what, flag, size, warn
 
     def run(
-        self,
-        function: Callable[[int], T],
-        there_are: int,
-        forget: Callable[[], object] = lambda: None,
+        self, function: Callable[[int], T], total: int, free: Callable[[], object] = lambda: None
     ) -> T:
-        """`function(size)`, again and again with half the size until it fits; `forget` frees what
-        was kept from before.
+        """`function(size)`, repeated with half the size until it fits.
 
-        Raises torch.OutOfMemoryError if a single prompt does not fit.
+        `free` releases what was kept from earlier calls. Raises torch.OutOfMemoryError if a single
+        prompt does not fit.
         """
         while True:
-            size = self.of(there_are)
+            size = self.size_of(total)
             try:
                 return function(size)
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
-            # outside of the handler, whose traceback would hold on to what has to be freed
+            # outside of the handler, whose traceback would keep alive what has to be freed
             self.size = size // 2
             self.warn(
-                f"{self.what}: out of memory with {size} prompts at a time; from here on "
-                f"{self.size} (see {self.flag})"
+                f"{self.what}: out of memory with {size} prompts at a time; "
+                f"from here on {self.size} (see {self.flag})"
             )
-            forget()
+            free()
             torch.cuda.empty_cache()
 
-    def of(self, there_are: int) -> int:
-        """How many of so many prompts go first."""
-        return min(self.size or there_are, there_are)
+    def size_of(self, total: int) -> int:
+        """How many of `total` prompts go first."""
+        return min(self.size or total, total)

@@ -1,44 +1,190 @@
-"""A run's folder: made or reopened, with the resolved config and the versions that it ran with."""
+"""A run's folder: made or reopened, locked, with everything that a run leaves in it.
+
+config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  tensorboard/
+model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
+"""
 
 import fcntl
 import json
-import platform
-import subprocess
 import time
 import tomllib
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from ..config import Config
+from ..learner import Learner
 from ..types import RolloutBatch
+from .checkpoint import (
+    CheckpointError,
+    State,
+    discard_after,
+    find_checkpoint,
+    path_of,
+    save_checkpoint,
+)
 from .distributed import DistContext
+from .environment import versions
 from .flags import ConfigError, flag
+from .logging import Screen
 from .renamed import modern
-from .settings import check_divides, places, toml_lines
+from .settings import places, toml_lines
 
 # groups whose settings may differ between a run and its continuation: they change no result
 MAY_DIFFER = {"speed", "memory", "run"}
-MUST_AGREE = {"seed"}  # though it stands among them
+MUST_AGREE = {"seed"}  # although it stands in one of them
 
 
-def open_folder(config: Config) -> Path:
-    """Make the folder of `config.run.out_dir`, or reopen it to resume.
+class RunDir:
+    """The folder of a run. The main process reads and writes; the others are told."""
 
-    Raises ConfigError if it cannot be written, or holds a run that `--resume` was not asked for.
+    def __init__(self, config: Config, dist: DistContext, screen: Screen) -> None:
+        """Touches nothing; `open` does."""
+        self.config, self.dist, self.screen = config, dist, screen
+        self.path = Path()
+        self.saved_step = -1  # of the newest checkpoint
+        self._lock: IO[str] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def open(self, learner: Learner) -> int:
+        """Make or reopen the folder, and load what --resume names; how many steps are done.
+
+        Raises ConfigError or CheckpointError, and then leaves the folder to others.
+        """
+        self.path = self.dist.on_main(self._make_and_lock)
+        try:
+            return self._resume(learner)
+        except ValueError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other runs into the folder."""
+        if self._lock:
+            self._lock.close()
+
+    def _make_and_lock(self) -> Path:
+        path = make_folder(self.config)
+        self._lock = lock(path)
+        return path
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def save(self, step: int, learner: Learner, *, required: bool = True) -> None:
+        """Write a checkpoint of everything that cannot be derived, unless this step has one.
+
+        A save that is not `required` warns about a full disk and goes on; older checkpoints stay.
+        """
+        try:
+            self.dist.on_main(lambda: self._save(step, learner))
+        except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
+            if required:
+                raise
+            reason = str(error).splitlines()[0][:200]
+            self.screen.warn(f"step {step}: NOT SAVED ({reason}); going on")
+
+    def _save(self, step: int, learner: Learner) -> None:
+        if self.saved_step == step:
+            return
+        state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
+        state["shape"] = asdict(learner.model.shape)  # so that a checkpoint is a model by itself
+        state["made_by"] = self._made_by()
+        save_checkpoint(self.checkpoints, step, state, keep_last=self.config.run.keep_last)
+        self.saved_step = step
+
+    def _resume(self, learner: Learner) -> int:
+        """The main process reads the checkpoint, if any, and sends it to the others."""
+        found: State = {}
+        resume = self.config.run.resume
+
+        def find() -> bool:
+            found.update(find_checkpoint(self.checkpoints, resume, self.screen.warn) or {})
+            if found:
+                check_same_run(self.config, found["config"], self.path)
+                discard_after(self.checkpoints, found["step"])
+            return bool(found)
+
+        if not self.dist.on_main(find):
+            if resume:
+                self.screen.say(f"--resume auto: no checkpoint in {self.path}, starting afresh")
+            return 0
+        state = self.dist.broadcast(found)
+        try:
+            learner.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{self.path}: does not fit this model: {reason}") from None
+        self.saved_step = step = int(state["step"])
+        now = self._made_by()
+        for name, number in state.get("made_by", now).items():
+            if number != now[name]:
+                self.screen.warn(
+                    f"the checkpoint was written by {number} {name}, this run has {now[name]}: "
+                    "the batches are the same, but results are not equal bit for bit"
+                )
+        self.screen.say(f"resumed from step {step} of {self.path}")
+        return step
+
+    def _made_by(self) -> dict[str, int]:
+        return {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
+
+    def name_of_checkpoint(self, step: int) -> Path:
+        return path_of(self.checkpoints, step)
+
+    # --- other files ----------------------------------------------------------------------------
+
+    def dump(self, batch: RolloutBatch, step: int) -> Path | None:
+        """Keep a batch whose step was skipped (`torch.load(..., weights_only=True)` reads it)."""
+        name = f"step_{step + 1:06d}_rank_{self.dist.rank}.pt"
+        path = self.path / "bad_batches" / name
+        prompts = [example.prompt for example in batch.examples]
+        record = {
+            "prompts": prompts,
+            "texts": [list(group) for group in batch.texts],
+            **vars(batch.completions),
+            "rewards": None if batch.rewards is None else torch.from_numpy(batch.rewards.total),
+            "advantages": batch.advantages,
+            "ref_logp": batch.ref_logp,
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(record, path)
+        except (OSError, RuntimeError):  # a full disk must not end what the guard has saved
+            return None
+        return path
+
+    def write_config(self) -> None:
+        """`config.toml`, which --config reads, with the versions that the run has."""
+        lines = toml_lines(self.config, leave_out=("out_dir", "resume"))
+        found = versions(self.dist.world_size)
+        lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
+        text = "\n".join(lines) + "\n"
+        tomllib.loads(text)  # what cannot be read must not be left behind
+        (self.path / "config.toml").write_text(text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def make_folder(config: Config) -> Path:
+    """Make the folder of --out-dir, or reopen it to resume.
+
+    Raises ConfigError if it cannot be written, or holds a run and --resume was not asked for.
     """
-    folder = Path(config.run.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
-    while (
-        not config.run.out_dir and folder.exists()
-    ):  # two runs that were started in the same second
+    out_dir = config.run.out_dir
+    folder = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
+    while not out_dir and folder.exists():  # two runs were started in the same second
         folder = folder.with_name(folder.name + "+")
     if (folder / "config.toml").exists() and not config.run.resume:
         raise ConfigError(
-            f"--out-dir {folder}: holds a run; --resume auto goes on with it, another folder "
-            "starts afresh"
+            f"--out-dir {folder}: holds a run; --resume auto goes on with it, "
+            "another folder starts afresh"
         )
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -50,60 +196,10 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
-def check_ranks(config: Config, dist: DistContext) -> None:
-    """Raise ConfigError unless prompts and micro-batches divide among the processes."""
-    ranks, prompts = dist.world_size, config.sampling.prompts_per_step
-    if prompts % ranks:
-        near = sorted({max(ranks, prompts // ranks * ranks), (prompts // ranks + 1) * ranks})
-        raise ConfigError(
-            f"--prompts-per-step {prompts} does not divide among {ranks} processes; "
-            f"{' or '.join(map(str, near))} would"
-        )
-    share = prompts // ranks
-    for name in ("micro_batch_size", "rollout_batch_size"):
-        size = getattr(config.memory, name)
-        check_divides(name, size, share, f"the {share} prompts of each process")
-
-
-def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
-    """Raise ConfigError if a checkpoint was made with a config that would give other results."""
-    saved, now = modern(saved), config.flat()
-    differ = [
-        f"{flag(name)} was {saved[name]!r}, is {now[name]!r}"
-        for name, (group, _) in places(Config).items()
-        if (group not in MAY_DIFFER or name in MUST_AGREE)
-        and name in saved
-        and saved[name] != now[name]
-    ]
-    if differ:
-        raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")
-
-
-def versions(num_processes: int) -> dict[str, str]:
-    """What the results depend on besides the config."""
-    try:
-        package = version("minigrpo")
-    except PackageNotFoundError:
-        package = "not installed"
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "minigrpo": package,
-        "git_commit": commit,
-        "threads": str(torch.get_num_threads()),
-        "processes": str(num_processes),
-    }
-
-
 def lock(folder: Path) -> IO[str]:
-    """Keep other processes out of a run's folder for as long as the file that is returned is open.
+    """Keep other processes out of a folder for as long as the returned file is open.
 
-    Raises ConfigError if another run is in there. The lock goes with the process, however it ends.
+    Raises ConfigError if another run is in there. The lock ends with the process, however it ends.
     """
     file = open(folder / ".lock", "w")
     try:
@@ -111,46 +207,23 @@ def lock(folder: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         raise ConfigError(
-            f"--out-dir {folder}: another run is writing to it; wait for its end or take another "
-            "folder"
+            f"--out-dir {folder}: another run is writing to it; "
+            "wait for its end or take another folder"
         ) from None
     except OSError:
         pass  # a file system without locks
     return file
 
 
-def dump_batch(folder: Path, batch: RolloutBatch, step: int, rank: int) -> Path:
-    """Write a batch that could not be learnt from, as plain types and tensors (`torch.load(...,
-    weights_only=True)`).
-    """
-    path = folder / "bad_batches" / f"step_{step + 1:06d}_rank_{rank}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "prompts": [example.prompt for example in batch.examples],
-        "texts": [list(group) for group in batch.texts],
-    }
-    rewards = None if batch.rewards is None else torch.from_numpy(batch.rewards.total)
-    tensors = {
-        **vars(batch.completions),
-        "rewards": rewards,
-        "advantages": batch.advantages,
-        "ref_logp": batch.ref_logp,
-    }
-    torch.save({**record, **tensors}, path)
-    return path
-
-
-def write_config(folder: Path, config: Config, num_processes: int = 1) -> None:
-    """`config.toml`: loads again with --config, into another folder. What is None is not written,
-    TOML has no null.
-    """
-    lines = toml_lines(config, leave_out=("out_dir", "resume"))
-    lines += ["", "[versions]"]
-    lines += [f"{name} = {json.dumps(value)}" for name, value in versions(num_processes).items()]
-    text = "\n".join(lines) + "\n"
-    tomllib.loads(text)
-    (folder / "config.toml").write_text(text)
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if a checkpoint's config would give other results than this one."""
+    then, now = modern(saved), config.flat()
+    differ = [
+        f"{flag(name)} was {then[name]!r}, is {now[name]!r}"
+        for name, (group, _) in places(Config).items()
+        if (group not in MAY_DIFFER or name in MUST_AGREE)
+        and name in then
+        and then[name] != now[name]
+    ]
+    if differ:
+        raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")

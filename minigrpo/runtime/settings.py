@@ -269,3 +269,19 @@ def check_divides(name: str, size: int, prompts: int, of_what: str) -> None:
         raise ConfigError(
             f"{flag(name)} must divide {of_what}: one of {divisors} (0: all), got {size}"
         )
+
+
+def check_shares(config: "Config", processes: int) -> None:
+    """Raise ConfigError unless prompts and micro-batches divide among the processes."""
+    prompts = config.sampling.prompts_per_step
+    if prompts % processes:
+        less = max(processes, prompts // processes * processes)
+        near = sorted({less, (prompts // processes + 1) * processes})
+        raise ConfigError(
+            f"--prompts-per-step {prompts} does not divide among {processes} processes; "
+            f"{' or '.join(map(str, near))} would"
+        )
+    share = prompts // processes
+    for name in ("micro_batch_size", "rollout_batch_size"):
+        size = getattr(config.memory, name)
+        check_divides(name, size, share, f"the {share} prompts of each process")

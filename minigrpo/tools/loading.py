@@ -8,16 +8,17 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import Config
-from ..model.pretrained import load_pretrained, match_vocab
+from ..model.pretrained import load_pretrained
 from ..model.tokenizer import load_tokenizer
 from ..model.transformer import ModelShape, Transformer
 from ..model.weights import WEIGHTS
-from ..rollout import Sampler
 from ..runtime import accel
+from ..runtime.build import match_vocab
 from ..runtime.checkpoint import CheckpointError, checkpoints, load_checkpoint
 from ..runtime.flags import ConfigError
 from ..runtime.logging import Screen
 from ..runtime.settings import places, read_settings
+from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
 from ..types import Task
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ..model.encoding import decode
-from ..rollout import GREEDY
 from ..runtime.flags import ConfigError, exit_with, parse
 from ..runtime.logging import Screen
 from ..runtime.rng import uniforms
 from ..sampling.generate import SamplingParams
+from ..sampling.sampler import GREEDY
 from ..tasks.chess_env import ChessEnv, prompt_of, render, transition
 from ..types import Example
 from .boards import differences, side_by_side

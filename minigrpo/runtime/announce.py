@@ -1,0 +1,114 @@
+"""What a run says on the screen: at the start, when nothing can be learnt, and at the end."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ..config import Config
+from ..types import RolloutBatch
+from .fast import LAYERS, device_kind
+from .logging import NoLog, RunLog, Screen
+from .settings import as_flags
+
+STEPS_WITHOUT_SIGNAL = 20  # in a row, before it is said
+STEPS_BETWEEN_SAMPLES = 10
+SAMPLES_LOGGED = 2
+Evaluation = Mapping[str, float]
+
+
+def introduce(
+    screen: Screen, config: Config, parameters: int, device: torch.device, processes: int
+) -> None:
+    """One line about what a step is, and what should be known before it begins."""
+    sampling, speed = config.sampling, config.speed
+    share = sampling.prompts_per_step // processes
+    micro = -(-share // (config.memory.micro_batch_size or share))
+    group = "true answers" if config.supervised else f"{sampling.group_size} completions"
+    screen.say(
+        f"{config.loss.name}: {sampling.prompts_per_step} prompts x {group} per step, "
+        f"on {processes} x {device.type}: {share} prompts each in {micro} "
+        f"micro-batch{'es' if micro > 1 else ''}; {parameters / 1e6:.1f} M parameters"
+    )
+    if speed.fast:
+        kind = device_kind(speed.device, speed.amp_dtype)
+        settings = config.flat()
+        layers = as_flags({name: settings[name] for name in LAYERS[kind]})
+        screen.say(f"--fast on {kind}: {' '.join(layers)}")
+    if speed.cuda_graphs and device.type != "cuda":
+        screen.warn(
+            "--cuda-graphs: no CUDA device, so rounds are run and not captured: slower, same tokens"
+        )
+    if sampling.top_k or sampling.top_p < 1:
+        screen.warn(
+            "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
+            "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
+        )
+
+
+class SignalWatch:
+    """Says, once, that there has been nothing to learn from for a while."""
+
+    def __init__(self, screen: Screen, is_main: bool) -> None:
+        self.screen, self.is_main, self.steps = screen, is_main, 0
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        self.steps = self.steps + 1 if metrics.get("frac_reward_zero_std") == 1 else 0
+        if self.steps == STEPS_WITHOUT_SIGNAL and self.is_main:
+            self.screen.warn(
+                f"for {STEPS_WITHOUT_SIGNAL} steps all completions of each prompt had equal "
+                "rewards: nothing is learnt. A model that never gets a part right needs a warm "
+                "start on true answers first (--loss nll)"
+            )
+
+
+def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
+    """Now and then, some completions of one prompt with their reward parts."""
+    if batch.rewards is None or step % STEPS_BETWEEN_SAMPLES:
+        return
+    example, texts = batch.examples[0], batch.texts[0][:SAMPLES_LOGGED]
+    for g, text in enumerate(texts):
+        record = {
+            "prompt": example.prompt,
+            "completion": text,
+            "truth": example.answer,
+            "parts": {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()},
+            "reward": float(batch.rewards.total[0, g]),
+        }
+        log.sample(step, record)
+    shown = [f"prompt      {example.prompt}", f"truth       {example.answer}"]
+    shown += [f"completion  {text}" for text in texts]
+    log.sample_text(step, "\n".join(f"    {line}" for line in shown))
+
+
+def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
+    names = [name for name in ("exact_sampled", "exact") if name in values]
+    shown = "  ".join(f"{name} {values[name]:.1%}" for name in names)
+    screen.say(
+        f"evaluation at step {step} on {values['n']:.0f} held-out examples: "
+        f"{shown}  reward {values['reward']:.3f}"
+    )
+
+
+def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
+    """What stands beside the progress bar."""
+    seen = f"exact_sampled {last['exact_sampled']:.1%}  " if last else ""
+    if "reward" in metrics:
+        now = f"reward {metrics['reward']:.3f}"
+    else:
+        now = f"loss {metrics['loss']:.4f}"
+    return f"{now}  {seen}{metrics['step_time']:.2f} s/step"
+
+
+def show_change(
+    screen: Screen, first: Evaluation, last: Evaluation, step: int, seconds: float
+) -> None:
+    """The table of what training changed, the sampled measure first: it is what GRPO maximises."""
+    names = [
+        name
+        for name in first
+        if name in last and name not in ("step", "n") and not name.startswith("count/")
+    ]
+    ends = [(name, first[name], last[name]) for name in names]
+    title = f"before -> after {step} steps, {last['n']:.0f} held-out examples, {seconds:.0f} s"
+    rows = [[name, f"{a:.3f}", f"{b:.3f}", f"{b - a:+.3f}"] for name, a, b in ends]
+    screen.table(title, ["", "before", "after", "change"], rows)

@@ -1,0 +1,111 @@
+"""The parts of a run, made from its config. The trainer, the tools and the benchmarks build here."""
+
+from collections.abc import Callable
+
+import tiktoken
+import torch
+
+from ..config import Config
+from ..learner import Learner
+from ..model.packing import PACKINGS
+from ..model.pretrained import load_pretrained
+from ..model.tokenizer import load_tokenizer
+from ..model.transformer import ModelShape, Transformer
+from ..reference import FrozenReference, NoReference, Reference
+from ..rewards import RewardScorer
+from ..tasks.files import Listener
+from ..tasks.registry import load_rewards, load_task
+from ..types import Task
+from . import accel
+from .flags import ConfigError
+
+Say = Callable[[str], object]
+# published vocabularies are padded to round numbers: a model may have one token in so many more
+# than its tokenizer
+MOST_PADDING = 8
+
+
+def make_tokenizer(config: Config) -> tiktoken.Encoding:
+    """Raises ValueError in one line that names the flag or the file."""
+    return load_tokenizer(config.model.tokenizer)
+
+
+def make_task(config: Config, listener: Listener | None = None) -> Task:
+    """Raises ValueError in one line that names the flag or the file."""
+    task, seed = config.task, config.run.seed
+    return load_task(task.name, seed=seed, history=task.history, data=task.data, listener=listener)
+
+
+def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:
+    """Raises ValueError for a reward file that does not load, or a weight of no part."""
+    return RewardScorer(
+        task,
+        weights=config.task.weights(),
+        functions=load_rewards(config.task.rewards),
+        workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
+        timeout_s=config.task.reward_timeout,
+        warn=warn,
+    )
+
+
+def make_model(
+    config: Config,
+    tokenizer: tiktoken.Encoding,
+    device: torch.device | str = "cpu",
+    say: Say = lambda text: None,
+) -> Transformer:
+    """The model that --init-from names, on a device. Raises ConfigError if it does not fit."""
+    sizes = config.model
+    if sizes.init_from == "scratch":
+        shape = ModelShape(tokenizer.n_vocab, sizes.context, sizes.layers, sizes.width, sizes.heads)
+        model = Transformer(shape, seed=config.run.seed)
+    else:
+        try:
+            model = load_pretrained(sizes.init_from)
+        except ValueError as error:
+            raise ConfigError(f"--init-from {error}") from None
+    match_vocab(model, f"--init-from {sizes.init_from}", config, tokenizer, say)
+    model = model.to(device)
+    model.logprob_chunk = accel.logprob_chunk(config.memory, model)
+    return model
+
+
+def match_vocab(
+    model: Transformer,
+    name: str,
+    config: Config,
+    tokenizer: tiktoken.Encoding,
+    say: Say = lambda text: None,
+) -> None:
+    """Trim a padded vocabulary: a token that cannot be decoded must never be sampled.
+
+    Raises ConfigError if the tokenizer or --max-new-tokens do not fit the model.
+    """
+    size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, config.model.tokenizer
+    if known < size <= known + known // MOST_PADDING:
+        say(f"{name}: {size - known} tokens more than --tokenizer {flag} has are padding, left out")
+        model.trim_vocab(known)
+    elif size != known:
+        raise ConfigError(
+            f"{name}: has {size} tokens, --tokenizer {flag} has {known}; "
+            "choose a model and a tokenizer that fit"
+        )
+    if config.sampling.max_new_tokens >= model.shape.context:
+        raise ConfigError(
+            "--max-new-tokens must leave room for a prompt in the model's context of "
+            f"{model.shape.context}, got {config.sampling.max_new_tokens}"
+        )
+
+
+def make_reference(config: Config, initial: Transformer, learner: Learner) -> Reference:
+    """The reference of --kl-coef, which takes the initial model over."""
+    if not config.loss.kl_coef:
+        return NoReference()
+    return FrozenReference(
+        accel.low_precision_copy(config.speed, initial),
+        packing=PACKINGS[config.speed.packing],
+        temperature=config.sampling.temperature,
+        backoff=learner.backoff,
+        autocast=learner.autocast,
+        offload=config.memory.offload_reference,
+    )

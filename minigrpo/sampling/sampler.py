@@ -1,0 +1,106 @@
+"""Completions of examples by the model as it is now: for training, evaluation and the tools."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import tiktoken
+import torch
+
+from ..config import Config
+from ..model.encoding import encode_answers, encode_prompts
+from ..model.transformer import Transformer
+from ..runtime import accel
+from ..runtime.oom import OOMBackoff
+from ..types import Completions, Example
+from .cuda_graphs import CUDAGraphCache
+from .decoders import Decoder, ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
+from .generate import SamplingParams, generate
+
+GREEDY = SamplingParams()  # together with u=None
+
+
+class Sampler:
+    """Encodes prompts, generates, and halves its batch when memory runs out."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        tokenizer: tiktoken.Encoding,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        warn: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """`model` must not be compiled: shapes differ in every round of decoding."""
+        self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
+        self.eos = tokenizer.eot_token
+        self.graphs = CUDAGraphCache()
+        self.decoder = self._choose_decoder()
+        self.low_precision = accel.low_precision_copy(config.speed, model)
+        # how many prompts fit depends on the number of samples, which evaluation and training differ in
+        self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
+        )
+        self.work = Counter[str]()  # rounds of decoding and tokens run, until somebody clears it
+
+    def _choose_decoder(self) -> Callable[..., Decoder]:
+        if self.config.speed.cuda_graphs:
+            return self.graphs.decoder
+        if not self.config.speed.kv_cache:
+            return UncachedDecoder
+        share = self.config.memory.share_prompt_kv
+        return SharedPrefixDecoder if share else ReplicatedPrefixDecoder
+
+    def complete(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int = 1,
+        u: np.ndarray | None = None,
+        params: SamplingParams = GREEDY,
+        batch_size: int = 0,
+    ) -> Iterator[Completions]:
+        """Complete each example `num_samples` times; yields parts of the batch, on the host.
+
+        Args:
+            u: uniform numbers `[P, G, S]`; None picks the most likely token each time.
+            batch_size: prompts that are decoded together, 0: all. It changes memory and time only.
+
+        Raises ConfigError for a prompt that leaves no room for --max-new-tokens.
+        """
+        longest = self.config.sampling.max_new_tokens
+        room = self.model.shape.context - longest
+        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
+        drafts = None
+        if self.config.speed.speculative_decoding:
+            drafts = encode_answers(self.tokenizer, examples)[0]
+        accel.refresh(self.low_precision, self.model)
+        device = self.model.device
+        done = 0
+
+        def generate_some(size: int) -> Completions:
+            part = slice(done, done + size)
+            with self.autocast():
+                low = torch.is_autocast_enabled(device.type)  # not after a fall back to float32
+                return generate(
+                    self.low_precision if low else self.model,
+                    prompt_ids[part].to(device),
+                    prompt_len[part].to(device),
+                    eos=self.eos,
+                    max_new_tokens=longest,
+                    num_samples=num_samples,
+                    u=None if u is None else torch.from_numpy(u[part]).to(device),
+                    params=params,
+                    decoder=self.decoder,
+                    drafts=None if drafts is None else drafts[part].to(device),
+                    num_speculative_tokens=self.config.speed.num_speculative_tokens,
+                    work=self.work,
+                )
+
+        while done < len(examples):
+            left = len(examples) - done
+            backoff = self.backoffs[num_samples]
+            part = backoff.run(generate_some, min(batch_size or left, left), self.graphs.forget)
+            done += len(part)
+            yield part.to("cpu")
