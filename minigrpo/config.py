@@ -14,11 +14,9 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
-from .runtime import renamed, settings
+from .runtime import combinations, renamed, settings
 from .runtime.flags import ConfigError
 from .runtime.settings import Above, AtLeast, AtMost, Group
-
-PROFILED = 4, 6  # first and last step that --profile traces
 
 Count = Annotated[int, AtLeast(1)]
 CountOrZero = Annotated[int, AtLeast(0)]
@@ -247,7 +245,7 @@ class Config:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        _check_combinations(self)
+        combinations.check(self)
 
     @classmethod
     def of(cls, **flat_settings: Any) -> Self:
@@ -277,40 +275,3 @@ class Config:
     def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
         """Parse flags; what is wrong is printed as one line, and the process exits with code 2."""
         return settings.from_cli(cls, argv, prog)
-
-
-def _check_combinations(config: Config) -> None:
-    sampling, loss, speed, run = config.sampling, config.loss, config.speed, config.run
-    model, prompts = config.model, sampling.prompts_per_step
-    size = sampling.group_size
-    if size < 2 and not config.supervised:
-        raise ConfigError(f"--group-size must be at least 2 with --loss {loss.name}, got {size}")
-    if model.width % model.heads or model.width % 2:
-        raise ConfigError(
-            f"--width must be even and a multiple of --heads, got {model.width} and {model.heads}"
-        )
-    if loss.overlong == "punish" and loss.overlong_buffer > sampling.max_new_tokens:
-        raise ConfigError(
-            f"--overlong-buffer must be at most --max-new-tokens, got {loss.overlong_buffer}"
-        )
-    if speed.cuda_graphs and (not speed.kv_cache or config.memory.share_prompt_kv):
-        raise ConfigError("--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv")
-    if run.profile and min(run.stop_after or run.max_steps, run.max_steps) < PROFILED[1]:
-        raise ConfigError(
-            f"--profile traces steps {PROFILED[0]} to {PROFILED[1]}, which this run does not reach"
-        )
-    if speed.low_precision_weights and not speed.use_amp:
-        raise ConfigError("--low-precision-weights needs --use-amp, which says what precision")
-    if config.supervised and loss.kl_coef:
-        raise ConfigError(
-            f"--kl-coef must be 0 with --loss {loss.name}, which samples nothing, "
-            f"got {loss.kl_coef}"
-        )
-    for name in ("micro_batch_size", "rollout_batch_size"):
-        batch = getattr(config.memory, name)
-        settings.check_divides(name, batch, prompts, f"--prompts-per-step {prompts}")
-    if run.resume and not run.out_dir:
-        raise ConfigError("--resume needs --out-dir, the folder of the run to go on with")
-    if run.resume and run.resume != "auto" and not run.resume.isdigit():
-        raise ConfigError(f"--resume must be auto or a step number, got {run.resume}")
-    config.task.weights()

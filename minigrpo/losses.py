@@ -1,16 +1,16 @@
-"""Advantages, policy losses and KL estimators: tensors in, tensors out. No model, no device, no
-tokenizer.
+"""Advantages, policy losses and KL estimators: tensors in, tensors out.
 
 Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`; m the mask; n_i = sum_t m;
 B completions; N tokens.
 
-    r  = exp(logp - old)                                       the ratio of a token
-    l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl        what each row turns into a per-token term
-    L  = sum(w * l)                                            with weights w from *global* counts
+    r  = exp(logp - old)                                                   ratio, per token
+    l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl  term, per token
+    L  = sum(w * l)                                                        loss
 
-Since w depends on counts over the whole optimizer step, the gradient does not depend on micro-batch
-size, accumulation or number of ranks (bnpo excepted, by definition). Everything is computed in
-float32 at least.
+Each loss is a row of LOSSES: how it forms the ratio, the term and the weights w. The weights come
+from counts over the whole optimizer step, so the gradient does not depend on the micro-batch size
+or on the number of processes (except for bnpo, by definition). Everything is computed in float32
+or wider.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,15 @@ STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
-    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 at least.
+    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
 
     Args:
-        estimator: group_mean: R_i - mean(R) (arXiv 2402.03300). leave_one_out: R_i - mean of the
-            others (RLOO, 2402.14740).
-        scale: group: divide by the group's std + 1e-4. batch: by the std of the whole batch. none:
-            do not divide (Dr. GRPO, 2503.20783). Standard deviations have ddof = 1.
+        estimator: `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out`: R_i minus
+            the mean of the others (RLOO, arXiv 2402.14740).
+        scale: what divides the result. `group`: the group's std + 1e-4. `batch`: the std of the
+            whole batch + 1e-4. `none`: nothing (Dr. GRPO, arXiv 2503.20783). ddof = 1.
 
-    A group whose rewards are all equal has advantage exactly 0. Raises ValueError for groups of
-    one.
+    A group with equal rewards has advantage exactly 0. Raises ValueError for groups of one.
     """
     if rewards.shape[-1] < 2:
         raise ValueError(
@@ -53,15 +52,15 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         centred = centred / (rewards.std() + STD_EPS)
     elif scale != "none":
         raise ValueError(f"advantage scale must be group, batch or none, got {scale!r}")
-    # eight rewards of 0.1 do not average to 0.1 in float32; divided by a tiny std, that noise would
-    # be a gradient
-    dead = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
-    return torch.where(dead, 0.0, centred)
+    # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
+    # error would become a gradient.
+    equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    return torch.where(equal, 0.0, centred)
 
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """What an optimizer step averages over: counted once, over all micro-batches and ranks."""
+    """What an optimizer step averages over, counted over all micro-batches and processes."""
 
     completions: int | Tensor  # B
     tokens: int | Tensor  # N, completion tokens
@@ -86,17 +85,16 @@ def sequence_mean_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """The ratio of whole completions, exp(sum_t (logp - old)), broadcast (RLOO, arXiv
-    2402.14740)."""
+    """exp(sum_t (logp - old)), broadcast over the tokens (RLOO, arXiv 2402.14740)."""
     return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
 
 
-# --- the surrogate: from ratio and advantage to a per-token term, and to indicators of what was cli
+# --- the surrogate: from ratio and advantage to a term per token, and what was clipped ------------
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The ratio is clipped to [low, high]; `cap`, if there is one, bounds the unclipped ratio."""
+    """The ratio is clipped to [low, high]; `cap` bounds the unclipped ratio, if given."""
 
     low: float
     high: float
@@ -107,8 +105,9 @@ Term = tuple[Tensor, dict[str, Tensor]]
 
 
 def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
-    """-min(r A, clip(r) A) (PPO); with a cap the unclipped r is first capped (two-sided, arXiv
-    2505.07291).
+    """-min(r A, clip(r) A), as in PPO (arXiv 1707.06347).
+
+    With a cap, the unclipped r is capped first: the two-sided clip of arXiv 2505.07291.
     """
     low, high = clip.low, clip.high
     capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
@@ -129,11 +128,11 @@ def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
 
 
 def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
-    """-logp: no policy gradient, but the supervised warm start."""
+    """-logp: supervised training on true answers."""
     return -logp, {}
 
 
-# --- the weights: who counts how much -------------------------------------------------------------
+# --- the weights: how much each token counts ------------------------------------------------------
 
 
 def per_completion(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
@@ -147,9 +146,7 @@ def per_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tens
 
 
 def per_local_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
-    """sum over the tokens at hand over their number, each micro-batch by itself, weighted by its
-    share of the completions
-    """
+    """The mean over the micro-batch's own tokens, times its share of the step's completions"""
     return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / normalizer.completions)
 
 
@@ -160,7 +157,7 @@ def constant(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tenso
 
 @dataclass(frozen=True)
 class LossSpec:
-    """One row of the loss table, with the defaults that its paper uses."""
+    """A row of the loss table, with the defaults of its paper."""
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, Clip], Term]
@@ -190,10 +187,10 @@ LOSSES = {
     "nll": LossSpec(token_ratio, negative_logp, per_token, needs_group=False),  # the warm start
 }
 
-# KL estimators on sampled tokens, d = ref - logp (Schulman's k1, k2, k3). Their on-policy
-# gradients: k2 and k3_is give grad KL(pi||ref), k3 gives grad KL(ref||pi) (arXiv 2506.09477,
-# 2510.01555, 2512.21852), k1 in the loss gives 0, which is why k1_reward is not here: the rollout
-# takes it off the rewards.
+# Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, the gradient of k2 and
+# k3_is is that of KL(pi||ref), and the gradient of k3 is that of KL(ref||pi) (arXiv 2506.09477,
+# 2510.01555, 2512.21852). The gradient of k1 is 0, so k1 is not here: with k1_reward the rollout
+# subtracts it from the rewards.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
@@ -203,12 +200,11 @@ KL_IN_REWARD = "k1_reward"
 
 
 def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
-    """min(exp(logp - sampler_logp), cap), without gradient: corrects for tokens that another
-    distribution drew.
+    """min(exp(logp - sampler_logp), cap), without gradient; any shape.
 
-    Truncated importance sampling (Ionides 2008), per token as TRL and verl use it where sampler and
-    trainer differ. `logp` is the old policy in the training forward, `sampler_logp` what tokens
-    were really drawn from; any shape.
+    Truncated importance sampling (Ionides 2008), per token. It corrects for tokens that were drawn
+    from another distribution than the policy's: `logp` is the old policy in the training forward,
+    `sampler_logp` the distribution that the tokens were drawn from.
     """
     return (logp.detach() - sampler_logp).exp().clamp(max=cap)
 
@@ -230,31 +226,30 @@ def policy_loss(
     token_weights: Tensor | None = None,
     normalizer: LossNormalizer | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, or of a micro-batch's share of it.
+    """The loss of a batch, or a micro-batch's share of the loss.
 
     Args:
         logp: `[..., S]` log-probs of the sampled tokens, with gradient.
-        old_logp: `[..., S]` under the policy that sampled; None means `logp.detach()`: a ratio of
-            exactly 1.
-        advantages: `[...]`, one a completion; None for nll.
+        old_logp: `[..., S]` under the policy that sampled. None: `logp.detach()`, a ratio of 1.
+        advantages: `[...]`, one per completion; None for nll.
         mask: `[..., S]` bool.
-        loss: a row of LOSSES; None for a clip or the cap takes the row's default.
-        max_completion_length: what dr_grpo divides by; S if None.
+        loss: a row of LOSSES. Where a clip or the cap is None, the row's default is used.
+        max_completion_length: what dr_grpo divides by; None: S.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
-        token_weights: `[..., S]`, factors of the policy term (not of the KL), see
+        token_weights: `[..., S]`, factors of the policy term but not of the KL; see
             `truncated_importance_weights`.
-        normalizer: B and N of the whole optimizer step; None counts this batch. The losses, gradients
-            and metrics of micro-batches that share `counts` add up to the whole batch's.
+        normalizer: B and N of the whole optimizer step; None counts this batch. Losses, gradients
+            and metrics of micro-batches with the same normalizer add up to the whole batch's.
 
     Returns:
-        The scalar loss, and metrics (scalars without gradient, which add up likewise).
+        The scalar loss, and metrics: scalars without gradient.
     """
     spec = LOSSES[loss]
     normalizer = normalizer or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
-    # masked before exp: inf * 0 is NaN in backward
+    # masked before exp, because inf * 0 is NaN in the backward pass
     logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
     old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
     ratio = spec.ratio(logp - old, m)

@@ -1,4 +1,4 @@
-"""The speed layers: one flag each. Each can be deleted without touching the maths."""
+"""The speed layers, one flag each. Each can be deleted without touching the mathematics."""
 
 import copy
 import os
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import PROFILED, Config, MemoryConfig, RunConfig, SpeedConfig
+from ..config import Config, MemoryConfig, RunConfig, SpeedConfig
 from ..model import transformer as gpt
 from ..model.logprobs import chunk_size
 from ..model.transformer import Attend, Block, Transformer
+from .combinations import FIRST_PROFILED, LAST_PROFILED
 from .flags import ConfigError
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """--device; of several processes on a machine each gets a CUDA device of its own.
+    """The device of --device; each process on a machine gets its own CUDA device.
 
-    Raises ConfigError for a device that is not here.
+    Raises ConfigError for a device that this machine does not have.
     """
     if name == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
@@ -39,10 +40,9 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
             "allowed"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # what does not name one means this one
-        torch.backends.cuda.enable_cudnn_sdp(
-            False
-        )  # it makes a plan for every new length, and ours are all new
+        torch.cuda.set_device(device)  # for code that names no device
+        # cuDNN's attention builds a plan for every new length, and lengths differ in every batch
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name}")
     return device
@@ -163,11 +163,11 @@ def profiler(
     """--profile: a trace of a few steps of the main process, in the run's folder."""
     if not (run.profile and is_main):
         return NoProfiler()
-    first, last = PROFILED
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    steps = {"wait": first - 2, "warmup": 1, "active": last - first + 1, "repeat": 1}
+    active = LAST_PROFILED - FIRST_PROFILED + 1
+    steps = {"wait": FIRST_PROFILED - 2, "warmup": 1, "active": active, "repeat": 1}
     return torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(**steps),

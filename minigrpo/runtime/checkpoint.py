@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there: written aside, flushed, renamed, and only then vouched
-for by a manifest.
+"""Checkpoints that are whole or not there.
 
-`state.pt` is one dict of plain types and tensors (it loads with `weights_only=True`, so a pickle
-cannot run code); the manifest holds its sha256, because torch loads a file with a flipped bit
-without a word. A checkpoint without a manifest that matches does not count.
+A file is written under another name, flushed and renamed; then a manifest with its sha256 follows.
+The hash is needed because torch loads a file with a flipped bit without complaint. A checkpoint
+without a matching manifest does not count. `state.pt` is a dict of plain types and tensors, so it
+loads with `weights_only=True` and cannot run code.
 """
 
 import hashlib
@@ -24,17 +24,15 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
-    """Write `step_NNNNNN/{state.pt, manifest.json}` under `folder`, then remove all but the newest
-    `keep_last`.
+    """Write `step_NNNNNN/{state.pt, manifest.json}`, then keep only the newest `keep_last`.
 
-    Raises OSError or RuntimeError (disk full is torch's RuntimeError) with older checkpoints
-    untouched and the partial file gone.
+    Raises OSError, or RuntimeError, which is what torch makes of a full disk. Older checkpoints are
+    then untouched, and the partial file is gone.
     """
     target = path_of(folder, step)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "manifest.json").unlink(
-        missing_ok=True
-    )  # the old promise does not hold for what is about to be written
+    # the old manifest does not vouch for the file that comes now
+    (target / "manifest.json").unlink(missing_ok=True)
     digest = _write(target / "state.pt", lambda path: torch.save(state, path))
     manifest = json.dumps({"step": step, "files": {"state.pt": digest}}, indent=1)
     _write(target / "manifest.json", lambda path: path.write_text(manifest + "\n"))
@@ -49,16 +47,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def discard_after(folder: Path, step: int) -> None:
-    """Remove checkpoints of a later step: left by a run that was resumed from before them, or
-    damaged.
-    """
+    """Remove checkpoints of later steps: damaged ones, or those of a run that started over."""
     for path in checkpoints(folder):
         if int(path.name.removeprefix("step_")) > step:
             shutil.rmtree(path)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> str:
-    """Write a file so that it is whole or not there, even if the machine stops; its sha256."""
+    """Write a file that is whole or not there, even if the machine stops; returns its sha256."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
@@ -86,9 +82,7 @@ class CheckpointError(ValueError):
 
 
 def load_checkpoint(path: Path) -> State:
-    """The state in one checkpoint's folder. Raises CheckpointError unless it is exactly what was
-    saved.
-    """
+    """The state in a checkpoint's folder. Raises CheckpointError if it is not what was saved."""
     file, manifest = path / "state.pt", path / "manifest.json"
     try:
         promised = json.loads(manifest.read_text())["files"]["state.pt"]
@@ -113,9 +107,8 @@ def load_checkpoint(path: Path) -> State:
 def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) -> State | None:
     """The state to resume from, or None to start afresh.
 
-    `resume` is "" (afresh), "auto" (the newest good checkpoint; a damaged newer one is named
-    through `warn`), or a step. Raises CheckpointError if that step is not there or damaged, or if
-    there are checkpoints but none is good.
+    `resume` is "" (afresh), "auto" (the newest whole checkpoint; `warn` names damaged ones), or a
+    step. Raises CheckpointError if that step is missing or damaged, or if no checkpoint is whole.
     """
     if not resume:
         return None
@@ -140,6 +133,5 @@ def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) ->
         raise CheckpointError(
             f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh"
         )
-    # nothing there, or only a first save that was never finished: nothing was promised, so nothing
-    # is lost
+    # no checkpoint, or only a first save that was never finished: nothing is lost
     return None

@@ -1,8 +1,7 @@
-"""How many processes there are, and what they tell each other. With one process every method is the
-identity.
+"""What the processes of a run tell each other. With one process every method is the identity.
 
-Nothing else touches torch.distributed (but accel.py may). The trainer has no rank checks: all
-processes call the same methods in the same order, and there is one code path.
+All processes call the same methods in the same order, so the trainer needs no rank checks. Nothing
+else in the library touches torch.distributed.
 """
 
 import itertools
@@ -23,8 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-COUNTED = ("tokens/", "rollout/tokens")
-SECONDS_BETWEEN_LOOKS = 0.02  # how often a process asks whether the main one is done
+COUNTED = ("tokens/", "rollout/tokens")  # metrics that are summed, not averaged
+POLL_SECONDS = 0.02  # how often a process asks whether the main one is done
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,21 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: Any = None  # what processes can leave notes in, without a collective and its timeout
+    store: Any = None  # torch's key-value store: notes without a collective and its timeout
     turns: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
     def from_env(cls, timeout_s: float = 600) -> "DistContext":
-        """Join the processes that torchrun started; alone, if it did not.
+        """Join the processes that torchrun started; without torchrun, a run of one process.
 
-        NCCL carries CUDA tensors and gloo the others. A collective that takes longer than
-        `timeout_s` is an error.
+        NCCL carries CUDA tensors, and gloo all others. A collective that takes longer than
+        `timeout_s` seconds is an error.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
         timeout = timedelta(seconds=timeout_s)
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
-        # after a restart the store may be the same, with what the processes before this one left in
-        # it
+        # after a restart the store may still hold the notes of the processes before
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
@@ -69,7 +67,7 @@ class DistContext:
         return self.rank == 0
 
     def share(self, num_prompts: int) -> range:
-        """ModelSelection of a step's prompts are this process's: consecutive ones, as many for each."""
+        """The prompts of a step that belong to this process: an equal, consecutive share."""
         each = num_prompts // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
@@ -84,9 +82,7 @@ class DistContext:
         return self._reduce(x, dist.ReduceOp.MAX, "max")
 
     def combine(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of all shares: means, and sums of what is counted (tokens/..., rollout/tokens,
-        .../failures).
-        """
+        """Metrics over all processes: means, and sums of counts (tokens/..., .../failures)."""
         if self.world_size == 1:
             return metrics
         totals = self.sum(torch.tensor(list(metrics.values()), dtype=torch.float64)).tolist()
@@ -108,9 +104,7 @@ class DistContext:
         return torch.cat(shares)
 
     def broadcast(self, x: T) -> T:
-        """What the main process has, a plain object or one of tensors on the host; others pass
-        anything.
-        """
+        """The main process's object, which may hold tensors on the host. Others pass anything."""
         if self.world_size == 1:
             return x
         box = [x]
@@ -119,10 +113,9 @@ class DistContext:
         return box[0]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Let the main process do something, for however long it takes; all get its result, or
-        raise what it raised.
+        """Run a function in the main process; all get its result, or raise what it raised.
 
-        Not a collective: nothing times out while the main process evaluates or writes.
+        This is no collective, so nothing times out while the main process evaluates or writes.
         """
         if self.world_size == 1:
             return function()
@@ -136,7 +129,7 @@ class DistContext:
             self.store.set(key, _pickled(outcome))
         else:
             while not self.store.check([key]):
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
             outcome = pickle.loads(self.store.get(key))
         result, raised = outcome
         if raised is not None:
@@ -145,7 +138,7 @@ class DistContext:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Errors in here say which process they are in, and what it was doing."""
+        """Errors raised in here name the process, and what it was doing."""
         try:
             yield
         except Exception as error:
@@ -170,7 +163,7 @@ class DistContext:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Backward passes in here add to the gradient and send nothing."""
+        """Backward passes in here only add to the gradient; DDP sends nothing."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""Flags and what is said when they are wrong: one line that names the flag and what is allowed,
-exit code 2.
-"""
+"""Flags. A wrong one is answered by one line that names it and what is allowed, exit code 2."""
 
 import contextlib
 import difflib
@@ -15,7 +13,7 @@ Parsed = TypeVar("Parsed")
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be: one line that names the flag and says what is allowed."""
+    """A setting that is not allowed. The message is one line that names the flag."""
 
 
 def flag(name: str) -> str:
@@ -34,9 +32,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
-    """A dataclass from flags; `options` are tyro's. Raises ConfigError, in one line, for flags that
-    do not read.
-    """
+    """A dataclass from flags; `options` are tyro's. Raises ConfigError for a wrong flag."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -48,13 +44,12 @@ def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any)
 
 
 def _first_paragraph(panel: str) -> str:
-    """What tyro says in its framed panel, as one line."""
+    """The message in tyro's framed panel, as one line."""
     words: list[str] = []
     for line in panel.splitlines()[1:]:
         text = line.strip("│╭╮╰╯ ")
         if words and (not text or set(text) <= {"─"}):
             break
         words.append(text)
-    return (
-        " ".join(words).removeprefix("Error parsing Config: ") + " (--help lists what is allowed)"
-    )
+    message = " ".join(words).removeprefix("Error parsing Config: ")
+    return f"{message} (--help lists what is allowed)"

@@ -1,6 +1,6 @@
-"""What a run leaves behind and what a person watches: JSONL, TensorBoard, console, phase timer.
+"""Metrics as JSONL and TensorBoard, the console, and the phase timer.
 
-Everything that the library prints is printed here.
+Everything that the library prints goes through `Screen`.
 """
 
 import json
@@ -25,12 +25,13 @@ from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 Scalars = Mapping[str, float]
-SECONDS_BETWEEN_LINES = 15.0  # without a terminal: how often progress is a line
+SECONDS_BETWEEN_LINES = 15.0  # between progress lines, where there is no terminal for a bar
 
 
 class PhaseTimer:
-    """Seconds by phase of a step. On CUDA a phase ends with a device sync, so that it is charged
-    what it caused.
+    """Seconds per phase of a step.
+
+    On CUDA a phase ends with a device sync, or its work would be charged to the next phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,12 +81,9 @@ class RunLog:
     """The files of a run's folder that grow: metrics, evaluations, samples, TensorBoard."""
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
-        """`start_step` steps are done; anything later in the files, written by a run that was lost,
-        is cut.
-        """
-        last = (
-            start_step or -1
-        )  # a run that starts afresh keeps nothing, not even the evaluation before step 1
+        """`start_step` steps are done; later lines, which a lost run has written, are cut."""
+        # a run that starts afresh keeps nothing, not even the evaluation at step 0
+        last = start_step or -1
         self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=last)
         self.evaluations = JSONLines(folder / "eval.jsonl", up_to_step=last)
         self.samples = JSONLines(folder / "samples.jsonl", up_to_step=last)
@@ -135,10 +133,9 @@ class NoLog:
 
 
 class Screen:
-    """What a person sees: messages, and progress as a live bar on a terminal, as a line now and
-    then elsewhere.
+    """The console: messages, and progress as a bar on a terminal or as lines elsewhere.
 
-    Of several processes only the main one speaks; but all may warn, and say which they are.
+    Only the main process prints messages. All processes may warn, with their rank.
     """
 
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
@@ -170,7 +167,7 @@ class Screen:
 
     @contextmanager
     def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Progress of a file that is read: to be told how many of its bytes are done."""
+        """Progress of reading a file; call the result with the number of bytes that are done."""
         columns = (
             TextColumn("reading {task.description}"),
             BarColumn(bar_width=None),

@@ -1,6 +1,4 @@
-"""AdamW's parameter groups, and the learning rate as a pure function of the step, so that resuming
-needs no schedule.
-"""
+"""AdamW, and its learning rate as a pure function of the step: resuming needs no schedule."""
 
 import math
 
@@ -14,8 +12,7 @@ FINAL_SHARE = 0.1  # the learning rate ends at this share of its peak
 def make_optimizer(
     model: nn.Module, *, learning_rate: float, weight_decay: float, fused: bool
 ) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices and embeddings, none on biases and
-    norms."""
+    """AdamW over all parameters. Biases and norms have no weight decay."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -25,12 +22,9 @@ def make_optimizer(
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
-    """Linear rise over `warmup_steps`, then a cosine down to a tenth of the peak at `max_steps`.
-    Steps count from 0.
-    """
+    """Linear warm-up, then a cosine down to a tenth of the peak. Steps count from 0."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
-    return peak * (
-        FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    )
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return peak * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)

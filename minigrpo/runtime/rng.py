@@ -1,9 +1,9 @@
 """Random numbers that are derived, never stored.
 
-Every draw in the library is a pure function of (seed, stream name, counters), through numpy's
-counter-based Philox generator. So resuming needs no generator state, and neither batch composition
-nor the number of ranks nor what ran before can change a draw. Global generators (`random`,
-`np.random`, `torch.manual_seed`) are not used.
+Every draw in the library is a pure function of (seed, stream name, counters), by numpy's
+counter-based Philox generator. So resuming needs no generator state, and no draw depends on the
+batch, on the number of processes or on earlier draws. Global generators (`random`, `np.random`,
+`torch.manual_seed`) are not used.
 """
 
 import hashlib
@@ -12,11 +12,10 @@ import numpy as np
 
 
 def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
-    """An independent generator for (seed, name, up to three counters); each has room for 2**64
-    draws.
+    """An independent generator for (seed, name, up to three counters), good for 2**64 draws.
 
-    The seed and the name become Philox's key through a hash (never Python's `hash()`, which differs
-    from process to process); the counters become the high words of its 256-bit counter.
+    A hash of seed and name is Philox's key, and the counters are the high words of its 256-bit
+    counter. Python's own `hash()` would not do: it differs from process to process.
     """
     key = np.frombuffer(
         hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype=np.uint64
@@ -32,12 +31,11 @@ def uniforms(
     """One uniform number in [0, 1) for every token that may be sampled.
 
     Args:
-        rows: `[P]` int, the global index of each prompt: the number belongs to the prompt, not to
-            its place in a batch.
+        rows: `[P]` int, the global index of each prompt. Draws belong to the prompt, not to its
+            place in a batch.
 
     Returns:
-        `[P, G, S]` float32, keyed by (seed, name, step, row, sample); a longer `length` only
-        appends.
+        `[P, G, S]` float32, keyed by (seed, name, step, row, sample). A longer `length` appends.
     """
     draws = [
         [

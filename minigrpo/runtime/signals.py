@@ -1,6 +1,4 @@
-"""Being asked to stop: the step is finished, everything is saved, and the process exits as if all
-was well.
-"""
+"""Stopping on request: the step is finished, everything is saved, and the process exits with 0."""
 
 import signal
 import threading
@@ -13,28 +11,21 @@ import torch
 
 from .distributed import DistContext
 
-REASONS = (
-    "",
-    "SIGINT",
-    "SIGTERM",
-    "SIGUSR1",
-)  # Ctrl-C; a scheduler that takes the machine back; one that warns ahead
-SAME_REQUEST = (
-    1.0  # seconds: a signal that comes twice at once, from terminal and launcher, is one request
-)
+# Ctrl-C; a scheduler that takes the machine back; a scheduler that warns ahead
+REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1")
+# seconds: a signal that arrives twice at once, from the terminal and the launcher, is one request
+SAME_REQUEST = 1.0
 
 
 class StopRequest:
-    """Catches signals while it is entered. The first asks; another one, later, stops at once."""
+    """Catches signals while entered. The first one asks to stop; a later one stops at once."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self.say, self.reason, self.asked_at = say, "", 0.0
         self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # no other thread may set handlers
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for name in REASONS[1:]:
                 if number := getattr(signal, name, None):
                     self.handlers[number] = signal.signal(number, self._caught)
@@ -46,14 +37,17 @@ class StopRequest:
         self.handlers.clear()
 
     def agreed(self, dist: DistContext) -> str:
-        """Why to stop, or "": the same in all processes, if only one of them was asked. A
-        collective.
+        """Why to stop, or "": the same in all processes, even if only one was asked.
+
+        A collective: every process must call it.
         """
         return REASONS[int(dist.max(torch.tensor(REASONS.index(self.reason))))]
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if not self.reason:
             self.reason, self.asked_at = signal.Signals(number).name, time.monotonic()
-            self.say(f"{self.reason}: finishing this step, then saving; once more stops at once")
+            self.say(
+                f"{self.reason}: finishing this step, then saving; a second signal stops at once"
+            )
         elif time.monotonic() - self.asked_at > SAME_REQUEST:
-            raise KeyboardInterrupt  # checkpoints are whole or not there
+            raise KeyboardInterrupt  # safe: checkpoints are whole or not there

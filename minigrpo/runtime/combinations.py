@@ -1,0 +1,68 @@
+"""Settings that do not go together."""
+
+from typing import TYPE_CHECKING
+
+from .flags import ConfigError
+from .settings import check_divides
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
+
+
+def check(c: "Config") -> None:
+    """Raise ConfigError for settings that are fine by themselves, but not together."""
+    size, prompts, width, heads = (
+        c.sampling.group_size,
+        c.sampling.prompts_per_step,
+        c.model.width,
+        c.model.heads,
+    )
+    last_step = min(c.run.stop_after or c.run.max_steps, c.run.max_steps)
+    loss, buffer, resume = c.loss.name, c.loss.overlong_buffer, c.run.resume
+    no_slots = not c.speed.kv_cache or c.memory.share_prompt_kv
+    for bad, message in (
+        (
+            size < 2 and not c.supervised,
+            f"--group-size must be at least 2 with --loss {loss}, got {size}",
+        ),
+        (
+            width % heads or width % 2,
+            f"--width must be even and a multiple of --heads, got {width} and {heads}",
+        ),
+        (
+            c.loss.overlong == "punish" and buffer > c.sampling.max_new_tokens,
+            f"--overlong-buffer must be at most --max-new-tokens, got {buffer}",
+        ),
+        (
+            c.supervised and c.loss.kl_coef,
+            f"--kl-coef must be 0 with --loss {loss}, which samples nothing, got {c.loss.kl_coef}",
+        ),
+        (
+            c.speed.cuda_graphs and no_slots,
+            "--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv",
+        ),
+        (
+            c.speed.low_precision_weights and not c.speed.use_amp,
+            "--low-precision-weights needs --use-amp, which says what precision",
+        ),
+        (
+            c.run.profile and last_step < LAST_PROFILED,
+            f"--profile traces steps {FIRST_PROFILED} to {LAST_PROFILED}, but the run ends earlier",
+        ),
+        (
+            resume and not c.run.out_dir,
+            "--resume needs --out-dir, the folder of the run to go on with",
+        ),
+        (
+            resume not in ("", "auto") and not resume.isdigit(),
+            f"--resume must be auto or a step number, got {resume}",
+        ),
+    ):
+        if bad:
+            raise ConfigError(message)
+    for name in ("micro_batch_size", "rollout_batch_size"):
+        batch = getattr(c.memory, name)
+        check_divides(name, batch, prompts, f"--prompts-per-step {prompts}")
+    c.task.weights()
