@@ -1,0 +1,138 @@
+"""README.md and docs/*.md name only what exists: files, headings, commands, presets and flags."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import runpy
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from minigrpo import Config
+from minigrpo.runtime.flags import flag
+from minigrpo.runtime.settings import find_preset, places
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ENDS = {";", "&&", "||", "|", "&", "do", "done", "then"}  # words between two commands of a line
+
+# where the flags of a command are declared: the Config, or a script or module with a --help
+CONFIG = "the Config"
+COMMANDS = {
+    "train": CONFIG,
+    "plan": CONFIG,
+    "benchmark": "benchmark.py",
+    **{name: f"minigrpo.tools.{name}" for name in ("evaluate", "sample", "curves", "export")},
+    "annotate": "minigrpo.tools.annotate",
+}
+TRAINING = {"train.py", "distributed_train.py", "slurm/grpo.sbatch"}
+
+
+def prose(path: Path) -> str:
+    """A page without its code blocks."""
+    return CODE.sub("", path.read_text(encoding="utf-8"))
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, by GitHub's rule."""
+    headings = re.findall(r"^#+ +(.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(path: Path) -> None:
+    for link in LINK.findall(prose(path)):
+        if re.match(r"[a-z]+:", link):
+            continue  # another site: tests do not ask the network
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), f"{path.name}: {link} is not there"
+        assert not anchor or anchor in anchors(target), f"{path.name}: {link} has no such heading"
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """The commands in a page's bash blocks, as lists of words."""
+    for language, code in CODE.findall(path.read_text(encoding="utf-8")):
+        for line in code.replace("\\\n", " ").splitlines() if language == "bash" else ():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if word not in ENDS:
+                    words.append(word)
+                elif words:
+                    yield words
+                    words = []
+
+
+def split_command(words: list[str]) -> tuple[str, list[str]] | None:
+    """What a command runs (a script, a module, `CONFIG`) and its arguments; None if not ours."""
+    if words[0] == "minigrpo":
+        assert len(words) > 1 and words[1] in COMMANDS, f"no command {words[:2]}"
+        return COMMANDS[words[1]], words[2:]
+    if words[0] in ("torchrun", "sbatch"):
+        script = next(word for word in words if word in TRAINING)
+        return CONFIG, words[words.index(script) + 1 :]
+    if words[0] != "python":
+        return None
+    if words[1] == "-m":
+        assert importlib.util.find_spec(words[2]), f"no module {words[2]}"
+        return words[2], words[3:]
+    assert (ROOT / words[1]).is_file(), f"no script {words[1]}"
+    return CONFIG if words[1] in TRAINING else words[1], words[2:]
+
+
+@cache
+def flags_of(program: str, argument: str) -> set[str]:
+    """The flags that a program's --help shows, for benchmark.py by its first argument."""
+    if program == CONFIG:
+        names = {flag(no + name) for name in places(Config) for no in ("", "no_")}
+        return names | {"--config", "--help"}
+    arguments = [argument] if program == "benchmark.py" and argument else []
+    shown, before = io.StringIO(), sys.argv
+    sys.argv = [program, *arguments, "--help"]
+    try:
+        with contextlib.redirect_stdout(shown), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module may be imported already
+            run = runpy.run_path if program.endswith(".py") else runpy.run_module
+            run(str(ROOT / program) if program.endswith(".py") else program, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise AssertionError(f"{program} --help fails") from end
+    finally:
+        sys.argv = before
+    return set(re.findall(r"--[a-z][a-z0-9-]*", shown.getvalue()))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_and_every_flag_of_it_exists(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # so that --help does not wrap a flag
+    for words in commands(path):
+        if (found := split_command(words)) is None:
+            continue
+        program, arguments = found
+        first = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+        given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+        if given:
+            unknown = given - flags_of(program, first)
+            assert not unknown, f"{path.name}: {' '.join(words)}: no flag {', '.join(unknown)}"
+        for name, value in pairwise(arguments):
+            if name == "--config" and "/" not in value and value != "FILE.toml":
+                assert find_preset(value).is_file(), f"{path.name}: no preset {value}"
+
+
+def test_the_page_of_flags_is_what_the_config_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_flags.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run docs/make_flags.py"
