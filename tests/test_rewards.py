@@ -393,5 +393,5 @@ def test_a_part_has_one_name() -> None:
     def similarity(example: Example, text: str) -> float:
         return 1.0
 
-    with pytest.raises(ValueError, match="--rewards: similarity is the name of a part"):
+    with pytest.raises(ValueError, match="--rewards: the task already has a part similarity"):
         RewardScorer(ENV, functions=[similarity])
