@@ -4,14 +4,10 @@ import chess
 import pytest
 
 from minigrpo.rewards import is_valid_fen
-from minigrpo.tasks.chess_env import (
-    KINDS,
-    PLIES_PER_GAME,
-    ChessEnv,
-    Positions,
-    is_held_out,
-    transition,
-)
+from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.tasks.self_play import KINDS, PLIES_PER_GAME, Positions
+from minigrpo.tasks.splits import is_held_out
+from minigrpo.tasks.transitions import transition
 
 START = chess.STARTING_FEN
 

@@ -17,9 +17,11 @@ import pytest
 
 from minigrpo import Config, Trainer
 from minigrpo.rewards import RewardScorer
-from minigrpo.tasks.chess_env import KINDS, is_held_out, render, transition
 from minigrpo.tasks.games import Games
 from minigrpo.tasks.registry import load_task
+from minigrpo.tasks.self_play import KINDS
+from minigrpo.tasks.splits import is_held_out
+from minigrpo.tasks.transitions import render, transition
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Example
 

@@ -6,13 +6,15 @@ from pathlib import Path
 import chess
 import pytest
 
-from minigrpo.tasks.chess_env import ChessEnv, Positions, is_held_out
+from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.lines import Line, Lines, json_line, text_line
 from minigrpo.tasks.registry import load_task
+from minigrpo.tasks.self_play import Positions
+from minigrpo.tasks.splits import is_held_out
 from minigrpo.types import Example
 
+from .test_best_move import annotated
 from .test_games import Heard
-from .test_policy import annotated
 
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq"
 START = chess.STARTING_FEN
@@ -47,8 +49,8 @@ MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
         ),
         (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", f"{START}+0.0+0+1", "illegal"),
         (f"{REPEATED}+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0", None, None, "quiet"),
-        (PADDED, f"P: {ENDGAME}", PADDED.removeprefix(f"P: {ENDGAME}"), "policy"),
-        (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "policy"),
+        (PADDED, f"P: {ENDGAME}", PADDED.removeprefix(f"P: {ENDGAME}"), "best-move"),
+        (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "best-move"),
     ],
 )
 def test_a_good_line_is_taken_to_the_letter(
@@ -65,7 +67,7 @@ def test_a_good_line_is_taken_to_the_letter(
     [
         ("hello", "1 fields, where fen.move.history.fen.reward.terminated.truncated has 7"),
         (f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0", "8 fields"),
-        (f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0", "no position"),
+        (f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0", "no valid position"),
         (f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0", "e2e4 ends with 0.001.0.0, not 1.0.1.0"),
         (
             f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
@@ -82,11 +84,11 @@ def test_a_good_line_is_taken_to_the_letter(
             "g1f3 ends with",
         ),
         (f"P: {START}", "a P line without M:"),
-        (f"P: {START} M: e2e4 E: 0.3 0.2 B: e2e4", "not M: moves E: as many numbers"),
-        (f"P: {START} M: e2e4 E: 0.3", "not M: moves"),
+        (f"P: {START} M: e2e4 E: 0.3 0.2 B: e2e4", "must be M: moves E: as many numbers"),
+        (f"P: {START} M: e2e4 E: 0.3", "must be M: moves"),
         (f"P: {START} M: e2e5 E: 0.3 B: e2e5", "e2e5 is not legal"),
-        (f"P: {START} M: e2e4 e2e4 E: 0.3 0.3 B: e2e4", "a move twice"),
-        ("P: nowhere M: e2e4 E: 0.3 B: e2e4", "no position"),
+        (f"P: {START} M: e2e4 e2e4 E: 0.3 0.3 B: e2e4", "a move occurs twice"),
+        ("P: nowhere M: e2e4 E: 0.3 B: e2e4", "no valid position"),
     ],
 )
 def test_a_damaged_line_says_why(line: str, words: str) -> None:
@@ -94,7 +96,7 @@ def test_a_damaged_line_says_why(line: str, words: str) -> None:
         text_line(line)
 
 
-def environment_lines(number: int) -> list[str]:
+def chess_env_lines(number: int) -> list[str]:
     """A lines of self-play, as this library writes them, or, every other one, as python-chess does
     by default.
     """
@@ -117,7 +119,7 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
     path, heard = tmp_path / "lines.txt", Heard()
     records = map(json.loads, annotated(tmp_path / "a.jsonl", 40).read_text().splitlines())
     good = [
-        *environment_lines(120),
+        *chess_env_lines(120),
         PADDED,
         MATED,
         *(record["prompt"] + record["answer"] for record in records),
@@ -131,7 +133,9 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
         "line 63 (a P line without M:), line 64 ('utf-8' codec can't decode byte 0xff in position "
         "0: invalid start byte)"
     ]
-    assert lines.heads == ("A: ", "P: ") and lines.num_train + lines.num_held_out == len(good)
+    assert lines.prompt_prefixes == ("A: ", "P: ") and lines.num_train + lines.num_held_out == len(
+        good
+    )
     task = load_task("chess-env", seed=0, data=str(path))
     assert {"exact_fen", "best"} <= set(task.parts)
     train = [task.train(i) for i in range(lines.num_train)]
@@ -141,9 +145,9 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
     for example in train + held_out:
         assert task.score(example, example.answer) == dict.fromkeys(task.parts, 1.0)
     assert task.train(lines.num_train + 5).index == lines.num_train + 5
-    only = load_task("policy", seed=0, data=str(path))
+    only = load_task("best-move", seed=0, data=str(path))
     assert set(only.parts) == {"best", "moves", "evals", "legal", "format"}
-    assert {only.train(i).kind for i in range(30)} == {"policy"}
+    assert {only.train(i).kind for i in range(30)} == {"best-move"}
 
 
 def test_a_position_is_in_one_split_whichever_convention_its_line_has() -> None:
@@ -158,7 +162,7 @@ def test_a_position_is_in_one_split_whichever_convention_its_line_has() -> None:
 def test_an_annotated_line() -> None:
     record = {"prompt": f"P: {START}", "answer": " M: e2e4 E: 0.3 B: e2e4", "made_by": "somebody"}
     assert json_line(json.dumps(record)) == Line(
-        record["prompt"], record["answer"], START, "policy"
+        record["prompt"], record["answer"], START, "best-move"
     )
     for wrong in (
         "[1]",

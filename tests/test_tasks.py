@@ -125,10 +125,13 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
     none.write_text(f"class A:\n{body}    held_out = train\n")
     leaves.write_text("raise SystemExit(0)")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"task": "chess"}, "--task must be chess-env, policy, chess-env.policy or a Python file"),
+        (
+            {"task": "chess"},
+            "--task must be chess-env, best-move, chess-env.best-move or a Python file",
+        ),
         (
             {"task": str(tmp_path / "none.py")},
-            "--task .*none.py: must be a Python file that is there",
+            "--task .*none.py: must be a Python file that exists",
         ),
         ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
         ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
@@ -143,10 +146,10 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
         ({"data": "games.doc"}, "must end with .pgn, .pgn.gz, .txt, .jsonl, got games.doc"),
         (
             {"data": SUMS, "task": REVERSE},
-            "--data goes with chess-env, policy, chess-env.policy, got --task",
+            "--data goes with chess-env, best-move, chess-env.best-move, got --task",
         ),
         ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
-        ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that is there"),
+        ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that exists"),
         (
             {"reward_weights": "exact_fen=1,typo=2"},
             "--reward-weights: no part typo; allowed: exact_fen, similarity",
