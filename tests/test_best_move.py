@@ -1,5 +1,5 @@
-"""The best-move task: what a completion is worth against the engine's, and training steps on both
-kinds of question at once.
+"""The best-move task: scores against the engine's answer, and training on both kinds of chess
+question in one batch.
 """
 
 import json
@@ -36,7 +36,6 @@ HOSTILE = [
     "E: " + "9" * 9999,
     "\x00",
     "\ud800",
-    # fmt: skip
     "M: ١e4 E: ١ B: e2e4",
     " M: e2e4 E: nan B: e2e4",
     " M: e2e4 E: 1e9 B: e2e4",
@@ -45,14 +44,13 @@ HOSTILE = [
 
 
 def annotated(path: Path, number: int) -> Path:
-    """Positions of self-play with legal moves and evaluations that a formula, not an engine, has
-    given.
+    """Write self-play positions with legal moves; a formula, not an engine, makes the
+    evaluations.
     """
     with open(path, "w") as file:
         for i in range(number):
-            fen = (
-                Positions(5, ("train", "held-out")[i % 4 == 0]).example(i).prompt[3:].split("+")[0]
-            )
+            example = Positions(5, ("train", "held-out")[i % 4 == 0]).example(i)
+            fen = example.prompt[3:].split("+")[0]
             moves = sorted(move.uci() for move in chess.Board(fen).legal_moves)[:5]
             answer = write([(move, 1.5 - rank / 4) for rank, move in enumerate(moves)])
             file.write(json.dumps({"prompt": f"P: {fen}", "answer": answer}) + "\n")
@@ -84,7 +82,7 @@ def test_parts_of_a_completion(
     )
 
 
-def test_evaluations_far_beyond_a_win_are_alike() -> None:
+def test_evaluations_beyond_a_clear_win_count_as_equal() -> None:
     example = Example(EXAMPLE.prompt, " M: e2e4 E: 999.98 B: e2e4")
     assert BestMove().score(example, " M: e2e4 E: 12.5 B: e2e4")["evals"] == 1
     assert BestMove().score(example, " M: e2e4 E: 9 B: e2e4")["evals"] == pytest.approx(1 / 2)
@@ -112,7 +110,7 @@ def test_hostile_texts_never_raise_and_are_cheap() -> None:
     assert not table["format"].any()
 
 
-def test_what_does_not_concern_a_question_is_the_same_for_its_group(tmp_path: Path) -> None:
+def test_a_part_that_does_not_apply_to_a_question_is_1_for_its_whole_group(tmp_path: Path) -> None:
     task = load_task("chess-env+best-move", seed=0, data=str(annotated(tmp_path / "a.jsonl", 60)))
     examples = [task.train(i) for i in range(8)]
     assert [example.prompt[:3] for example in examples] == ["A: ", "P: "] * 4
@@ -192,7 +190,7 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(
 def test_what_is_missing_is_one_line_that_says_how_to_get_it(
     task: str, data: str, words: str, tmp_path: Path
 ) -> None:
-    if data == "LINES.txt":  # all of them about what follows, none about what to play
+    if data == "LINES.txt":  # only chess-env lines
         data = str(tmp_path / data)
         examples = [
             Positions(0, split).example(i) for split in ("train", "held-out") for i in range(3)
@@ -203,10 +201,21 @@ def test_what_is_missing_is_one_line_that_says_how_to_get_it(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "name"), [("policy", "best-move"), ("chess-env+policy", "chess-env+best-move")]
+)
+def test_a_task_is_loaded_under_its_old_name(tmp_path: Path, old: str, name: str) -> None:
+    data = str(annotated(tmp_path / "a.jsonl", 60))
+    before, now = (load_task(task, seed=0, data=data) for task in (old, name))
+    assert before.parts == now.parts
+    assert [before.train(i) for i in range(20)] == [now.train(i) for i in range(20)]
+
+
 def test_several_files_take_turns(tmp_path: Path) -> None:
     data = f"{SMALL},{annotated(tmp_path / 'a.jsonl', 60)}"
     task = load_task("chess-env+best-move", seed=0, data=data)
     assert [task.train(i).kind == "best-move" for i in range(6)] == [False, True] * 3
-    assert task.num_held_out == 2 * 9  # type: ignore[attr-defined] # the games have 9, the others more
+    # the games have 9 held-out examples, the annotated file has more
+    assert task.num_held_out == 2 * 9  # type: ignore[attr-defined]
     assert [task.held_out(i).kind == "best-move" for i in range(18)] == [False, True] * 9
     assert len({task.held_out(i).prompt for i in range(18)}) == 18

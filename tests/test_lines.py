@@ -1,4 +1,4 @@
-"""RookWorld's text lines, taken to the letter; what the rules of chess do not allow is damaged."""
+"""RookWorld's text lines: kept exactly as they stand, refused if the rules of chess forbid them."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from .test_games import Heard
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq"
 START = chess.STARTING_FEN
 REPEATED = "4k3/8/8/8/8/8/8/4K2R w - - 16 40"
-# RookWorld's own are padded to columns, and not in order
+# RookWorld pads its lines to columns, and does not sort the moves
 ENDGAME = "8/8/8/8/8/2k5/7R/K7 w - - 0 60"
 PADDED = f"P: {ENDGAME:90}M: {'a1b1 h2h3 h2h8':30}E: {'5.31 6.0 -0.02':40}B: h2h3"
 MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
@@ -53,7 +53,7 @@ MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
         (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "best-move"),
     ],
 )
-def test_a_good_line_is_taken_to_the_letter(
+def test_a_good_line_is_kept_as_it_stands(
     line: str, prompt: str | None, answer: str | None, kind: str
 ) -> None:
     read = text_line(line.strip())
@@ -76,7 +76,7 @@ def test_a_good_line_is_taken_to_the_letter(
         (
             f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",
             "e2e5 leads to",
-        ),  # a move that was carried out unlooked at
+        ),  # an illegal move that was carried out
         (f"A: {START}+e2e5++{START}+0.001+0+0", "e2e5 ends with -1.0.0.1 or 0.0.0.1"),
         (
             f"A: "
@@ -97,8 +97,8 @@ def test_a_damaged_line_says_why(line: str, words: str) -> None:
 
 
 def chess_env_lines(number: int) -> list[str]:
-    """A lines of self-play, as this library writes them, or, every other one, as python-chess does
-    by default.
+    """A lines of self-play. Every other one is written as python-chess does by default: no en
+    passant square unless a pawn can capture.
     """
     lines = []
     for i in range(number):
@@ -151,7 +151,7 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
 
 
 def test_a_position_is_in_one_split_whichever_convention_its_line_has() -> None:
-    """After 1. e4 nothing can capture en passant: both ways to write it are one position."""
+    """After 1. e4 no pawn can capture en passant, so both ways to write it are one position."""
     answer = "rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR w KQkq - 0 2+0.001+0+0"
     lines = [text_line(f"{AFTER_E4} {square} 0 1+e7e5++{answer}") for square in ("e3", "-")]
     assert lines[0].prompt != lines[1].prompt
@@ -171,11 +171,11 @@ def test_an_annotated_line() -> None:
         '{"prompt": "P: x", "answer": ""}',
         "[" * 4000,
     ):
-        with pytest.raises(ValueError):  # noqa: PT011 - the words are those of the check above
+        with pytest.raises(ValueError):  # noqa: PT011 - the message is tested above
             json_line(wrong)
 
 
-def test_the_shipped_task_judges_a_reward_of_minus_one() -> None:
+def test_chess_env_scores_against_a_reward_of_minus_one() -> None:
     line = text_line(f"{START}+e2e5++{START}+-1.0+0+1")
     scores = ChessEnv(0).score(Example(line.prompt, line.answer), f"{START}+0.0+0+1")
     assert (
