@@ -1,4 +1,4 @@
-"""A byte-pair encoding small enough to learn in a test, and its files as GPT-2's are published."""
+"""A byte-pair encoding that a test learns in no time, and its files in GPT-2's format."""
 
 import base64
 import itertools
@@ -15,7 +15,7 @@ Merge = tuple[bytes, bytes]
 
 
 def learn(text: str, number: int) -> list[Merge]:
-    """The most frequent neighbours again and again, inside what GPT-2's pattern cuts."""
+    """Merge the most frequent pair of neighbours `number` times, within GPT-2's pieces."""
     words = [
         [bytes([byte]) for byte in word.encode()] for word in regex.findall(GPT2_PATTERN, text)
     ]
@@ -45,7 +45,7 @@ def chess_merges(number: int = 60) -> list[Merge]:
 
 
 def write_ranks(path: Path, merges: list[Merge]) -> Path:
-    """A .tiktoken file."""
+    """Write a .tiktoken file."""
     tokens = [bytes([byte]) for byte in range(256)] + [a + b for a, b in merges]
     path.write_bytes(
         b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
@@ -56,9 +56,7 @@ def write_ranks(path: Path, merges: list[Merge]) -> Path:
 def write_gpt2(
     folder: Path, merges: list[Merge], names: tuple[str, str] = ("vocab.bpe", "encoder.json")
 ) -> Path:
-    """Merges and vocabulary: bytes that are no printable sign are written as letters from U+0100
-    on.
-    """
+    """Write merges and vocabulary; bytes that are not printable become letters from U+0100 on."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in plain}

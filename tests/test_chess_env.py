@@ -4,14 +4,10 @@ import chess
 import pytest
 
 from minigrpo.rewards import is_valid_fen
-from minigrpo.tasks.chess_env import (
-    KINDS,
-    PLIES_PER_GAME,
-    ChessEnv,
-    Positions,
-    is_held_out,
-    transition,
-)
+from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.tasks.self_play import KINDS, PLIES_PER_GAME, Positions
+from minigrpo.tasks.splits import is_held_out, is_held_out_prompt
+from minigrpo.tasks.transitions import transition
 
 START = chess.STARTING_FEN
 
@@ -76,7 +72,7 @@ def test_draws_mix_games_never_repeat_and_need_one_new_game_each_time(
     for turn in games[100:]:
         assert len(turn - seen) == 1
         seen |= turn
-    # and once the games are running, every example is drawn
+    # apart from the start, every example is drawn
     assert {index for turn in draws for index in turn} >= set(range(60 * 16, 200 * 16))
 
 
@@ -89,8 +85,23 @@ def test_evaluation_never_sees_a_position_that_training_can() -> None:
     assert not any(is_held_out(position) for position in trained)
 
 
-def test_the_clocks_do_not_make_another_position() -> None:
+def test_the_clocks_do_not_decide_the_split() -> None:
     assert is_held_out(START) == is_held_out(START.replace("0 1", "7 31"))
+
+
+def test_the_split_never_changes() -> None:
+    """With another hash, models that exist would be evaluated on positions they were trained on."""
+    fens = [
+        "rnbqkbnr/pppp1ppp/4p3/8/8/1P1P4/P1P1PPPP/RNBQKBNR b KQkq - 0 2",
+        "1nb1k1r1/2r2ppp/q1pbp3/p2p2P1/3P1P1B/P1P2N2/R3P2P/QN2KB1R w K - 5 20",
+        "6B1/6k1/2N1Q3/7p/4p3/1ppp1b2/8/1K6 w - - 2 67",
+        "2r1qb1r/2pkppp1/7n/pp3P1p/5N1P/PP1P1B1P/2PP1K2/R1BQ2NR w - - 5 18",
+        "8/5k2/1B2b3/5p2/2P2N1K/P1b1P1r1/7P/8 b - - 4 52",
+        "2r5/2k1pp2/pp6/2p4p/1P4bp/3P2P1/PB2BP1R/RN2K3 w Q - 1 24",
+    ]
+    assert [is_held_out(fen) for fen in fens] == [False, False, False, True, True, True]
+    held_out = [n for n in range(60) if is_held_out_prompt(f"{n}+{n}=")]
+    assert held_out == [5, 6, 12, 17, 25, 47, 52, 57]
 
 
 def test_examples_are_true_legal_and_of_the_kind_they_say() -> None:

@@ -1,4 +1,4 @@
-"""The boundary between prompt and completion: what is trained on and sampled is encode(prompt) +
+"""The boundary between prompt and completion: training and sampling use encode(prompt) +
 encode(completion).
 """
 
@@ -39,7 +39,7 @@ def rows(ids: Tensor, lengths: Tensor) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
 
-def test_the_warm_start_trains_on_prompt_and_answer_encoded_apart(tmp_path: Path) -> None:
+def test_the_warm_start_encodes_prompt_and_answer_separately(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, loss="nll", group_size=1)
     tokenizer, (a, b, c, d), bc = trainer.tokenizer, b"abcd", 256
     assert tokenizer.encode_ordinary("ab" + "cd") == [a, bc, d]  # so the boundary matters
@@ -52,13 +52,13 @@ def test_the_warm_start_trains_on_prompt_and_answer_encoded_apart(tmp_path: Path
     assert answers == [[c, d, tokenizer.eot_token]] * 4
 
 
-def test_the_sampler_goes_on_from_the_same_prompt_tokens_and_its_tokens_are_trained_on_as_they_are(
+def test_sampling_continues_the_prompts_tokens_and_training_uses_the_sampled_ones(
     tmp_path: Path,
 ) -> None:
     trainer = make_trainer(tmp_path)
     assert isinstance(trainer.source, RolloutBatches)
     with torch.no_grad():
-        trainer.model.wte.weight[ord("b")] *= 30  # so that `b`, then `c` or `bc` may be sampled
+        trainer.model.wte.weight[ord("b")] *= 30  # `b` becomes likely, and `c` or `bc` may follow
     batch = trainer.source.batch(0)
     done = batch.completions
     for example, prompt in zip(batch.examples, rows(done.prompt_ids, done.prompt_len), strict=True):
@@ -76,9 +76,7 @@ def test_the_sampler_goes_on_from_the_same_prompt_tokens_and_its_tokens_are_trai
 def test_in_chess_env_nothing_is_merged_across_the_boundary_by_gpt2s_pattern(
     tmp_path: Path,
 ) -> None:
-    """A prompt ends in + and an answer begins with a letter or a digit: the pattern never puts them
-    into one piece.
-    """
+    """A prompt ends in `+`, an answer starts with a letter or digit: GPT-2's pattern cuts there."""
     tokenizer = load_tokenizer(
         str(bpe.write_ranks(tmp_path / "chess.tiktoken", bpe.chess_merges()))
     )

@@ -1,7 +1,5 @@
-"""`is_valid_fen` against its contract, spelled out in python-chess, on texts made to hit every
-clause of it.
-
-40,000 of them, or a million with --hypothesis-profile=thorough.
+"""`is_valid_fen` against its definition, written with python-chess, on texts made to hit each
+condition: 40,000 of them, or a million with --hypothesis-profile=thorough.
 """
 
 import itertools
@@ -48,7 +46,7 @@ CLOCKS = [
 
 
 def contract(text: str) -> bool:
-    """The definition, without a thought for speed."""
+    """The definition, without regard to speed."""
     if not text.isascii() or len(text) > 100:
         return False
     try:
@@ -76,7 +74,7 @@ def edited(rng: np.random.Generator, fen: str) -> str:
 
 
 def spliced(rng: np.random.Generator, fen: str) -> str:
-    """Fields of several positions, or of none, in the place of its own."""
+    """One or two fields replaced by those of other positions, or by malformed ones."""
     fields = fen.split(" ")
     for _ in range(rng.integers(1, 3)):
         place = int(rng.integers(6))
@@ -87,7 +85,7 @@ def spliced(rng: np.random.Generator, fen: str) -> str:
 
 
 def moved(rng: np.random.Generator, fen: str) -> str:
-    """A piece taken from one square and put on another: mostly well-formed, often not legal."""
+    """A piece removed, and mostly put elsewhere: well-formed, often not legal."""
     board = chess.Board(fen)
     pieces = list(board.piece_map())
     piece = board.remove_piece_at(pieces[rng.integers(len(pieces))])
@@ -97,8 +95,8 @@ def moved(rng: np.random.Generator, fen: str) -> str:
 
 
 def combined() -> Iterator[str]:
-    """Every castling field and every en passant square on boards with rooks and pawns everywhere,
-    and some without.
+    """Every castling field with every en passant field, on boards with and without the rooks and
+    pawns that they need.
     """
     boards = [
         "r3k2r/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/R3K2R",
@@ -136,7 +134,7 @@ def test_any_text_has_the_verdict_of_the_contract(text: str) -> None:
 
 
 def test_the_queen_side_hole_is_closed() -> None:
-    # a right whose rook is gone, which python-chess does not flag
+    # a castling right without its rook, which python-chess accepts
     hole = "4k3/8/8/8/8/8/8/4K3 w Q - 0 1"
     assert chess.Board(hole).is_valid()
     assert not is_valid_fen(hole)

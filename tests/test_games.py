@@ -1,4 +1,4 @@
-"""PGN files: a small one with all that can be in one, and real games that an engine has played."""
+"""PGN files: a small one with everything that may occur, and games played by a real engine."""
 
 import gzip
 import io
@@ -17,9 +17,11 @@ import pytest
 
 from minigrpo import Config, Trainer
 from minigrpo.rewards import RewardScorer
-from minigrpo.tasks.chess_env import KINDS, is_held_out, render, transition
 from minigrpo.tasks.games import Games
 from minigrpo.tasks.registry import load_task
+from minigrpo.tasks.self_play import KINDS
+from minigrpo.tasks.splits import is_held_out
+from minigrpo.tasks.transitions import render, transition
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Example
 
@@ -29,7 +31,7 @@ SMALL = Path(__file__).parent / "data" / "small.pgn"
 
 
 class Heard:
-    """What a file's reading told."""
+    """A listener that keeps what it is told."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
@@ -43,12 +45,12 @@ class Heard:
 
 
 def everything(games: Games) -> list[Example]:
-    """One epoch of training, then all that is held out."""
+    """One epoch of training examples, then all held-out ones."""
     return [ask(i) for ask, number in _splits(games) for i in range(number)]
 
 
 def plies(text: str) -> Counter[tuple[str, str]]:
-    """(FEN, move) of all mainlines, as python-chess's own game builder has them."""
+    """How often each (FEN, move) occurs in the main lines, by python-chess's own game builder."""
     found: Counter[tuple[str, str]] = Counter()
     handle = io.StringIO(text)
     while (game := chess.pgn.read_game(handle)) is not None:
@@ -65,7 +67,9 @@ def asked(example: Example) -> tuple[str, str]:
 
 
 def assert_every_ply(games: Games, played: Counter[tuple[str, str]]) -> None:
-    """As often as it was played in training; once in evaluation, whatever the clocks."""
+    """Training has each ply as often as it was played; evaluation has each position, whatever its
+    clocks, and move once.
+    """
     train, held_out = ([asked(ask(i)) for i in range(n)] for ask, n in _splits(games))
     assert Counter(train) == {
         ply: number for ply, number in played.items() if not is_held_out(ply[0])
@@ -81,7 +85,7 @@ def _splits(games: Games) -> list[tuple[Callable[[int], Example], int]]:
     return [(games.train, games.num_train), (games.held_out, games.num_held_out)]
 
 
-def test_a_small_file_with_all_that_can_be_in_one() -> None:
+def test_a_small_file_with_everything_that_may_occur() -> None:
     heard = Heard()
     games = Games(SMALL, seed=0, listener=heard)
     assert heard.warnings == [
@@ -122,7 +126,7 @@ def test_answers_are_true_and_positions_stay_in_their_split() -> None:
             assert getattr(task, split)(i) == example
 
 
-def test_history_is_what_the_game_has() -> None:
+def test_history_has_the_moves_of_the_game() -> None:
     told = {
         asked(example): example.prompt.split("+")[2]
         for example in everything(Games(SMALL, seed=0, history=3))
@@ -132,9 +136,8 @@ def test_history_is_what_the_game_has() -> None:
         told["rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq g3 0 2", "d8h4"]
         == "f2f3,e7e5,g2g4"
     )
-    assert (
-        told["Q3k3/7p/8/8/8/8/8/4K3 b - - 0 40", "e8d7"] == "a7a8q"
-    )  # nothing from before the position it begins with
+    # this game starts from a position of its own, so one move is all there is
+    assert told["Q3k3/7p/8/8/8/8/8/4K3 b - - 0 40", "e8d7"] == "a7a8q"
 
 
 def test_an_example_is_a_pure_function_of_file_seed_and_number(tmp_path: Path) -> None:
@@ -206,8 +209,8 @@ def test_a_run_on_games_says_what_it_skipped(
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """200 games of an engine against itself, annotated as servers and people do, some broken off; 2
-    damaged on top.
+    """200 games of an engine against itself, some broken off, annotated as servers and people do,
+    and 2 damaged games more. Returns the file, and the text of the good games.
     """
     path, rng, good = tmp_path_factory.mktemp("games") / "played.pgn", random.Random(0), []
     with chess.engine.SimpleEngine.popen_uci(find_engine()) as engine, open(path, "w") as file:
@@ -243,7 +246,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def _promoted(node: chess.pgn.GameNode, move: chess.Move) -> chess.pgn.ChildNode:
-    """The move as the mainline of a node that has other moves already."""
+    """Make a move the main line of a node that already has other moves."""
     if not node.has_variation(move):
         node.add_variation(move)
     node.promote_to_main(move)

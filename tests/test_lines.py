@@ -1,4 +1,4 @@
-"""RookWorld's text lines, taken to the letter; what the rules of chess do not allow is damaged."""
+"""RookWorld's text lines: kept exactly as they stand, refused if the rules of chess forbid them."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,20 @@ from pathlib import Path
 import chess
 import pytest
 
-from minigrpo.tasks.chess_env import ChessEnv, Positions, is_held_out
+from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.lines import Line, Lines, json_line, text_line
 from minigrpo.tasks.registry import load_task
+from minigrpo.tasks.self_play import Positions
+from minigrpo.tasks.splits import is_held_out
 from minigrpo.types import Example
 
+from .test_best_move import annotated
 from .test_games import Heard
-from .test_policy import annotated
 
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq"
 START = chess.STARTING_FEN
 REPEATED = "4k3/8/8/8/8/8/8/4K2R w - - 16 40"
-# RookWorld's own are padded to columns, and not in order
+# RookWorld pads its lines to columns, and does not sort the moves
 ENDGAME = "8/8/8/8/8/2k5/7R/K7 w - - 0 60"
 PADDED = f"P: {ENDGAME:90}M: {'a1b1 h2h3 h2h8':30}E: {'5.31 6.0 -0.02':40}B: h2h3"
 MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
@@ -47,11 +49,11 @@ MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
         ),
         (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", f"{START}+0.0+0+1", "illegal"),
         (f"{REPEATED}+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0", None, None, "quiet"),
-        (PADDED, f"P: {ENDGAME}", PADDED.removeprefix(f"P: {ENDGAME}"), "policy"),
-        (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "policy"),
+        (PADDED, f"P: {ENDGAME}", PADDED.removeprefix(f"P: {ENDGAME}"), "best-move"),
+        (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", " M: a8b8 E: -999.99 B: a8b8", "best-move"),
     ],
 )
-def test_a_good_line_is_taken_to_the_letter(
+def test_a_good_line_is_kept_as_it_stands(
     line: str, prompt: str | None, answer: str | None, kind: str
 ) -> None:
     read = text_line(line.strip())
@@ -65,7 +67,7 @@ def test_a_good_line_is_taken_to_the_letter(
     [
         ("hello", "1 fields, where fen.move.history.fen.reward.terminated.truncated has 7"),
         (f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0", "8 fields"),
-        (f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0", "no position"),
+        (f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0", "no valid position"),
         (f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0", "e2e4 ends with 0.001.0.0, not 1.0.1.0"),
         (
             f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
@@ -74,7 +76,7 @@ def test_a_good_line_is_taken_to_the_letter(
         (
             f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",
             "e2e5 leads to",
-        ),  # a move that was carried out unlooked at
+        ),  # an illegal move that was carried out
         (f"A: {START}+e2e5++{START}+0.001+0+0", "e2e5 ends with -1.0.0.1 or 0.0.0.1"),
         (
             f"A: "
@@ -82,11 +84,11 @@ def test_a_good_line_is_taken_to_the_letter(
             "g1f3 ends with",
         ),
         (f"P: {START}", "a P line without M:"),
-        (f"P: {START} M: e2e4 E: 0.3 0.2 B: e2e4", "not M: moves E: as many numbers"),
-        (f"P: {START} M: e2e4 E: 0.3", "not M: moves"),
+        (f"P: {START} M: e2e4 E: 0.3 0.2 B: e2e4", "must be M: moves E: as many numbers"),
+        (f"P: {START} M: e2e4 E: 0.3", "must be M: moves"),
         (f"P: {START} M: e2e5 E: 0.3 B: e2e5", "e2e5 is not legal"),
-        (f"P: {START} M: e2e4 e2e4 E: 0.3 0.3 B: e2e4", "a move twice"),
-        ("P: nowhere M: e2e4 E: 0.3 B: e2e4", "no position"),
+        (f"P: {START} M: e2e4 e2e4 E: 0.3 0.3 B: e2e4", "a move occurs twice"),
+        ("P: nowhere M: e2e4 E: 0.3 B: e2e4", "no valid position"),
     ],
 )
 def test_a_damaged_line_says_why(line: str, words: str) -> None:
@@ -94,9 +96,9 @@ def test_a_damaged_line_says_why(line: str, words: str) -> None:
         text_line(line)
 
 
-def environment_lines(number: int) -> list[str]:
-    """A lines of self-play, as this library writes them, or, every other one, as python-chess does
-    by default.
+def chess_env_lines(number: int) -> list[str]:
+    """A lines of self-play. Every other one is written as python-chess does by default: no en
+    passant square unless a pawn can capture.
     """
     lines = []
     for i in range(number):
@@ -117,7 +119,7 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
     path, heard = tmp_path / "lines.txt", Heard()
     records = map(json.loads, annotated(tmp_path / "a.jsonl", 40).read_text().splitlines())
     good = [
-        *environment_lines(120),
+        *chess_env_lines(120),
         PADDED,
         MATED,
         *(record["prompt"] + record["answer"] for record in records),
@@ -131,7 +133,9 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
         "line 63 (a P line without M:), line 64 ('utf-8' codec can't decode byte 0xff in position "
         "0: invalid start byte)"
     ]
-    assert lines.heads == ("A: ", "P: ") and lines.num_train + lines.num_held_out == len(good)
+    assert lines.prompt_prefixes == ("A: ", "P: ") and lines.num_train + lines.num_held_out == len(
+        good
+    )
     task = load_task("chess-env", seed=0, data=str(path))
     assert {"exact_fen", "best"} <= set(task.parts)
     train = [task.train(i) for i in range(lines.num_train)]
@@ -141,13 +145,13 @@ def test_a_file_of_both_kinds(tmp_path: Path) -> None:
     for example in train + held_out:
         assert task.score(example, example.answer) == dict.fromkeys(task.parts, 1.0)
     assert task.train(lines.num_train + 5).index == lines.num_train + 5
-    only = load_task("policy", seed=0, data=str(path))
+    only = load_task("best-move", seed=0, data=str(path))
     assert set(only.parts) == {"best", "moves", "evals", "legal", "format"}
-    assert {only.train(i).kind for i in range(30)} == {"policy"}
+    assert {only.train(i).kind for i in range(30)} == {"best-move"}
 
 
 def test_a_position_is_in_one_split_whichever_convention_its_line_has() -> None:
-    """After 1. e4 nothing can capture en passant: both ways to write it are one position."""
+    """After 1. e4 no pawn can capture en passant, so both ways to write it are one position."""
     answer = "rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR w KQkq - 0 2+0.001+0+0"
     lines = [text_line(f"{AFTER_E4} {square} 0 1+e7e5++{answer}") for square in ("e3", "-")]
     assert lines[0].prompt != lines[1].prompt
@@ -158,7 +162,7 @@ def test_a_position_is_in_one_split_whichever_convention_its_line_has() -> None:
 def test_an_annotated_line() -> None:
     record = {"prompt": f"P: {START}", "answer": " M: e2e4 E: 0.3 B: e2e4", "made_by": "somebody"}
     assert json_line(json.dumps(record)) == Line(
-        record["prompt"], record["answer"], START, "policy"
+        record["prompt"], record["answer"], START, "best-move"
     )
     for wrong in (
         "[1]",
@@ -167,11 +171,11 @@ def test_an_annotated_line() -> None:
         '{"prompt": "P: x", "answer": ""}',
         "[" * 4000,
     ):
-        with pytest.raises(ValueError):  # noqa: PT011 - the words are those of the check above
+        with pytest.raises(ValueError):  # noqa: PT011 - the message is tested above
             json_line(wrong)
 
 
-def test_the_shipped_task_judges_a_reward_of_minus_one() -> None:
+def test_chess_env_scores_against_a_reward_of_minus_one() -> None:
     line = text_line(f"{START}+e2e5++{START}+-1.0+0+1")
     scores = ChessEnv(0).score(Example(line.prompt, line.answer), f"{START}+0.0+0+1")
     assert (

@@ -95,7 +95,7 @@ def test_similarity() -> None:
 def test_moving_away_from_the_truth_never_raises_similarity(
     truth: str, prefix: str, place: int, other: str
 ) -> None:
-    """Replacing a character that is right by one that stands nowhere in the truth."""
+    """A right character is replaced by one that does not occur in the truth."""
     if place < len(truth) and other not in truth:
         assert similarity(truth[:place] + other + truth[place + 1 :], truth) < 1
         assert similarity(prefix + other, truth) <= similarity(prefix, truth) + 1e-12 or len(
@@ -106,9 +106,8 @@ def test_moving_away_from_the_truth_never_raises_similarity(
 def test_parts_tell_what_is_wrong() -> None:
     example = next(e for e in EXAMPLES if e.kind == "quiet")
     fen = example.answer.split("+")[0]
-    assert ENV.score(example, f"{fen}+1.0+1+0") == {
-        "format": 1.0, "valid": 1.0, "similarity": 1.0, "exact_fen": 1.0, "reward_value": 0.0, "flags": 0.5
-    }  # fmt: skip
+    right = dict.fromkeys(("format", "valid", "similarity", "exact_fen"), 1.0)
+    assert ENV.score(example, f"{fen}+1.0+1+0") == {**right, "reward_value": 0.0, "flags": 0.5}
     wrong = chess.STARTING_FEN
     parts = ENV.score(example, f"{wrong}+0.001+0+0")
     assert parts["valid"] == 1 and parts["exact_fen"] == 0 and 0 < parts["similarity"] < 1
@@ -170,6 +169,24 @@ def test_each_distinct_text_of_a_prompt_is_scored_once() -> None:
     assert env.calls == 4
 
 
+def test_a_subclass_that_overrides_only_score_is_scored_by_it() -> None:
+    class Generous(ChessEnv):
+        def score(self, example, text):  # type: ignore[no-untyped-def]
+            return dict.fromkeys(self.parts, 0.5)
+
+    table = RewardScorer(Generous(0)).score(EXAMPLES[:1], [["x", "y"]])
+    assert all((values == 0.5).all() for values in table.parts.values())
+
+
+def test_an_error_in_score_batch_ends_the_run() -> None:
+    class Broken(ChessEnv):
+        def score_batch(self, examples, texts):  # type: ignore[no-untyped-def]
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        RewardScorer(Broken(0), workers=1).score(EXAMPLES[:1], [["x"]])
+
+
 def test_weights_choose_and_scale_the_parts() -> None:
     texts = mutants(4)
     table = RewardScorer(ENV, weights={"valid": 2.0}).score(EXAMPLES, texts)
@@ -178,14 +195,16 @@ def test_weights_choose_and_scale_the_parts() -> None:
         RewardScorer(ENV, weights={"typo": 1.0})
 
 
-# --- rewards of one's own -------------------------------------------------------------------------
+# --- user-defined rewards -------------------------------------------------------------------------
 
 TEXTS = [["good", "bad", "good"], ["bad", "good", "worse"]]
 
 
 @pytest.fixture
 def hold() -> Iterator[threading.Event]:
-    """What a hanging reward waits for; set at the end, so that no thread outlives its test."""
+    """An event that hanging rewards wait for; it is set at the end, so that no thread outlives its
+    test.
+    """
     event = threading.Event()
     yield event
     event.set()
@@ -194,7 +213,7 @@ def hold() -> Iterator[threading.Event]:
 def score(
     function: RewardFunction, workers: int = 2, **options: Any
 ) -> tuple[np.ndarray, int, list[str]]:
-    """The function's part of TEXTS, how often it failed, and what was warned of."""
+    """The function's scores of TEXTS, how often it failed, and the warnings."""
     warnings: list[str] = []
     scorer = RewardScorer(
         ENV, functions=[function], workers=workers, warn=warnings.append, **options
@@ -208,12 +227,10 @@ def score(
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_a_reward_of_ones_own_is_a_part_with_a_weight(workers: int) -> None:
+def test_a_reward_function_is_a_part_with_a_weight(workers: int) -> None:
     @reward(weight=0.5)
     def length(example: Example, text: str) -> float:
-        time.sleep(
-            0.01 if text == "good" else 0
-        )  # the others are ready first, and the order is kept
+        time.sleep(0.01 if text == "good" else 0)  # so that the others are ready first
         return len(text)
 
     scorer = RewardScorer(ENV, functions=[length], workers=workers)
@@ -269,9 +286,8 @@ def test_a_batched_reward_that_returns_a_wrong_count_gives_all_the_floor(answer:
         return answer
 
     scores, failures, warnings = score(odd)
-    assert seen == [
-        (5, ["good", "bad", "bad", "good", "worse"])
-    ]  # each distinct text of a prompt once
+    # one call, with each distinct text of a prompt once
+    assert seen == [(5, ["good", "bad", "bad", "good", "worse"])]
     assert (scores == 0.25).all()
     assert failures == 6 and len(warnings) == 1
 
@@ -295,7 +311,9 @@ def test_a_reward_that_hangs_is_given_up_and_the_step_goes_on(
     ]
 
 
-def test_however_many_hang_there_is_a_bound_on_threads_and_an_end(hold: threading.Event) -> None:
+def test_if_all_calls_hang_the_number_of_threads_is_bounded_and_scoring_ends(
+    hold: threading.Event,
+) -> None:
     @reward(timeout_s=0.002)
     def slow(example: Example, text: str) -> float:
         hold.wait()
@@ -311,8 +329,8 @@ def test_however_many_hang_there_is_a_bound_on_threads_and_an_end(hold: threadin
     assert threading.active_count() - before <= MAX_ABANDONED + 2
 
 
-def test_threads_that_come_back_after_all_free_their_places() -> None:
-    """A reward that is often a little late must not use up the pool over a long run."""
+def test_a_thread_that_returns_late_frees_its_place() -> None:
+    """A reward that is often a little late must not use up the pool during a long run."""
     go = threading.Event()
 
     @reward(timeout_s=0.01)
@@ -393,5 +411,5 @@ def test_a_part_has_one_name() -> None:
     def similarity(example: Example, text: str) -> float:
         return 1.0
 
-    with pytest.raises(ValueError, match="--rewards: similarity is the name of a part"):
+    with pytest.raises(ValueError, match="--rewards: the task already has a part similarity"):
         RewardScorer(ENV, functions=[similarity])

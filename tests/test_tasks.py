@@ -1,4 +1,4 @@
-"""Tasks, data and rewards of one's own, through the examples that show them."""
+"""Tasks, data and rewards that a user brings, tested with the files in examples/."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SUMS, REVERSE, REWARDS = (
 
 
 def run(folder: Path, **changes: Any) -> list[dict[str, Any]]:
-    """The metrics of a short run."""
+    """Train for a few steps, and return the metrics."""
     options = {
         **TINY,
         "reward_weights": "",
@@ -33,7 +33,7 @@ def run(folder: Path, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("loss", ["grpo", "nll"])
-def test_a_task_of_ones_own_in_one_file(tmp_path: Path, loss: str) -> None:
+def test_a_task_in_a_python_file(tmp_path: Path, loss: str) -> None:
     metrics = run(tmp_path / "run", task=REVERSE, max_new_tokens=12, loss=loss)
     assert len(metrics) == 2
     if loss == "grpo":
@@ -66,7 +66,7 @@ def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: 
     assert metrics[0]["reward"] == pytest.approx(2 * metrics[0]["rewards/brevity/mean"], rel=1e-5)
 
 
-def test_pairs_are_split_by_prompt_and_each_epoch_shows_each_once_in_its_own_order() -> None:
+def test_pairs_are_split_by_prompt_and_each_epoch_has_its_own_order() -> None:
     pairs = Pairs(Path(SUMS), seed=3)
     n = 600 - pairs.num_held_out
     epochs = [[pairs.train(epoch * n + i).prompt for i in range(n)] for epoch in range(2)]
@@ -75,7 +75,7 @@ def test_pairs_are_split_by_prompt_and_each_epoch_shows_each_once_in_its_own_ord
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert len(set(epochs[0])) == n and not held_out & set(epochs[0])
     assert epochs[0] == [Pairs(Path(SUMS), seed=3).train(i).prompt for i in range(n)]
-    assert pairs.train(5).index != pairs.train(n + 5).index  # the same prompt is answered anew
+    assert pairs.train(5).index != pairs.train(n + 5).index  # so that it is sampled anew
 
 
 @pytest.mark.parametrize(
@@ -109,30 +109,53 @@ def test_text_with_unusual_line_ends_stays_in_its_line(tmp_path: Path) -> None:
 
 
 def test_a_task_file_may_have_dataclasses_and_postponed_annotations(tmp_path: Path) -> None:
-    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Word:\n    text: str\n"
+    head = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Word:
+    text: str
+"""
     (tmp_path / "mine.py").write_text(head + Path(REVERSE).read_text())
     assert load_task(str(tmp_path / "mine.py"), seed=0).train(0).prompt.endswith("=")
 
 
 def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -> None:
-    broken, empty, two = tmp_path / "broken.py", tmp_path / "empty.py", tmp_path / "two.py"
+    broken, empty, unlucky = (tmp_path / f"{name}.py" for name in ("broken", "empty", "unlucky"))
     broken.write_text("import nothing_of_that_name")
     empty.write_text("x = 1")
-    body = "    parts = {}\n    def __init__(self, seed): raise RuntimeError('no luck')\n    train = held_out = score = None\n"
-    two.write_text(f"class A:\n{body}")
+    unlucky.write_text("""
+class A:
+    parts = {}
+    train = held_out = score = None
+    def __init__(self, seed):
+        raise RuntimeError("no luck")
+""")
     none, leaves = tmp_path / "nothing.py", tmp_path / "leaves.py"
-    body = "    parts = {}\n    score = None\n    def __init__(self, seed): pass\n    def train(self, n): pass\n"
-    none.write_text(f"class A:\n{body}    held_out = train\n")
+    none.write_text("""
+class A:
+    parts = {}
+    score = None
+    def __init__(self, seed):
+        pass
+    def train(self, n):
+        pass
+    held_out = train
+""")
     leaves.write_text("raise SystemExit(0)")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"task": "chess"}, "--task must be chess-env, policy, chess-env.policy or a Python file"),
+        (
+            {"task": "chess"},
+            "--task must be chess-env, best-move, chess-env.best-move or a Python file",
+        ),
         (
             {"task": str(tmp_path / "none.py")},
-            "--task .*none.py: must be a Python file that is there",
+            "--task .*none.py: must be a Python file that exists",
         ),
         ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
         ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
-        ({"task": str(two)}, "--task .*two.py: A: RuntimeError: no luck"),
+        ({"task": str(unlucky)}, "--task .*unlucky.py: A: RuntimeError: no luck"),
         (
             {"task": str(none)},
             "--task .*nothing.py: A: TypeError: train.0. must return a minigrpo.types.Example, got "
@@ -143,10 +166,10 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -
         ({"data": "games.doc"}, "must end with .pgn, .pgn.gz, .txt, .jsonl, got games.doc"),
         (
             {"data": SUMS, "task": REVERSE},
-            "--data goes with chess-env, policy, chess-env.policy, got --task",
+            "--data goes with chess-env, best-move, chess-env.best-move, got --task",
         ),
         ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
-        ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that is there"),
+        ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that exists"),
         (
             {"reward_weights": "exact_fen=1,typo=2"},
             "--reward-weights: no part typo; allowed: exact_fen, similarity",
@@ -167,7 +190,7 @@ def test_the_decorated_functions_of_a_file() -> None:
     assert load_rewards("") == []
 
 
-def test_that_nothing_is_learnt_is_said_once(
+def test_a_run_that_learns_nothing_warns_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "run", data=SUMS, reward_weights="exact=1", max_steps=24, max_new_tokens=4)

@@ -19,7 +19,7 @@ def test_any_text_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
 
 
-def test_the_shipped_ranks_are_the_ones_that_the_module_describes() -> None:
+def test_the_shipped_ranks_are_those_that_the_module_writes() -> None:
     tokenizer = load_tokenizer("chess")
     assert all(
         tokenizer.decode_single_token_bytes(rank) == token for token, rank in chess_ranks().items()
@@ -28,7 +28,7 @@ def test_the_shipped_ranks_are_the_ones_that_the_module_describes() -> None:
     assert tokenizer.eot_token == tokenizer.n_vocab - 1
 
 
-def test_prompt_and_answer_are_split_where_their_form_says() -> None:
+def test_fixed_forms_are_single_tokens() -> None:
     tokenizer = load_tokenizer("chess")
 
     def split(text: str) -> list[str]:
@@ -48,7 +48,7 @@ def test_end_of_text_written_out_is_plain_text() -> None:
     assert tokenizer.eot_token not in tokenizer.encode_ordinary("<|endoftext|>")
 
 
-def test_where_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(
+def test_if_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_network(name: str) -> tiktoken.Encoding:
@@ -106,7 +106,7 @@ def test_every_way_to_give_ranks_is_the_same_tokenizer(tmp_path: Path) -> None:
 
 @given(st.text(max_size=30))
 def test_the_pattern_cuts_as_tiktokens_own_gpt2_does(text: str) -> None:
-    # the pattern is there, the ranks would be fetched
+    # tiktoken has the pattern without a network; only the ranks are fetched
     import tiktoken_ext.openai_public as published
 
     assert regex.findall(GPT2_PATTERN, text) == regex.findall(published.r50k_pat_str, text)

@@ -1,5 +1,5 @@
-"""GPT-2 files: what is read and refused, and, against transformers (-m peer), that the function is
-the same on both sides.
+"""GPT-2 files: which are read and which refused. Against transformers (-m peer): both compute the
+same function.
 """
 
 import json
@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import Config, Transformer
-from minigrpo.model.pretrained import build_model
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape
 from minigrpo.model.weights import export_gpt2
+from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from minigrpo.sampling.generate import generate
@@ -33,16 +33,10 @@ IDS = torch.arange(40).view(2, 20)
 def ours() -> Transformer:
     model = Transformer(ModelShape(**SHAPE), seed=3)
     with torch.no_grad():
-        for (
-            name,
-            p,
-        ) in (
-            model.named_parameters()
-        ):  # biases and norms that are not 0 and 1, or their names could be mixed up
-            if p.dim() == 1:
-                p.add_(
-                    0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-                )
+        for name, p in model.named_parameters():
+            if p.dim() == 1:  # biases of 0 and norms of 1 would hide a mix-up of names
+                generator = torch.Generator().manual_seed(len(name))
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
     return model
 
 
@@ -52,7 +46,7 @@ def write(
     change: Callable[[State], Any] = lambda state: None,
     **settings: Any,
 ) -> Path:
-    """A model's folder as Hugging Face writes it, with a change to its tensors (as stored) and to
+    """Write a model's folder as Hugging Face does, after changes to its tensors (as stored) and to
     its config.json.
     """
     export_gpt2(model.state_dict(), folder, shape=SHAPE, eos=60)
@@ -76,9 +70,7 @@ def test_heads_come_from_the_header_then_from_config_json_then_from_the_width(
         == 4
     )
     (folder / "config.json").unlink()
-    assert (
-        Transformer.from_pretrained(folder).shape.heads == 1
-    )  # at most one of 64 in a width of 24
+    assert Transformer.from_pretrained(folder).shape.heads == 1  # a width of 24 has no head of 64
 
 
 def test_prefix_masks_tied_head_and_half_precision_are_read(
@@ -205,11 +197,11 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
     def start(vocab_size: int) -> Transformer:
         model = Transformer(ModelShape(vocab_size, layers=1, width=16, heads=2))
         with torch.no_grad():
-            model.wte.weight[tokenizer.n_vocab :] = 9.0  # what a sampler would love to pick
+            model.wte.weight[tokenizer.n_vocab :] = 9.0  # the likeliest tokens, if they stayed
             model.ln_f.bias.fill_(1.0)
         path = tmp_path / f"{vocab_size}.safetensors"
         model.save_pretrained(path)
-        return build_model(Config.of(**{**TINY, "init_from": str(path)}), tokenizer, said.append)
+        return make_model(Config.of(**{**TINY, "init_from": str(path)}), tokenizer, say=said.append)
 
     model = start(384)  # 360 tokens, padded to a multiple of 128
     assert "24 tokens more than --tokenizer chess has are padding" in said[0]
@@ -226,7 +218,7 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
 
 
 def make_theirs(**changes: Any) -> Any:
-    """A random GPT-2 of theirs; weights so large that everything in it matters."""
+    """A random GPT-2 of transformers, with weights so large that every part matters."""
     import transformers
 
     torch.manual_seed(5)

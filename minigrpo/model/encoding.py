@@ -1,9 +1,9 @@
-"""From texts to padded rows of tokens and back.
+"""From texts to padded rows of tokens, and back.
 
-Prompt and completion are encoded apart: a model is warm-started, sampled and trained on
-encode(prompt) + encode(completion), never on encode(prompt + completion), which may have one token
-across the boundary. What was sampled is trained on as the tokens that were sampled, not as their
-text encoded again.
+Prompt and completion are encoded separately. The model is warm-started, sampled and trained on
+encode(prompt) + encode(completion), never on encode(prompt + completion), where one token may span
+the boundary. Training uses the tokens that were sampled; their text is not encoded again, because
+that could give other tokens than those whose probabilities were recorded.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ..types import Completions, Example
 
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Right-pad token lists: `[R, L]` int64 and their lengths `[R]`."""
+    """Right-pad R lists of tokens; return `[R, L]` int64 and their lengths, `[R]` int64."""
     lengths = np.array([len(row) for row in rows])
     ids = np.zeros((len(rows), lengths.max()), dtype=np.int64)
     for i, row in enumerate(rows):
@@ -29,20 +29,21 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def encode_prompts(
     tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
-    """Prompts as right-padded ids `[P, Lp]` and lengths `[P]`. Raises ConfigError for one longer
-    than `room` tokens.
+    """Return the prompts as right-padded ids, `[P, Lp]` int64, and their lengths, `[P]` int64.
+
+    Raises:
+        ConfigError: a prompt is empty, or longer than `room` tokens.
     """
     ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
     if int(lengths.max()) > room:
         worst = examples[int(lengths.argmax())].prompt
         raise ConfigError(
             f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the "
-            "model's --context: at most "
-            f"{room} are allowed ({worst[:60]!r}...)"
+            f"model's --context: at most {room} are allowed ({worst[:60]!r}...)"
         )
     if not int(lengths.min()):
         raise ConfigError(
-            "a prompt is empty: the first token of a completion is predicted by the prompt's last"
+            "a prompt is empty: the last token of a prompt predicts the first of its completion"
         )
     return ids, lengths
 
@@ -50,14 +51,16 @@ def encode_prompts(
 def encode_answers(
     tokenizer: tiktoken.Encoding, examples: Sequence[Example]
 ) -> tuple[Tensor, Tensor]:
-    """True completions, end of text included, as right-padded ids `[P, L]` and lengths `[P]`."""
+    """Return the true completions, each with its end of text, as right-padded ids, `[P, L]` int64,
+    and their lengths, `[P]` int64.
+    """
     return pad(
         [[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples]
     )
 
 
 def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[str]]:
-    """The texts of completions, without end of text: `[P][G]`."""
+    """Return the texts of completions, `[P][G]`, without end of text."""
     ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
     eos = tokenizer.eot_token
     return [

@@ -1,10 +1,11 @@
-"""Text to tokens: a `tiktoken.Encoding`: the one for chess that ships with the package, GPT-2's, or
-ranks from a file.
+"""Text to tokens with a `tiktoken.Encoding`: the shipped one for chess, GPT-2's, or one in a file.
 
-The shipped one has all 256 bytes, so any text round-trips, and whole tokens only where a text has a
-fixed form: squares of a move, side to move, castling rights, en passant square and the ending.
-Piece placement stays one character a token, because a move rewrites it character by character;
-merges there would have to be taken apart again.
+The chess tokenizer has a token for each of the 256 bytes, so any text round-trips. It has longer
+tokens only where a text has a fixed form: the squares of a move, side to move, castling rights, en
+passant square, and the ending. Piece placement stays at one character per token, because a move
+changes it character by character, which merged tokens would hide.
+
+`python -m minigrpo.model.tokenizer` writes the ranks of the chess tokenizer to the package.
 """
 
 import base64
@@ -19,48 +20,38 @@ import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 RANKS_FILE = "chess.tiktoken"
-# alternatives: head of a prompt; side, castling rights, en passant; the two squares of a move; the
-# ending; any character
 CHESS_PATTERN = (
-    r"^A: | (?:[wb]|[a-h][36]|K?Q?k?q?|-)(?= )|(?<=\+)[a-h][1-8](?=[a-h][1-8])|(?<=\+[a-h][1-8])[a-h][1-8]"
-    r"|\+\d\.\d+\+\d\+\d$|(?s:.)"
+    r"^A: "  # the prefix of a prompt
+    r"| (?:[wb]|[a-h][36]|K?Q?k?q?|-)(?= )"  # side to move, castling rights, en passant square
+    r"|(?<=\+)[a-h][1-8](?=[a-h][1-8])|(?<=\+[a-h][1-8])[a-h][1-8]"  # the two squares of a move
+    r"|\+\d\.\d+\+\d\+\d$"  # the ending
+    r"|(?s:.)"  # any other character
 )
 
 
 def chess_ranks() -> dict[bytes, int]:
-    """The ranks of the shipped tokenizer, as `python -m minigrpo.model.tokenizer` writes them."""
+    """Return token -> rank of the chess tokenizer; `load_tokenizer` reads them from the package."""
     squares = [file + rank for file in "abcdefgh" for rank in "12345678"]
+    passant = [f" {square}" for square in squares if square[1] in "36"]
     castling = [
-        "".join(rights) for n in range(1, 5) for rights in itertools.combinations("KQkq", n)
+        "".join([" ", *rights]) for n in range(1, 5) for rights in itertools.combinations("KQkq", n)
     ]
-    texts = [
-        "A: ",
-        *squares,
-        " w",
-        " b",
-        " -",
-        *(f" {square}" for square in squares if square[1] in "36"),
-    ]
-    texts += [f" {rights}" for rights in castling] + [
-        "+0.001+0+0",
-        "+0.0+0+1",
-        "+1.0+1+0",
-        "+0.5+1+0",
-    ]
+    endings = ["+0.001+0+0", "+0.0+0+1", "+1.0+1+0", "+0.5+1+0"]
+    texts = ["A: ", *squares, " w", " b", " -", *passant, *castling, *endings]
     tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in texts]
     return {token: rank for rank, token in enumerate(tokens)}
 
 
-# how GPT-2 cuts a text before it merges: contractions; letters, digits or signs, with a space
-# before them; white space
+# how GPT-2 cuts a text into pieces, within which bytes are merged: contractions; letters, digits or
+# other signs, each with an optional space before them; white space
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-# merges and vocabulary as they were published first, and as Hugging Face calls them
+# the file of merges -> the vocabulary beside it: OpenAI's names, and Hugging Face's
 GPT2_FILES = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
 
 
 def _encoding(name: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    """Raises ValueError unless there is a token for each byte and the ranks are 0, 1, 2, ...: then
-    any text round-trips.
+    """An encoding in which any text round-trips: there is a token for each byte, and the ranks are
+    0, 1, 2, ... Raises ValueError otherwise.
     """
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(
@@ -74,13 +65,17 @@ def _encoding(name: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Enco
 
 
 def parse_ranks(lines: Iterable[bytes]) -> dict[bytes, int]:
-    """Ranks as tiktoken stores them: a token in base 64 and its rank a line. Raises ValueError."""
+    """Return the ranks of a .tiktoken file: per line, a token in base 64 and its rank.
+
+    Raises:
+        ValueError: names the first line that is anything else.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:  # binascii's errors are among them
+        except ValueError:  # the base class of base64's errors too
             raise ValueError(
                 f"line {number} is not a token in base 64 and its rank: {line[:40]!r}"
             ) from None
@@ -88,19 +83,17 @@ def parse_ranks(lines: Iterable[bytes]) -> dict[bytes, int]:
 
 
 def parse_gpt2(merges: str, vocabulary: str) -> dict[bytes, int]:
-    """Ranks from GPT-2's two files: the merges in their order, and a JSON object of tokens and
-    their numbers.
+    """Return the ranks of GPT-2's two files.
 
-    Raises ValueError if they do not belong together: tiktoken takes a token's number for the place
-    of its merge.
+    Args:
+        merges: the text of merges.txt: one merge per line, in order.
+        vocabulary: the text of vocab.json: an object of tokens and their numbers.
+
+    Raises:
+        ValueError: the files do not belong together. tiktoken has no separate list of merges; it
+            merges in the order of the tokens' numbers, so the two orders must agree.
     """
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [
-        byte for byte in range(256) if byte not in printable
-    ]  # these files write them as U+0100, U+0101, ...
-    byte_of = {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
+    byte_of = _bytes_of_letters()
 
     def token(text: str) -> bytes:
         return bytes(byte_of[letter] for letter in text)
@@ -126,8 +119,19 @@ def parse_gpt2(merges: str, vocabulary: str) -> dict[bytes, int]:
     return ranks
 
 
+def _bytes_of_letters() -> dict[str, int]:
+    """The letter that GPT-2's files write for each byte: its own character if that is printable,
+    else U+0100, U+0101, ... in order.
+    """
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
 def _from_path(path: Path) -> tiktoken.Encoding:
-    """Ranks with GPT-2's pattern. Raises ValueError, OSError."""
+    """The ranks at a path, with GPT-2's pattern. Raises ValueError, OSError."""
     if path.is_dir():
         if not (found := [path / merges for merges in GPT2_FILES if (path / merges).exists()]):
             names = " nor ".join(" and ".join(pair) for pair in GPT2_FILES.items())
@@ -136,32 +140,27 @@ def _from_path(path: Path) -> tiktoken.Encoding:
     merges_of = {vocabulary: merges for merges, vocabulary in GPT2_FILES.items()}
     merges = path.with_name(merges_of.get(path.name, path.name))
     if merges.name in GPT2_FILES:
-        files = (merges, merges.with_name(GPT2_FILES[merges.name]))
-        return _encoding(
-            path.parent.name,
-            GPT2_PATTERN,
-            parse_gpt2(*(file.read_text(encoding="utf-8") for file in files)),
-        )
+        vocabulary = merges.with_name(GPT2_FILES[merges.name])
+        texts = (file.read_text(encoding="utf-8") for file in (merges, vocabulary))
+        return _encoding(path.parent.name, GPT2_PATTERN, parse_gpt2(*texts))
     return _encoding(path.stem, GPT2_PATTERN, parse_ranks(path.read_bytes().splitlines()))
 
 
 @cache
 def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """The encoding called `name`: chess, gpt2, or a path; `eot_token`, the last one, is its end of
-    text.
+    """Return the encoding of --tokenizer; its `eot_token`, the last one, ends a completion.
 
-    A path is a .tiktoken file of ranks, one of GPT-2's two files (see GPT2_FILES) beside the other,
-    or their folder.
+    Args:
+        name: chess, gpt2, or a path: a .tiktoken file of ranks, one of GPT-2's two files (see
+            GPT2_FILES) with the other one beside it, or the folder of both.
 
-    Raises ValueError in one line where a file is missing or no tokenizer, or GPT-2's ranks neither
-    cached nor to be fetched.
+    Raises:
+        ValueError: in one line, for a path without a tokenizer, or if GPT-2's ranks are neither
+            cached nor can be fetched.
     """
     if name == "chess":
-        return _encoding(
-            name,
-            CHESS_PATTERN,
-            parse_ranks(files("minigrpo.assets").joinpath(RANKS_FILE).read_bytes().splitlines()),
-        )
+        lines = files("minigrpo.assets").joinpath(RANKS_FILE).read_bytes().splitlines()
+        return _encoding(name, CHESS_PATTERN, parse_ranks(lines))
     if name != "gpt2":
         try:
             return _from_path(Path(name))
@@ -173,16 +172,14 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             raise ValueError(f"--tokenizer {name}: {error}") from None
     try:
         return tiktoken.get_encoding(name)
-    except (
-        Exception
-    ) as error:  # requests' and the file system's errors: tiktoken lets all of them through
+    except Exception as error:  # tiktoken passes on errors of the network and of the file system
+        fetch = f"python -c 'import tiktoken; tiktoken.get_encoding(\"{name}\")'"
         raise ValueError(
             f"--tokenizer {name}: tiktoken cannot fetch its ranks ({type(error).__name__}); give "
-            "them by path (a file of "
-            "ranks, or a folder with vocab.bpe and encoder.json or merges.txt and vocab.json); or "
-            "on another machine run "
-            f"`TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; tiktoken.get_encoding(\"{name}\")'`, bring DIR here and "
-            "set TIKTOKEN_CACHE_DIR to it"
+            "them as a path (a file of ranks, or a folder with vocab.bpe and encoder.json or "
+            "merges.txt and vocab.json), or run "
+            f"`TIKTOKEN_CACHE_DIR=DIR {fetch}` on a machine with network, copy DIR here and set "
+            "TIKTOKEN_CACHE_DIR to it"
         ) from error
 
 

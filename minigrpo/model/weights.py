@@ -1,10 +1,13 @@
-"""GPT-2 weights as safetensors, in the packing that Hugging Face writes: the one format in which
-models come and go.
+"""GPT-2 weights as safetensors files, in Hugging Face's format: the one format of this library.
 
-Their linear layers are stored `[in, out]`, ours (torch's) `[out, in]`; the output head is tied and
-therefore not stored. Names may begin with `transformer.`, and causal masks may lie beside the
-parameters. A file that would load as another function than the one that was trained is refused, in
-one line that lists what does not fit.
+Their linear layers are stored as `[in, out]`, torch's are `[out, in]`. The output head is tied to
+the token embedding and therefore not stored. In files from elsewhere, names may begin with
+`transformer.`, and causal masks may be stored beside the parameters.
+
+A file is refused if the model here would compute a different function than the one that was
+trained: another activation or layer norm epsilon, an untied head, missing, unknown or misshapen
+tensors, integer weights. Loading it anyway would give a model that runs but writes nonsense. The
+error lists everything that does not fit in one line.
 """
 
 import json
@@ -18,15 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in a model's folder
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files in a model's folder
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # constants, in files of older versions
-HEAD = "lm_head.weight"
-HEAD_SIZE = 64  # every published GPT-2 has heads of this size
-MOST_LISTED = 8  # of what does not fit
+MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # constants that older versions stored
+LM_HEAD = "lm_head.weight"
+HEAD_SIZE = 64  # of every published GPT-2
+MAX_LISTED = 8  # problems in an error message
 
-# what model.py computes, as config.json says it: the first is what is written, the others mean the
-# same
+# What transformer.py computes, as config.json calls it. The first value is the one that is written;
+# the others mean the same.
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -35,7 +38,7 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-# the fields of ModelShape, as config.json calls them
+# the fields of ModelShape -> their names in config.json
 SIZES = {
     "vocab_size": "vocab_size",
     "context": "n_positions",
@@ -46,14 +49,14 @@ SIZES = {
 
 
 def stored_shapes(vocab_size: int, context: int, layers: int, width: int) -> dict[str, list[int]]:
-    """Every parameter of a file, and its shape there."""
+    """Return the name of every parameter in a file, and its shape there."""
     shapes = {"wte.weight": [vocab_size, width], "wpe.weight": [context, width]}
-    linear = {
+    linear = {  # (in, out), as multiples of the width
         "attn.c_attn": (1, 3),
         "attn.c_proj": (1, 1),
         "mlp.c_fc": (1, 4),
         "mlp.c_proj": (4, 1),
-    }  # in and out, in widths
+    }
     for block in (f"h.{i}." for i in range(layers)):
         for name, (size_in, size_out) in linear.items():
             shapes |= {
@@ -75,8 +78,8 @@ def _transpose(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
-    """Write a Transformer's state dict as float32; the number of heads, which no tensor tells, goes into
-    the file's header.
+    """Write a Transformer's state dict as float32. The number of heads goes into the file's header,
+    because no tensor's shape shows it.
     """
     save_file(
         _transpose({name: x.detach().float().cpu().contiguous() for name, x in state.items()}),
@@ -88,10 +91,12 @@ def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
 def export_gpt2(
     state: dict[str, Tensor], folder: Path, *, shape: Mapping[str, int], eos: int
 ) -> None:
-    """Write a folder that transformers' `GPT2LMHeadModel.from_pretrained` loads, and `load_gpt2`
-    too.
+    """Write a folder that `load_gpt2` and transformers' `GPT2LMHeadModel.from_pretrained` load.
 
-    `shape` has the fields of `ModelShape`; `eos` is the token at which a completion ends.
+    Args:
+        state: a Transformer's state dict.
+        shape: the fields of `ModelShape`.
+        eos: the token that ends a completion.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_gpt2(state, folder / WEIGHTS, heads=shape["heads"])
@@ -106,12 +111,17 @@ def export_gpt2(
 
 
 def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The shape (the fields of `ModelShape`) and float32 state dict of a GPT-2 file, or of the
-    `model.safetensors` in a folder.
+    """Read a GPT-2 safetensors file, or the `model.safetensors` of a folder.
 
-    The number of heads is the header's, else config.json's (if the file has its name from there),
-    else the width / 64. Raises ValueError in one line that says what is missing, damaged or does
-    not fit.
+    The number of heads is taken from the file's header, else from the config.json beside a
+    `model.safetensors`, else it is width / 64.
+
+    Returns:
+        The fields of `ModelShape`, and the state dict in float32.
+
+    Raises:
+        ValueError: in one line, for a file that is missing or damaged, or that is not a model which
+            `Transformer` computes exactly; see the module's docstring.
     """
     file = path / WEIGHTS if path.is_dir() else path
     header, state = _read(file)
@@ -133,23 +143,22 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     sizes["heads"] = int(heads) if str(heads).isdecimal() else 0
     if not sizes["heads"] or width % sizes["heads"]:
         problems.append(f"{heads} heads do not divide a width of {width}")
-    for ours, theirs in SIZES.items():
-        if settings.get(theirs, sizes[ours]) != sizes[ours]:
-            problems.append(
-                f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {file.name} {sizes[ours]}"
-            )
+    problems += [
+        f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {file.name} {sizes[ours]}"
+        for ours, theirs in SIZES.items()
+        if settings.get(theirs, sizes[ours]) != sizes[ours]
+    ]
     problems += _misfits(state, stored_shapes(vocab_size, context, sizes["layers"], width))
     if problems:
-        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
-        raise ValueError(
-            f"{path}: does not fit this GPT-2: {'; '.join(problems[:MOST_LISTED])}{more}"
-        )
+        more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        listed = "; ".join(problems[:MAX_LISTED])
+        raise ValueError(f"{path}: does not fit this GPT-2: {listed}{more}")
     return sizes, _transpose({name: x.to(torch.float32) for name, x in state.items()})
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header's notes, and the tensors under the names that they have without `transformer.`;
-    masks are left out.
+    """The metadata in the file's header, and its tensors, under names without `transformer.` and
+    without the masks.
     """
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -167,7 +176,7 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """config.json, if there is one."""
+    """The contents of config.json; empty if there is none."""
     try:
         settings = json.loads(file.read_text()) if file.exists() else {}
         if not isinstance(settings, dict):
@@ -178,19 +187,17 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def _untied(state: dict[str, Tensor], settings: Mapping[str, Any]) -> list[str]:
-    """Take the output head out, which may be there if it is the token embedding."""
-    head, wte = state.pop(HEAD, None), state.get("wte.weight")
-    if head is None:
-        return (
-            [f"{HEAD} is missing, and not tied"]
-            if settings.get("tie_word_embeddings") is False
-            else []
-        )
-    tied = wte is not None and head.shape == wte.shape and bool((head == wte).all())
-    return [] if tied else [f"{HEAD} is not wte.weight: an untied head"]
+    """Remove the output head from `state`; say so if it is not equal to the token embedding."""
+    lm_head, wte = state.pop(LM_HEAD, None), state.get("wte.weight")
+    if lm_head is None:
+        is_lost = settings.get("tie_word_embeddings") is False
+        return [f"{LM_HEAD} is missing, and not tied"] if is_lost else []
+    tied = wte is not None and lm_head.shape == wte.shape and bool((lm_head == wte).all())
+    return [] if tied else [f"{LM_HEAD} is not wte.weight: an untied head"]
 
 
 def _misfits(state: Mapping[str, Tensor], expected: Mapping[str, list[int]]) -> list[str]:
+    """What is wrong with the names, shapes and types of the tensors."""
     found = [f"{name} is missing" for name in expected if name not in state]
     found += [f"{name} is unknown" for name in state if name not in expected]
     for name, shape in expected.items():

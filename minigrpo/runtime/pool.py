@@ -1,9 +1,9 @@
-"""A pool of threads that may be given up.
+"""A thread pool that survives jobs that never return.
 
-concurrent.futures joins its threads when the process exits, so one function that never returns
-would keep the process for ever. These are daemons; one that is overdue is abandoned and replaced,
-up to a bound. A function that holds the interpreter lock (C code that loops) cannot be helped by
-any thread.
+`concurrent.futures` joins its threads when the process exits, so one reward function that hangs
+would keep the process alive for ever. The threads here are daemons. A job that runs too long is
+abandoned: its thread is left behind and replaced, up to `MAX_ABANDONED` threads. This does not help
+against C code that loops while it holds the interpreter lock; no thread can interrupt that.
 """
 
 import threading
@@ -15,19 +15,20 @@ from typing import Any
 
 import torch
 
-MAX_ABANDONED = 32  # threads that hang somewhere; after that their places stay empty
+MAX_ABANDONED = 32  # hanging threads; beyond this they are no longer replaced
 
 
 class Job:
-    """A call that is waited for."""
+    """One call, its result, and when it started."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function, self.args = function, args
         self.future: Future[Any] = Future()
-        self.started: float | None = None
+        self.started: float | None = None  # time.monotonic(); None while it waits in the queue
         self.abandoned = False
 
     def run(self) -> None:
+        """Call the function and store its result, or what it raised, in `future`."""
         self.started = time.monotonic()
         try:
             self.future.set_result(self.function(*self.args))
@@ -36,57 +37,67 @@ class Job:
         except BaseException as error:
             if threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C
-            self.future.set_exception(
-                RuntimeError(repr(error))
-            )  # a reward that calls sys.exit() has failed, no more
+            # a job that calls sys.exit() has failed; it must not take its thread with it
+            self.future.set_exception(RuntimeError(repr(error)))
 
 
 class WorkerPool:
-    """Runs jobs in `workers` daemon threads in the order in which they came; with 0, in the caller,
-    unless they need one.
+    """Runs jobs in `workers` daemon threads, first come, first served.
+
+    With `workers=0`, `submit` runs a job in the calling thread, unless the job needs a thread.
     """
 
     def __init__(self, workers: int, name: str) -> None:
         self.workers, self.name = workers, name
         self.queue: SimpleQueue[Job | None] = SimpleQueue()
         self.lock = threading.Lock()
-        self.alive = 0  # threads that take jobs
-        self.num_abandoned = 0  # threads that are still in a job that was given up
+        self.alive = 0  # threads that take jobs from the queue
+        self.num_abandoned = 0  # threads that are still inside an abandoned job
 
     def submit(self, function: Callable[..., Any], *args: Any, needs_thread: bool = False) -> Job:
-        """`needs_thread` jobs, which might hang, get a thread even in a pool of none."""
+        """Queue a call. Raises nothing: if no thread is left, the job fails with TimeoutError.
+
+        Args:
+            needs_thread: for a call that might hang. It gets a thread even if `workers` is 0, and
+                never runs in the calling thread.
+        """
         job = Job(function, args)
-        if not needs_thread and (not self.workers or not self._staffed()):
+        if not needs_thread and (not self.workers or not self._start_threads()):
             job.run()
-        elif self._staffed():
+        elif self._start_threads():
             self.queue.put(job)
         else:
-            job.future.set_exception(
-                TimeoutError(f"all threads hang, {self.num_abandoned} of them")
-            )
+            job.future.set_exception(self._all_hang())
         return job
 
     def wait(self, job: Job, timeout_s: float | None) -> Any:
-        """The job's result, or what it raised; TimeoutError once it has run for `timeout_s`. To be
-        called in order.
+        """Return the job's result, or raise what it raised.
+
+        Wait for jobs in the order of submission: a job that is still in the queue has no deadline,
+        because the time limit counts from the start of the call.
+
+        Args:
+            timeout_s: seconds that the call may run; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: the call ran longer than `timeout_s`, or no thread is left to run it.
         """
         while not job.future.done():
-            if job.abandoned or (timeout_s is not None and not self.alive):
-                raise TimeoutError(
-                    "was given up"
-                    if job.abandoned
-                    else f"all threads hang, {self.num_abandoned} of them"
-                )
-            left = (
-                timeout_s
-                if timeout_s is None or job.started is None
-                else job.started + timeout_s - time.monotonic()
-            )
-            if left is not None and left <= 0:
-                self._abandon(job)
-                raise TimeoutError(f"took longer than {timeout_s:g} s")
-            if timeout_s is None and not self._staffed():
-                return job.function(*job.args)  # what cannot hang need not wait for those that do
+            if job.abandoned:
+                raise TimeoutError("was given up")
+            if timeout_s is not None and not self.alive:
+                raise self._all_hang()
+            left = None
+            if timeout_s is not None:
+                left = timeout_s
+                if job.started is not None:
+                    left = job.started + timeout_s - time.monotonic()
+                if left <= 0:
+                    self._abandon(job)
+                    raise TimeoutError(f"took longer than {timeout_s:g} s")
+            elif not self._start_threads():
+                # every thread hangs, so the queue stands still; this job cannot hang: run it here
+                return job.function(*job.args)
             try:
                 job.future.exception(min(threading.TIMEOUT_MAX, 1.0 if left is None else left))
             except TimeoutError:
@@ -94,17 +105,17 @@ class WorkerPool:
         return job.future.result()
 
     def close(self) -> None:
-        """Let idle threads go; those that are busy end with the process."""
+        """Stop idle threads. Busy threads are daemons and end with the process."""
         for _ in range(self.alive):
             self.queue.put(None)
         self.alive = 0
 
-    def _staffed(self) -> bool:
-        """Start threads that are missing, as far as the bound allows; whether there are any."""
+    def _start_threads(self) -> bool:
+        """Start missing threads, up to the bound; return whether any thread takes jobs."""
         with self.lock:
             while self.alive < max(1, self.workers) and self.num_abandoned < MAX_ABANDONED:
                 self.alive += 1
-                # a new thread would begin on the first CUDA device, not on its process's own
+                # a new thread starts on CUDA device 0, which may not be this process's device
                 device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
                 threading.Thread(
                     target=self._work, args=(device,), name=self.name, daemon=True
@@ -117,7 +128,7 @@ class WorkerPool:
         while (job := self.queue.get()) is not None:
             job.run()
             with self.lock:
-                if job.abandoned:  # it came back after all, and its place has been taken
+                if job.abandoned:  # it returned late; another thread has replaced this one
                     self.num_abandoned -= 1
                     return
 
@@ -126,4 +137,7 @@ class WorkerPool:
             job.abandoned = True
             self.alive -= 1
             self.num_abandoned += 1
-        self._staffed()
+        self._start_threads()
+
+    def _all_hang(self) -> TimeoutError:
+        return TimeoutError(f"all threads hang, {self.num_abandoned} of them")

@@ -1,7 +1,8 @@
-"""ModelSelection texts are positions: FEN validity, for rewards that are asked it a thousand times a step.
+"""Which texts are positions: a check of FENs that is fast enough for thousands of calls per step.
 
-python-chess judges the pieces but does not read the text: a form that is wrong is turned away by a
-pattern, ranks are remembered, and the board that python-chess looks at is set up from bits.
+python-chess judges the pieces but does not parse the text. A regular expression rejects malformed
+texts, the parse of each rank is cached, and the board that python-chess checks is set up directly
+from bit masks.
 """
 
 import re
@@ -11,20 +12,20 @@ from functools import lru_cache
 
 import chess
 
-MAX_FEN_LENGTH = 100  # python-chess parses a megabyte in 0.2 s; no FEN is longer than this
+MAX_FEN_LENGTH = 100  # no FEN is longer, and a longer text could make the check slow
 FEN = re.compile(
     r"([PNBRQKpnbrqk1-8]+(?:/[PNBRQKpnbrqk1-8]+){7}) ([wb]) (-|(?! )K?Q?k?q?) (-|[a-h][36])"
     r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
-# a piece as a bit in two of eight boards of 64 bits: pawns, knights, bishops, rooks, queens, kings,
-# Black and White
+# A position as eight 64-bit boards: pawns, knights, bishops, rooks, queens, kings, Black, White.
+# A piece on the first square (a1) is a bit in two of them, its type's and its colour's.
 BOARDS = struct.Struct("<8Q")
 PIECES = {
     piece: 1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper())
     for piece in "PNBRQKpnbrqk"
 }
 GAPS = {digit: int(digit) for digit in "12345678"}
-# a right, where its king and its rook must stand, and whose they are
+# castling right -> the squares where its king and its rook must stand, and their colour
 CASTLING = {
     "K": (chess.E1, chess.H1, chess.WHITE),
     "Q": (chess.E1, chess.A1, chess.WHITE),
@@ -35,23 +36,21 @@ CASTLING = {
 
 @lru_cache(maxsize=1 << 16)
 def _rank(text: str) -> int | None:
-    """The eight boards of one rank, the first; see PIECES. None if it is not one."""
-    boards, file, gap = 0, 0, False
+    """The eight boards (see BOARDS) with these pieces on the first rank; None if malformed."""
+    boards, file, after_gap = 0, 0, False
     for piece in text:
         if bits := PIECES.get(piece):
             boards |= bits << file
-            file, gap = file + 1, False
-        elif gap:
-            return None  # 11 is written 2
+            file, after_gap = file + 1, False
+        elif after_gap:
+            return None  # two digits in a row: 11 is written 2
         else:
-            file, gap = file + GAPS[piece], True
+            file, after_gap = file + GAPS[piece], True
     return boards if file == 8 else None
 
 
 class _Local(threading.local):
-    """A board of each thread, to be set up again and again: making one takes longer than all that
-    is done to it here.
-    """
+    """One reusable board per thread: creating a board takes longer than the whole check."""
 
     def __init__(self) -> None:
         self.board = chess.Board(None)
@@ -61,13 +60,12 @@ _local = _Local()
 
 
 def is_valid_fen(text: object) -> bool:
-    """Whether `text` is a legal position, written exactly as python-chess writes it with
-    `en_passant="fen"`.
+    """Return whether `text` is a legal position, exactly as python-chess writes it with
+    `en_passant="fen"`. Never raises.
 
-    Stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads clocks
-    through `int()` and drops a castling right whose rook is gone: the text must also round-trip,
-    and clocks have at most four digits. What is malformed is turned away by its form, what is not
-    is never parsed twice: python-chess judges the pieces, it does not read the text.
+    This is stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads the
+    clocks with `int()`, and drops a castling right whose rook is missing. Here the text must also
+    be what python-chess would write back, and each clock has at most four digits.
     """
     if (
         not isinstance(text, str)
@@ -80,9 +78,7 @@ def is_valid_fen(text: object) -> bool:
     for row in placement.split("/"):
         if (rank := _rank(row)) is None:
             return False
-        boards = (
-            boards << 8 | rank
-        )  # the eighth rank comes first, and goes up with each that follows
+        boards = boards << 8 | rank  # a FEN begins with rank 8, so each row moves those above it up
     board, own = _local.board, _local.board.occupied_co
     board.castling_rights, board.ep_square = chess.BB_EMPTY, None
     (
@@ -97,15 +93,14 @@ def is_valid_fen(text: object) -> bool:
     ) = BOARDS.unpack(boards.to_bytes(BOARDS.size, "little"))
     own[chess.BLACK], own[chess.WHITE], board.occupied = black, white, black | white
     board.turn = side == "w"
-    if castling != "-":
-        for right in castling:
-            king, rook, color = CASTLING[right]
-            if not (
-                board.kings & own[color] & chess.BB_SQUARES[king]
-                and board.rooks & own[color] & chess.BB_SQUARES[rook]
-            ):
-                return False
-            board.castling_rights |= chess.BB_SQUARES[rook]
+    for right in castling if castling != "-" else "":
+        king, rook, color = CASTLING[right]
+        if not (
+            board.kings & own[color] & chess.BB_SQUARES[king]
+            and board.rooks & own[color] & chess.BB_SQUARES[rook]
+        ):
+            return False
+        board.castling_rights |= chess.BB_SQUARES[rook]
     if passant != "-":
         board.ep_square = chess.parse_square(passant)
     return board.status() == chess.STATUS_VALID

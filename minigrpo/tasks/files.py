@@ -1,11 +1,9 @@
-"""What all files of examples have in common: one pass over the file, two splits, an order of
-examples that is derived.
+"""What all files of examples share: reading errors, skipped records, two splits, a derived order.
 
-The pass keeps no text, only where or what each example is; what is damaged is skipped, counted, and
-said in one warning.
+A file is read once. That pass keeps where or what each example is, but not its text. Damaged
+records are skipped, counted, and reported in one warning.
 """
 
-import hashlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,21 +16,21 @@ import numpy as np
 
 from ..runtime.rng import stream
 from ..types import Example
-from .chess_env import HELD_OUT_SHARE
+from .splits import POSITIONS_PER_HELD_OUT
 
-NAMED = 3  # damaged games or lines that the warning names
-LONGEST_REASON = 90
+MAX_NAMED = 3  # skipped records that the warning describes
+MAX_REASON_CHARS = 90
 
 
-class Source(Protocol):
-    """Where the examples of a task come from."""
+class ExampleSource(Protocol):
+    """Where the examples of a task come from: self-play, or a file."""
 
     @property
     def num_held_out(self) -> int | None:
-        """None: endless."""
+        """How many evaluation examples there are; None if they are endless."""
 
     @property
-    def heads(self) -> Sequence[str]:
+    def prompt_prefixes(self) -> Sequence[str]:
         """How its prompts begin: "A: ", "P: "."""
 
     def train(self, number: int) -> Example: ...
@@ -41,44 +39,43 @@ class Source(Protocol):
 
 
 class Listener(Protocol):
-    """Who is told what happens while a file is read; `metrics.Screen` is one."""
+    """Is told what happens while a file is read; `runtime.logging.Screen` is one."""
 
     def warn(self, text: str) -> None: ...
 
     def reading(self, name: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-        """Shows how much of `total` is done, whenever the function is called with it."""
+        """Show progress: the function in the context is called with how much of `total` is done."""
 
 
-class Silent:
+class SilentListener:
+    """Shows nothing."""
+
     def warn(self, text: str) -> None: ...
 
     def reading(self, name: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
         return nullcontext(lambda done: None)
 
 
-def fingerprint(text: str) -> int:
-    """Eight bytes of a hash, as a number."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-class Skipped:
-    """Games or lines that were not taken, and why."""
+class SkippedRecords:
+    """Counts the games or lines of a file that were skipped, and remembers the first reasons."""
 
     def __init__(self, path: Path, unit: str) -> None:
+        """`unit`: what a record is called in the warning, "game" or "line"."""
         self.path, self.unit = path, unit
         self.count = 0
         self.named: list[str] = []
 
-    def add(self, number: int, why: object) -> None:
+    def add(self, number: int, reason: object) -> None:
+        """Count record `number`, the first of the file being 1."""
         self.count += 1
-        if self.count <= NAMED:
-            self.named.append(
-                f"{self.unit} {number} ({' '.join(str(why).split())[:LONGEST_REASON]})"
-            )
+        if self.count <= MAX_NAMED:
+            short = " ".join(str(reason).split())[:MAX_REASON_CHARS]
+            self.named.append(f"{self.unit} {number} ({short})")
 
     def report(self, total: int, listener: Listener) -> None:
+        """Warn in one line, if any of the `total` records was skipped."""
         if self.count:
-            rest = ", ..." if self.count > NAMED else ""
+            rest = ", ..." if self.count > MAX_NAMED else ""
             listener.warn(
                 f"{self.path}: skipped {self.count} of {total} {self.unit}s: "
                 f"{', '.join(self.named)}{rest}"
@@ -86,44 +83,46 @@ class Skipped:
 
 
 def check_readable(path: Path) -> None:
+    """Raises ValueError, in one line, for a file that cannot be opened."""
     with readable(path):
         open(path, "rb").close()
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns what can go wrong with a file into a ValueError in one line."""
+    """Turns the errors of reading a file into a ValueError in one line."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
 
 
-class Shuffled(ABC):
-    """Two splits of finitely many examples; each epoch of training shows each once, in an order of
-    its own.
+class ShuffledExamples(ABC):
+    """Two splits of finitely many examples, the base class of what reads a file.
 
-    What is asked often, as openings are, trains often, but is asked only once in an evaluation.
+    Each epoch of training shows every example once, in an order of its own. A question that occurs
+    often in the file (an opening, say) is trained on as often, but evaluated only once.
     """
 
     def __init__(
         self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray, questions: np.ndarray
     ) -> None:
-        """Raises ValueError if a split is empty.
-
+        """
         Args:
-            train, held_out: what `example` takes, one an example.
-            questions: a number for each that is held out; of those with the same one, only the
-                first is kept.
+            train, held_out: `[n]` int, the keys that `example` takes, one per example.
+            questions: `[n]` int, a hash of the question of each held-out example; of those with
+                equal hashes only the first is kept.
+
+        Raises:
+            ValueError: a split is empty.
         """
         held_out = held_out[np.sort(np.unique(questions, return_index=True)[1])]
         if not len(train) or not len(held_out):
             raise ValueError(
                 f"{path}: {len(train)} usable examples for training and {len(held_out)} for "
-                "evaluation; there must be some "
-                f"of each, and one position in {HELD_OUT_SHARE} is held out"
+                "evaluation; both need at least one, and one position in "
+                f"{POSITIONS_PER_HELD_OUT} is held out"
             )
         self.seed, self._train, self._held_out = seed, train, held_out
         self.num_train, self.num_held_out = len(train), len(held_out)
@@ -131,13 +130,15 @@ class Shuffled(ABC):
 
     @abstractmethod
     def example(self, key: int, index: int) -> Example:
-        """What stands at a key, as example number `index`."""
+        """Return the example with this key, numbered `index`."""
 
     def train(self, number: int) -> Example:
+        """Return training example `number`; epoch `number // num_train` decides the order."""
         epoch, place = divmod(number, self.num_train)
         return self.example(int(self._train[self._order("train", epoch)[place]]), number)
 
     def held_out(self, number: int) -> Example:
+        """Return evaluation example `number`; beyond `num_held_out` they repeat."""
         place = self._order("held-out", 0)[number % self.num_held_out]
         return self.example(int(self._held_out[place]), number)
 

@@ -1,9 +1,11 @@
-"""Real games: each ply of each mainline of a PGN file is an example of the chess-env task.
+"""Real games: each ply of each main line of a PGN file is an example of the chess-env task.
 
-Comments, clocks and variations are not looked at; a game that was broken off gives what was played.
-Games are kept as moves, two bytes a ply, and played again up to the ply that is asked for: the text
-is read once, so it may be compressed. A game with an illegal move, a null move, a start that is no
-position or rules of its own (Chess960, Crazyhouse) is skipped as a whole.
+Comments, clocks and variations are ignored. A game that was broken off contributes the moves that
+were played. A game is skipped as a whole if it has an illegal move, a null move, an impossible
+starting position, or rules of its own (Chess960, Crazyhouse).
+
+The text is read once, so the file may be compressed. Games are kept as moves, two bytes per ply,
+and are replayed up to the ply that is asked for.
 """
 
 import gzip
@@ -19,25 +21,31 @@ import chess.pgn
 import numpy as np
 
 from ..types import Example
-from .chess_env import is_held_out, move_kind, ply_kind, prompt_of, render, transition
 from .fen import is_valid_fen
-from .files import Listener, Shuffled, Silent, Skipped, fingerprint, readable
+from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, readable
+from .splits import fingerprint, is_held_out, position_key
+from .transitions import PROMPT_PREFIX, move_kind, ply_kind, prompt_of, render, transition
 
-HEADER = re.compile(
-    r'\[[A-Za-z0-9_]+ +"'
-)  # and not a clock that a comment's line begins with: [%clk 0:01]
+# a header, and not a clock at the start of a line in a comment: [%clk 0:01]
+HEADER = re.compile(r'\[[A-Za-z0-9_]+ +"')
 
 
-class Mainline(chess.pgn.BaseVisitor["Mainline"]):
-    """One game as python-chess reads it to us: its start, its moves, which of its positions are
-    held out, what is wrong.
+class MainLine(chess.pgn.BaseVisitor["MainLine"]):
+    """Collects one game while python-chess parses it.
+
+    Attributes:
+        start: the FEN that it starts from, "" for the usual one.
+        moves: one packed move per ply, see `pack`.
+        held_out: for each ply, whether its position is held out.
+        questions: for each held-out ply, a hash of position and move.
+        error: why the game is skipped, "" if it is not.
     """
 
     def begin_game(self) -> None:
-        self.start = ""  # a FEN, if it is not the usual one
+        self.start = ""
         self.moves = array("H")
         self.held_out = array("B")
-        self.questions = array("Q")  # of the positions that are held out
+        self.questions = array("Q")
         self.error = ""
 
     def begin_headers(self) -> chess.pgn.Headers:
@@ -73,38 +81,42 @@ class Mainline(chess.pgn.BaseVisitor["Mainline"]):
             fen = render(board)
             self.held_out.append(is_held_out(fen))
             if self.held_out[-1]:
-                self.questions.append(fingerprint(f"{' '.join(fen.split(' ')[:4])} {move.uci()}"))
+                self.questions.append(fingerprint(f"{position_key(fen)} {move.uci()}"))
 
     def handle_error(self, error: Exception) -> None:
         self.error = self.error or str(error)
 
-    def result(self) -> "Mainline":
+    def result(self) -> "MainLine":
         return self
 
 
 def pack(move: chess.Move) -> int:
+    """Return a move as 16 bits: from (6), to (6), promotion piece (4)."""
     return move.from_square | move.to_square << 6 | (move.promotion or 0) << 12
 
 
 def unpack(code: int) -> chess.Move:
+    """Undo `pack`."""
     return chess.Move(code & 63, code >> 6 & 63, code >> 12 or None)
 
 
-def read_games(text: TextIO) -> Iterator[Mainline]:
-    """The games of a PGN text, each read apart: a comment that never ends does not swallow the
-    games that follow.
+def read_games(text: TextIO) -> Iterator[MainLine]:
+    """Yield the games of a PGN text.
+
+    Each is parsed separately, so that a comment that is never closed cannot swallow the games after
+    it.
     """
     for chunk in _chunks(text):
         handle = io.StringIO(chunk)
-        endless = chunk.rfind("{") > chunk.rfind("}")
-        while (game := chess.pgn.read_game(handle, Visitor=Mainline)) is not None:
-            if endless and handle.tell() == len(chunk):
+        unclosed = chunk.rfind("{") > chunk.rfind("}")
+        while (game := chess.pgn.read_game(handle, Visitor=MainLine)) is not None:
+            if unclosed and handle.tell() == len(chunk):
                 game.handle_error(ValueError("a comment that never ends"))
             yield game
 
 
 def _chunks(text: TextIO) -> Iterator[str]:
-    """Headers with what follows them, up to the next headers."""
+    """Cut a PGN text before each block of headers."""
     lines: list[str] = []
     in_headers = True
     for line in text:
@@ -117,36 +129,37 @@ def _chunks(text: TextIO) -> Iterator[str]:
     yield "".join(lines)
 
 
-class Games(Shuffled):
-    """The examples of `--data FILE.pgn` or `FILE.pgn.gz`; one is a ply, counted through all
-    games."""
+class Games(ShuffledExamples):
+    """The examples of `--data FILE.pgn` or `FILE.pgn.gz`. An example's key is its ply, counted
+    through all games of the file.
+    """
 
-    heads = ("A: ",)
+    prompt_prefixes = (PROMPT_PREFIX,)
 
     def __init__(
         self, path: Path, seed: int, history: int = 0, listener: Listener | None = None
     ) -> None:
-        """Raises ValueError, in one line, for a file that cannot be read or has too few
-        positions."""
-        listener, skipped = listener or Silent(), Skipped(path, "game")
+        """
+        Args:
+            history: how many earlier moves each prompt contains.
+            listener: is told of progress and of skipped games.
+
+        Raises:
+            ValueError: in one line, for a file that cannot be read, or a split without positions.
+        """
+        listener, skipped = listener or SilentListener(), SkippedRecords(path, "game")
         self.history = history
-        self.starts: dict[int, str] = {}
-        moves, held_out, questions, first, number = (
-            array("H"),
-            array("B"),
-            array("Q"),
-            array("q"),
-            0,
-        )
+        self.starts: dict[int, str] = {}  # game -> the FEN that it starts from, if not the usual
+        moves, held_out, questions = array("H"), array("B"), array("Q")
+        first, number = array("q"), 0  # the first ply of each game
         with (
             readable(path),
             open(path, "rb") as raw,
             listener.reading(path.name, path.stat().st_size) as progress,
         ):
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            for number, game in enumerate(
-                read_games(io.TextIOWrapper(data, encoding="utf-8", errors="replace")), 1
-            ):
+            text = io.TextIOWrapper(data, encoding="utf-8", errors="replace")
+            for number, game in enumerate(read_games(text), 1):
                 progress(raw.tell())
                 if game.error:
                     skipped.add(number, game.error)
@@ -158,20 +171,14 @@ class Games(Shuffled):
                 held_out += game.held_out
                 questions += game.questions
         skipped.report(number, listener)
-        self.moves, self.first = (
-            np.asarray(moves, dtype=np.uint16),
-            np.asarray(first, dtype=np.int64),
-        )
+        self.moves = np.asarray(moves, dtype=np.uint16)
+        self.first = np.asarray(first, dtype=np.int64)
         split = np.asarray(held_out, dtype=bool)
-        super().__init__(
-            path,
-            seed,
-            np.flatnonzero(~split),
-            np.flatnonzero(split),
-            np.asarray(questions, dtype=np.uint64),
-        )
+        hashes = np.asarray(questions, dtype=np.uint64)
+        super().__init__(path, seed, np.flatnonzero(~split), np.flatnonzero(split), hashes)
 
     def example(self, key: int, index: int) -> Example:
+        """Return ply `key` of the file, by replaying its game up to there."""
         game = int(np.searchsorted(self.first, key, side="right")) - 1
         *before, move = (unpack(int(code)) for code in self.moves[self.first[game] : key + 1])
         board = chess.Board(self.starts.get(game, chess.STARTING_FEN))
@@ -179,6 +186,7 @@ class Games(Shuffled):
             board.push(earlier)
         fen, kind = render(board), move_kind(board, move)
         board.push(move)
-        told = ",".join(earlier.uci() for earlier in before[max(0, len(before) - self.history) :])
-        prompt = prompt_of(fen, move.uci(), told if self.history else None)
+        recent = before[max(0, len(before) - self.history) :]
+        history = ",".join(earlier.uci() for earlier in recent) if self.history else None
+        prompt = prompt_of(fen, move.uci(), history)
         return Example(prompt, transition(fen, move.uci()), index, ply_kind(board, kind))

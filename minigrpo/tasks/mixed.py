@@ -1,47 +1,43 @@
-"""Chess questions of both kinds and from any source, in turns; the head of a prompt says who judges
-the answer.
+"""Chess questions of both kinds, from any number of sources, in turns.
 
-A part that does not concern a question is 1 for whatever is written: the same for a whole group, so
-it moves no advantage. (And truth scores 1 in every part, as the protocol says; a mean over a mixed
-batch counts those ones in.)
+The prefix of a prompt decides what scores its completions. A reward part that does not apply to a
+question is 1 for every completion: constant within the group, it cancels in the advantages. (The
+true answer then scores 1 in every part, as `Task` requires. A part's mean over a mixed batch
+includes these ones.)
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from ..types import Example
-from .files import Source
+from .files import ExampleSource
+from .scoring import BatchScored
 
 
-class Judge(Protocol):
-    parts: Mapping[str, float]
+class Mixed(BatchScored):
+    """A task made of example sources, which take turns."""
 
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> dict[str, np.ndarray]: ...
-
-
-class Mixed:
-    """A task made of sources of questions, and of judges by the head of the prompt."""
-
-    def __init__(self, sources: Sequence[Source], judges: Mapping[str, Judge]) -> None:
-        self.sources, self.judges = sources, judges
-        self.parts: Mapping[str, float] = {
-            name: weight for judge in judges.values() for name, weight in judge.parts.items()
+    def __init__(
+        self, sources: Sequence[ExampleSource], scored_by: Mapping[str, BatchScored]
+    ) -> None:
+        """`scored_by`: prompt prefix -> what scores the completions of such prompts."""
+        self.sources, self.scored_by = sources, scored_by
+        self.parts = {
+            name: weight for scorer in scored_by.values() for name, weight in scorer.parts.items()
         }
+        # the shortest source sets the number, so that no question is evaluated twice
         sizes = [source.num_held_out for source in sources if source.num_held_out]
-        self.num_held_out = (
-            len(sources) * min(sizes) if sizes else None
-        )  # so that none is asked twice
+        self.num_held_out = len(sources) * min(sizes) if sizes else None
 
     def train(self, number: int) -> Example:
+        """Return training example `number`, from source `number % len(sources)`."""
         turn, source = divmod(number, len(self.sources))
         return replace(self.sources[source].train(turn), index=number)
 
     def held_out(self, number: int) -> Example:
+        """Return evaluation example `number`, from source `number % len(sources)`."""
         turn, source = divmod(number, len(self.sources))
         return replace(self.sources[source].held_out(turn), index=number)
 
@@ -49,15 +45,10 @@ class Mixed:
         self, examples: Sequence[Example], texts: Sequence[str]
     ) -> dict[str, np.ndarray]:
         scores = {name: np.ones(len(texts), dtype=np.float32) for name in self.parts}
-        for head, judge in self.judges.items():
-            rows = [i for i, example in enumerate(examples) if example.prompt.startswith(head)]
+        for prefix, scorer in self.scored_by.items():
+            rows = [i for i, example in enumerate(examples) if example.prompt.startswith(prefix)]
             if rows:
-                found = judge.score_batch([examples[i] for i in rows], [texts[i] for i in rows])
+                found = scorer.score_batch([examples[i] for i in rows], [texts[i] for i in rows])
                 for name, values in found.items():
                     scores[name][rows] = values
         return scores
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return {
-            name: float(values[0]) for name, values in self.score_batch([example], [text]).items()
-        }

@@ -1,10 +1,10 @@
-"""Prompts and answers from a JSONL file: `{"prompt": ..., "answer": ...}` a line.
+"""Prompts and answers from a JSONL file: one `{"prompt": ..., "answer": ...}` per line.
 
-One prompt in ten, chosen by a hash of the prompt, is held out for evaluation. Rewards are `exact`
-and `similarity`; what else a completion should be is a reward function of one's own.
+The prompt and the answer are used as they stand, without a separator between them. One prompt in
+ten, chosen by a hash of the prompt, is held out for evaluation. The rewards are `exact` and
+`similarity`; --rewards adds functions of your own.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -13,80 +13,79 @@ from typing import Any
 
 import numpy as np
 
-from ..rewards import similarity
+from ..rewards import similarities
 from ..runtime.rng import stream
 from ..types import Example
+from .scoring import BatchScored
+from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
 
-HELD_OUT_SHARE = 10  # one prompt in 10
 
+class Pairs(BatchScored):
+    """The task of `--data FILE.jsonl`. Each epoch of training shows every pair once, in an order of
+    its own.
 
-class Pairs:
-    """The task of `--data FILE.jsonl`."""
+    Reward parts, each in [0, 1]:
+        exact: the completion is the answer.
+        similarity: 1 - normalized edit distance between the two.
+    """
 
     parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.2}
 
     def __init__(self, path: Path, seed: int) -> None:
-        """Raises ValueError, in one line, for a file that cannot be read, a line that is no pair,
-        or too few pairs.
+        """
+        Raises:
+            ValueError: in one line, for a file that cannot be read, a line that is not a pair, or a
+                split without any.
         """
         self.seed = seed
-        self._split: dict[bool, list[Example]] = {False: [], True: []}
+        self._split: dict[bool, list[tuple[str, str]]] = {False: [], True: []}  # held out or not
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # and not at U+2028
+            # not splitlines(), which would also cut a text at U+2028
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"--data {path}: cannot be read ({getattr(error, 'strerror', None) or error})"
-            ) from None
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"--data {path}: cannot be read ({reason})") from None
         for number, line in enumerate(lines, 1):
             if line.strip():
                 prompt, answer = _pair(line, f"--data {path}, line {number}")
-                held_out = (
-                    int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest())
-                    % HELD_OUT_SHARE
-                    == 0
-                )
-                self._split[held_out].append(
-                    Example(prompt, answer, kind="held-out" if held_out else "train")
-                )
+                self._split[is_held_out_prompt(prompt)].append((prompt, answer))
         for held_out, name in ((False, "training"), (True, "evaluation")):
             if not self._split[held_out]:
                 raise ValueError(
-                    f"--data {path}: no pair for {name}; one prompt in {HELD_OUT_SHARE} is held "
-                    "out, add more"
+                    f"--data {path}: no pair for {name}; one prompt in {PROMPTS_PER_HELD_OUT} is "
+                    "held out, add more"
                 )
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
     def train(self, number: int) -> Example:
+        """Return training example `number`."""
         epoch, place = divmod(number, len(self._split[False]))
-        example = self._split[False][self._order(epoch)[place]]
-        return Example(example.prompt, example.answer, index=number)
+        prompt, answer = self._split[False][self._order(epoch)[place]]
+        return Example(prompt, answer, index=number)
 
     def held_out(self, number: int) -> Example:
-        example = self._split[True][number % self.num_held_out]
-        return Example(example.prompt, example.answer, index=number)
+        """Return evaluation example `number`; beyond `num_held_out` they repeat."""
+        prompt, answer = self._split[True][number % self.num_held_out]
+        return Example(prompt, answer, index=number)
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> dict[str, list[float]]:
-        scores = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
-        return {name: [score[name] for score in scores] for name in self.parts}
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return {
-            "exact": float(text == example.answer),
-            "similarity": similarity(text, example.answer),
-        }
+    ) -> dict[str, np.ndarray]:
+        answers = [example.answer for example in examples]
+        exact = [text == answer for text, answer in zip(texts, answers, strict=True)]
+        return {"exact": np.array(exact, dtype=float), "similarity": similarities(texts, answers)}
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         return stream(self.seed, "pairs", epoch).permutation(len(self._split[False]))
 
 
 def _pair(line: str, where: str) -> tuple[str, str]:
+    """The prompt and answer of a line. Raises ValueError that begins with `where`."""
     try:
         record: Any = json.loads(line)
         prompt, answer = record["prompt"], record["answer"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f'{where}: must be an object like {{"prompt": "...", "answer": "..."}}'
         ) from None

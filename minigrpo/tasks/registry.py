@@ -1,111 +1,119 @@
-"""What is asked and how answers are judged: the tasks that ship, on self-play or on files, or a
-task of one's own.
+"""From --task and --data to a task: one that ships, on self-play or files, or one of your own.
 
-The protocol is `minigrpo.types.Task`. A file of one's own is imported as it is: only run files that
-you trust.
+The protocol that a task implements is `minigrpo.types.Task`. A Python file given as --task or
+--rewards is imported, which runs it: only give files that you trust.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from ..rewards import RewardFunction
+from ..runtime.renamed import modern
 from ..types import Example, Task
-from .best_move import Policy
+from . import best_move, transitions
+from .best_move import BestMove
 from .chess_env import ChessEnv
-from .files import Listener, Silent, Source, check_readable
+from .files import ExampleSource, Listener, SilentListener, check_readable
 from .games import Games
 from .lines import Lines, json_line, text_line
-from .mixed import Judge, Mixed
+from .mixed import Mixed
 from .pairs import Pairs
 
-CHESS, POLICY, BOTH = "chess-env", "policy", "chess-env+policy"
-HEADS = {
-    CHESS: "AP",
-    POLICY: "P",
-    BOTH: "AP",
-}  # first letters of the prompts that a task takes from files; a file decides
-ADVISING = (".txt", ".jsonl")  # endings of files that may tell what to play
+CHESS_ENV, BEST_MOVE, BOTH = "chess-env", "best-move", "chess-env+best-move"
+NEXT_POSITION, WHAT_TO_PLAY = transitions.PROMPT_PREFIX, best_move.PROMPT_PREFIX
+ALL_PREFIXES = (NEXT_POSITION, WHAT_TO_PLAY)
+# which questions a task takes from a file; what the file has of them decides the reward parts
+WANTED = {CHESS_ENV: ALL_PREFIXES, BEST_MOVE: (WHAT_TO_PLAY,), BOTH: ALL_PREFIXES}
+MAY_HAVE_BEST_MOVES = (".txt", ".jsonl")  # files that may say what to play
 ANNOTATE = "python -m minigrpo.tools.annotate"
 
-Reader = Callable[[Path, int, int, str, Listener], Source]
-READERS: dict[str, Reader] = {  # by what a file's name ends with
-    ".pgn": lambda path, seed, history, heads, listener: Games(path, seed, history, listener),
-    ".pgn.gz": lambda path, seed, history, heads, listener: Games(path, seed, history, listener),
-    ".txt": lambda path, seed, history, heads, listener: Lines(
-        path, seed, text_line, heads, listener
-    ),
-    ".jsonl": lambda path, seed, history, heads, listener: Lines(
-        path, seed, json_line, heads, listener
-    ),
+# (path, seed, history, wanted prompt prefixes, listener) -> the examples of a file
+Reader = Callable[[Path, int, int, Sequence[str], Listener], ExampleSource]
+READERS: dict[str, Reader] = {  # by how the file's name ends
+    ".pgn": lambda path, seed, history, wanted, told: Games(path, seed, history, told),
+    ".pgn.gz": lambda path, seed, history, wanted, told: Games(path, seed, history, told),
+    ".txt": lambda path, seed, history, wanted, told: Lines(path, seed, text_line, wanted, told),
+    ".jsonl": lambda path, seed, history, wanted, told: Lines(path, seed, json_line, wanted, told),
 }
+TASK_MEMBERS = ("parts", "train", "held_out", "score")
 
 
 def load_task(
     name: str, *, seed: int, history: int = 0, data: str = "", listener: Listener | None = None
 ) -> Task:
-    """The task of --task and --data. Raises ValueError in one line that names the flag.
+    """Return the task of --task and --data.
 
     Args:
-        name: chess-env, policy, chess-env+policy, or a Python file with one class that has `parts`,
-            `train`, `held_out` and `score`; it is called with the seed.
-        data: files of questions, with commas between them, which take turns; "" for self-play. A
-            .jsonl file by itself makes a task of its own with chess-env: prompts and answers.
+        name: chess-env, best-move, chess-env+best-move (or one of their earlier names), or a Python
+            file with one class that has `parts`, `train`, `held_out` and `score`; the class is
+            called with the seed.
+        history: how many earlier moves a chess-env prompt contains.
+        data: files of questions, separated by commas, which take turns; "" for self-play. With
+            chess-env, a single .jsonl file holds prompts and answers of any kind (`Pairs`).
         listener: is told what is skipped in a file, and how far the reading is.
+
+    Raises:
+        ValueError: in one line that names the flag.
     """
-    if name not in HEADS and not name.endswith(".py"):
-        raise ValueError(
-            f"--task must be {', '.join(HEADS)} or a Python file (FILE.py), got {name}"
-        )
-    if name not in HEADS:
+    name = modern({"task": name})["task"]
+    if name not in WANTED:
+        if not name.endswith(".py"):
+            allowed = ", ".join(WANTED)
+            raise ValueError(f"--task must be {allowed} or a Python file (FILE.py), got {name}")
         if data:
-            raise ValueError(f"--data goes with {', '.join(HEADS)}, got --task {name}")
+            raise ValueError(f"--data goes with {', '.join(WANTED)}, got --task {name}")
         return _own_task(name, seed)
-    if not data and name == CHESS:
+    if not data and name == CHESS_ENV:
         return ChessEnv(seed, history)
-    if name == CHESS and data.endswith(".jsonl") and "," not in data:
-        pairs = Pairs(Path(data), seed)
-        if pairs.train(0).prompt.startswith("P: ") and listener:
-            listener.warn(
-                f"--data {data}: looks annotated; with --task policy its moves are judged one by "
-                "one"
-            )
-        return pairs
+    if name == CHESS_ENV and data.endswith(".jsonl") and "," not in data:
+        return _pairs(data, seed, listener)
     paths = [path for path in data.split(",") if path]
     try:
-        return _of_files(name, paths, seed, history, listener)
+        return _task_of_files(name, paths, seed, history, listener)
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith("--") else f"--data {error}") from None
 
 
-def _of_files(
-    name: str, paths: list[str], seed: int, history: int, listener: Listener | None
+def _pairs(data: str, seed: int, listener: Listener | None) -> Pairs:
+    pairs = Pairs(Path(data), seed)
+    if pairs.train(0).prompt.startswith(WHAT_TO_PLAY) and listener:
+        listener.warn(
+            f"--data {data}: looks annotated; --task {BEST_MOVE} scores its moves one by one"
+        )
+    return pairs
+
+
+def _task_of_files(
+    name: str, paths: Sequence[str], seed: int, history: int, listener: Listener | None
 ) -> Task:
-    for path in paths:  # before any is read, which may take minutes
+    for path in paths:  # all of them before the first is read, which may take minutes
         reader_of(path)
         check_readable(Path(path))
-    no_advice = ValueError(
+    if name != CHESS_ENV and not any(path.endswith(MAY_HAVE_BEST_MOVES) for path in paths):
+        raise _not_annotated(name, paths)
+    sources = [read_file(path, seed, history, WANTED[name], listener) for path in paths]
+    found = {prefix for source in sources for prefix in source.prompt_prefixes}
+    if name != CHESS_ENV and WHAT_TO_PLAY not in found:
+        raise _not_annotated(name, paths)
+    if name == BOTH and NEXT_POSITION not in found:
+        sources, found = [ChessEnv(seed, history), *sources], {*found, NEXT_POSITION}
+    scorers = {NEXT_POSITION: ChessEnv(seed), WHAT_TO_PLAY: BestMove()}
+    return Mixed(sources, {prefix: scorers[prefix] for prefix in sorted(found)})
+
+
+def _not_annotated(name: str, paths: Sequence[str]) -> ValueError:
+    positions = " --positions FILE.pgn" if any(".pgn" in path for path in paths) else ""
+    return ValueError(
         f"--task {name} needs annotated positions, --data FILE.jsonl or FILE.txt with P lines, got "
-        f"{','.join(paths) or 'none'}; "
-        f"`{ANNOTATE} --out "
-        f"FILE.jsonl{' --positions FILE.pgn' if '.pgn' in ' '.join(paths) else ''}` makes them"
+        f"{','.join(paths) or 'none'}; `{ANNOTATE} --out FILE.jsonl{positions}` makes them"
     )
-    if name != CHESS and not any(path.endswith(ADVISING) for path in paths):
-        raise no_advice
-    sources = [read_file(path, seed, history, HEADS[name], listener) for path in paths]
-    judges: dict[str, Judge] = {"A: ": ChessEnv(seed), "P: ": Policy()}
-    heads = {head for source in sources for head in source.heads}
-    if name != CHESS and "P: " not in heads:
-        raise no_advice
-    if name == BOTH and "A: " not in heads:
-        sources, heads = [ChessEnv(seed, history), *sources], heads | {"A: "}
-    return Mixed(sources, {head: judges[head] for head in sorted(heads)})
 
 
 def reader_of(path: str) -> Reader:
-    """Raises ValueError for an ending that is not in the table."""
+    """Return the reader for a file's name. Raises ValueError for an ending not in READERS."""
     for suffix, reader in READERS.items():
         if path.endswith(suffix):
             return reader
@@ -113,19 +121,33 @@ def reader_of(path: str) -> Reader:
 
 
 def read_file(
-    path: str, seed: int, history: int = 0, heads: str = "AP", listener: Listener | None = None
-) -> Source:
-    """A file of --data as its name's ending says. Raises ValueError in one line that names it."""
-    return reader_of(path)(Path(path), seed, history, heads, listener or Silent())
+    path: str,
+    seed: int,
+    history: int = 0,
+    prompt_prefixes: Sequence[str] = ALL_PREFIXES,
+    listener: Listener | None = None,
+) -> ExampleSource:
+    """Return the examples of a file, read as its name's ending says.
+
+    Args:
+        prompt_prefixes: how the wanted prompts begin; other questions in the file are ignored.
+
+    Raises:
+        ValueError: in one line that names the file.
+    """
+    reader = reader_of(path)
+    return reader(Path(path), seed, history, prompt_prefixes, listener or SilentListener())
 
 
 def _own_task(name: str, seed: int) -> Task:
-    """The task in a Python file."""
+    """The task in a Python file, after asking it for one example of each split."""
     module = _load(name, "--task")
     found = [
         x
         for x in vars(module).values()
-        if isinstance(x, type) and x.__module__ == module.__name__ and _is_task(x)
+        if isinstance(x, type)
+        and x.__module__ == module.__name__  # not a task that the file imports
+        and all(hasattr(x, member) for member in TASK_MEMBERS)
     ]
     if len(found) != 1:
         raise ValueError(
@@ -147,8 +169,10 @@ def _own_task(name: str, seed: int) -> Task:
 
 
 def load_rewards(path: str) -> list[RewardFunction]:
-    """The functions that a file has decorated with `@minigrpo.reward`; none for "". Raises
-    ValueError.
+    """Return the functions that a Python file decorates with `@minigrpo.reward`; none for "".
+
+    Raises:
+        ValueError: in one line, for a file that cannot be imported or has no such function.
     """
     if not path:
         return []
@@ -158,17 +182,13 @@ def load_rewards(path: str) -> list[RewardFunction]:
     return found
 
 
-def _is_task(kind: type) -> bool:
-    return all(hasattr(kind, name) for name in ("parts", "train", "held_out", "score"))
-
-
 def _load(path: str, flag: str) -> ModuleType:
-    """A Python file as a module. Raises ValueError if it cannot be read or fails."""
+    """Import a Python file. Raises ValueError, which names the flag, if that fails."""
     spec = importlib.util.spec_from_file_location(f"minigrpo_{Path(path).stem}", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ValueError(f"{flag} {path}: must be a Python file that is there")
+        raise ValueError(f"{flag} {path}: must be a Python file that exists")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses look up their own module there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

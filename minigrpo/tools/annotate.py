@@ -31,13 +31,14 @@ from rich.progress import (
 
 from ..runtime.flags import ConfigError, exit_with, parse
 from ..runtime.logging import Screen
-from ..tasks.best_move import HEAD, MATE, write
-from ..tasks.chess_env import HELD_OUT_SHARE, ChessEnv
-from ..tasks.files import Source
+from ..tasks.best_move import MATE, PROMPT_PREFIX, write
+from ..tasks.chess_env import ChessEnv
+from ..tasks.files import ExampleSource
 from ..tasks.registry import read_file
+from ..tasks.splits import POSITIONS_PER_HELD_OUT
 
 PLACES = ("stockfish", "/usr/games/stockfish")  # where it is looked for
-TRAIN_SHARE = HELD_OUT_SHARE - 1
+TRAIN_SHARE = POSITIONS_PER_HELD_OUT - 1
 INSTALL = "apt-get install stockfish, or --engine PATH"
 
 
@@ -151,7 +152,7 @@ def key(fen: str) -> str:
     return " ".join(fen.split(" ")[:4])
 
 
-def positions(source: Source) -> Iterator[str]:
+def positions(source: ExampleSource) -> Iterator[str]:
     """FENs of both splits in the shares that they have, each position once, for as long as there
     are any.
     """
@@ -164,7 +165,7 @@ def positions(source: Source) -> Iterator[str]:
         if not left:
             return
         for ask, index in left:
-            fen = ask(index).prompt[len(HEAD) :].split("+")[0]
+            fen = ask(index).prompt[len(PROMPT_PREFIX) :].split("+")[0]
             if key(fen) not in seen:
                 seen.add(key(fen))
                 yield fen
@@ -182,7 +183,7 @@ def read_done(path: Path, made_by: str) -> set[str]:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             record = json.loads(line)
-            fen, by = record["prompt"].removeprefix(HEAD), record["made_by"]
+            fen, by = record["prompt"].removeprefix(PROMPT_PREFIX), record["made_by"]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f"--out {path}, line {number}: was not written by this tool; take another file"
@@ -209,7 +210,7 @@ def run(arguments: Arguments) -> None:
         limit = f"depth {arguments.depth}" if arguments.depth else f"nodes {arguments.nodes}"
         made_by = f"{engines.name}, {limit}, multipv {arguments.multipv}"
         done = read_done(arguments.out, made_by)
-        source: Source = ChessEnv(arguments.seed)
+        source: ExampleSource = ChessEnv(arguments.seed)
         if arguments.positions:
             source = read_file(arguments.positions, arguments.seed, listener=Screen())
         had, wanted = len(done), arguments.n
@@ -236,7 +237,11 @@ def run(arguments: Arguments) -> None:
                         if text := _result(answer):
                             file.write(
                                 json.dumps(
-                                    {"prompt": HEAD + fen, "answer": text, "made_by": made_by}
+                                    {
+                                        "prompt": PROMPT_PREFIX + fen,
+                                        "answer": text,
+                                        "made_by": made_by,
+                                    }
                                 )
                                 + "\n"
                             )

@@ -19,7 +19,8 @@ from ..runtime.logging import Screen
 from ..runtime.rng import uniforms
 from ..sampling.generate import SamplingParams
 from ..sampling.sampler import GREEDY
-from ..tasks.chess_env import ChessEnv, prompt_of, render, transition
+from ..tasks.chess_env import ChessEnv
+from ..tasks.transitions import prompt_of, render, transition
 from ..types import Example
 from .boards import differences, side_by_side
 from .loading import Loaded, ModelSelection, load

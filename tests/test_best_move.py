@@ -1,5 +1,5 @@
-"""The policy task: what a completion is worth against the engine's, and training steps on both
-kinds of question at once.
+"""The best-move task: scores against the engine's answer, and training on both kinds of chess
+question in one batch.
 """
 
 import json
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from minigrpo import Config, Trainer
 from minigrpo.rewards import RewardScorer
-from minigrpo.tasks.best_move import Policy, write
-from minigrpo.tasks.chess_env import Positions
+from minigrpo.tasks.best_move import BestMove, write
 from minigrpo.tasks.registry import load_task
+from minigrpo.tasks.self_play import Positions
 from minigrpo.types import Example
 
 from .gradients import TINY
@@ -25,7 +25,7 @@ from .gradients import TINY
 ROOT = Path(__file__).parent.parent
 SMALL = ROOT / "tests" / "data" / "small.pgn"
 START = chess.STARTING_FEN
-EXAMPLE = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 0.2 B: e2e4", kind="policy")
+EXAMPLE = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 0.2 B: e2e4", kind="best-move")
 HOSTILE = [
     "",
     " ",
@@ -36,7 +36,6 @@ HOSTILE = [
     "E: " + "9" * 9999,
     "\x00",
     "\ud800",
-    # fmt: skip
     "M: ١e4 E: ١ B: e2e4",
     " M: e2e4 E: nan B: e2e4",
     " M: e2e4 E: 1e9 B: e2e4",
@@ -45,14 +44,13 @@ HOSTILE = [
 
 
 def annotated(path: Path, number: int) -> Path:
-    """Positions of self-play with legal moves and evaluations that a formula, not an engine, has
-    given.
+    """Write self-play positions with legal moves; a formula, not an engine, makes the
+    evaluations.
     """
     with open(path, "w") as file:
         for i in range(number):
-            fen = (
-                Positions(5, ("train", "held-out")[i % 4 == 0]).example(i).prompt[3:].split("+")[0]
-            )
+            example = Positions(5, ("train", "held-out")[i % 4 == 0]).example(i)
+            fen = example.prompt[3:].split("+")[0]
             moves = sorted(move.uci() for move in chess.Board(fen).legal_moves)[:5]
             answer = write([(move, 1.5 - rank / 4) for rank, move in enumerate(moves)])
             file.write(json.dumps({"prompt": f"P: {fen}", "answer": answer}) + "\n")
@@ -78,17 +76,19 @@ def annotated(path: Path, number: int) -> Path:
 def test_parts_of_a_completion(
     text: str, best: float, moves: float, evals: float, legal: float, form: float
 ) -> None:
-    scores = Policy().score(EXAMPLE, text)
+    scores = BestMove().score(EXAMPLE, text)
     assert scores == pytest.approx(
         {"best": best, "moves": moves, "evals": evals, "legal": legal, "format": form}, rel=1e-6
     )
 
 
-def test_evaluations_far_beyond_a_win_are_alike() -> None:
+def test_evaluations_beyond_a_clear_win_count_as_equal() -> None:
     example = Example(EXAMPLE.prompt, " M: e2e4 E: 999.98 B: e2e4")
-    assert Policy().score(example, " M: e2e4 E: 12.5 B: e2e4")["evals"] == 1
-    assert Policy().score(example, " M: e2e4 E: 9 B: e2e4")["evals"] == pytest.approx(1 / 2)
-    assert Policy().score(example, " M: e2e4 E: -999.98 B: e2e4")["evals"] == pytest.approx(1 / 21)
+    assert BestMove().score(example, " M: e2e4 E: 12.5 B: e2e4")["evals"] == 1
+    assert BestMove().score(example, " M: e2e4 E: 9 B: e2e4")["evals"] == pytest.approx(1 / 2)
+    assert BestMove().score(example, " M: e2e4 E: -999.98 B: e2e4")["evals"] == pytest.approx(
+        1 / 21
+    )
 
 
 @given(
@@ -97,21 +97,21 @@ def test_evaluations_far_beyond_a_win_are_alike() -> None:
     )
 )
 def test_any_text_has_parts_between_0_and_1(text: str) -> None:
-    assert all(0 <= value <= 1 for value in Policy().score(EXAMPLE, text).values())
+    assert all(0 <= value <= 1 for value in BestMove().score(EXAMPLE, text).values())
 
 
 def test_hostile_texts_never_raise_and_are_cheap() -> None:
-    Policy().score(EXAMPLE, "")
+    BestMove().score(EXAMPLE, "")
     began = time.perf_counter()
-    table = Policy().score_batch([EXAMPLE] * len(HOSTILE), HOSTILE)
+    table = BestMove().score_batch([EXAMPLE] * len(HOSTILE), HOSTILE)
     assert time.perf_counter() - began < 0.05
     for values in table.values():
         assert np.isfinite(values).all() and (values >= 0).all() and (values < 1.001).all()
     assert not table["format"].any()
 
 
-def test_what_does_not_concern_a_question_is_the_same_for_its_group(tmp_path: Path) -> None:
-    task = load_task("chess-env+policy", seed=0, data=str(annotated(tmp_path / "a.jsonl", 60)))
+def test_a_part_that_does_not_apply_to_a_question_is_1_for_its_whole_group(tmp_path: Path) -> None:
+    task = load_task("chess-env+best-move", seed=0, data=str(annotated(tmp_path / "a.jsonl", 60)))
     examples = [task.train(i) for i in range(8)]
     assert [example.prompt[:3] for example in examples] == ["A: ", "P: "] * 4
     assert [example.index for example in examples] == list(range(8))
@@ -122,7 +122,7 @@ def test_what_does_not_concern_a_question_is_the_same_for_its_group(tmp_path: Pa
     for name in ("best", "moves", "evals", "legal"):
         assert (table.parts[name][0::2] == 1).all() and (table.parts[name][1::2, 1] < 1).all()
     assert all((scores[:, 0] == 1).all() for scores in table.parts.values())
-    alone = RewardScorer(Policy()).score(examples[1::2], texts[1::2]).total
+    alone = RewardScorer(BestMove()).score(examples[1::2], texts[1::2]).total
     shared = table.total[1::2] - table.total[1::2].mean(1, keepdims=True)
     np.testing.assert_allclose(shared, alone - alone.mean(1, keepdims=True), atol=1e-6)
 
@@ -142,7 +142,7 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(
     }
     trainer = Trainer(
         Config.of(
-            **options, task="chess-env+policy", data=str(data), out_dir=str(tmp_path / "run")
+            **options, task="chess-env+best-move", data=str(data), out_dir=str(tmp_path / "run")
         ),
         quiet=True,
     )
@@ -155,42 +155,42 @@ def test_training_steps_on_a_mixed_batch_of_prompts_of_different_lengths(
     ]
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) for step in steps)
     evaluation = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
-    assert evaluation["count/policy"] == 4 and evaluation["n"] == 8
-    assert {"exact/policy", "best", "exact_fen"} <= set(evaluation)
+    assert evaluation["count/best-move"] == 4 and evaluation["n"] == 8
+    assert {"exact/best-move", "best", "exact_fen"} <= set(evaluation)
 
 
 @pytest.mark.parametrize(
     ("task", "data", "words"),
     [
         (
-            "policy",
+            "best-move",
             "",
-            "--task policy needs annotated positions, .* got none; `python -m "
+            "--task best-move needs annotated positions, .* got none; `python -m "
             "minigrpo.tools.annotate --out",
         ),
-        ("chess-env+policy", "", "--task chess-env.policy needs annotated positions"),
+        ("chess-env+best-move", "", "--task chess-env.best-move needs annotated positions"),
         (
-            "policy",
+            "best-move",
             str(SMALL),
             "small.pgn; .*annotate --out FILE.jsonl --positions FILE.pgn` makes them",
         ),
         (
-            "policy",
+            "best-move",
             str(ROOT / "examples" / "sums.jsonl"),
             "sums.jsonl: 0 usable examples for training and 0 for",
         ),
         ("chess-env", f"{SMALL},missing.txt", "missing.txt: cannot be read"),
         (
-            "chess-env+policy",
+            "chess-env+best-move",
             "LINES.txt",
-            "--task chess-env.policy needs annotated positions, .* got .*LINES.txt",
+            "--task chess-env.best-move needs annotated positions, .* got .*LINES.txt",
         ),
     ],
 )
 def test_what_is_missing_is_one_line_that_says_how_to_get_it(
     task: str, data: str, words: str, tmp_path: Path
 ) -> None:
-    if data == "LINES.txt":  # all of them about what follows, none about what to play
+    if data == "LINES.txt":  # only chess-env lines
         data = str(tmp_path / data)
         examples = [
             Positions(0, split).example(i) for split in ("train", "held-out") for i in range(3)
@@ -201,10 +201,21 @@ def test_what_is_missing_is_one_line_that_says_how_to_get_it(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "name"), [("policy", "best-move"), ("chess-env+policy", "chess-env+best-move")]
+)
+def test_a_task_is_loaded_under_its_old_name(tmp_path: Path, old: str, name: str) -> None:
+    data = str(annotated(tmp_path / "a.jsonl", 60))
+    before, now = (load_task(task, seed=0, data=data) for task in (old, name))
+    assert before.parts == now.parts
+    assert [before.train(i) for i in range(20)] == [now.train(i) for i in range(20)]
+
+
 def test_several_files_take_turns(tmp_path: Path) -> None:
     data = f"{SMALL},{annotated(tmp_path / 'a.jsonl', 60)}"
-    task = load_task("chess-env+policy", seed=0, data=data)
-    assert [task.train(i).kind == "policy" for i in range(6)] == [False, True] * 3
-    assert task.num_held_out == 2 * 9  # type: ignore[attr-defined] # the games have 9, the others more
-    assert [task.held_out(i).kind == "policy" for i in range(18)] == [False, True] * 9
+    task = load_task("chess-env+best-move", seed=0, data=data)
+    assert [task.train(i).kind == "best-move" for i in range(6)] == [False, True] * 3
+    # the games have 9 held-out examples, the annotated file has more
+    assert task.num_held_out == 2 * 9  # type: ignore[attr-defined]
+    assert [task.held_out(i).kind == "best-move" for i in range(18)] == [False, True] * 9
     assert len({task.held_out(i).prompt for i in range(18)}) == 18

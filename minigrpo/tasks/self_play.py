@@ -1,0 +1,169 @@
+"""Positions and moves from seeded self-play: an endless supply of chess-env examples.
+
+They cost nothing, and their answers cannot be wrong, because python-chess computes them. Moves are
+random, with a bias: purely random play hardly ever castles, promotes or mates. A game yields
+`PLIES_PER_GAME` examples; it is played once and cached.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import chess
+import numpy as np
+
+from ..runtime.rng import stream
+from ..types import Example
+from .splits import is_held_out
+from .transitions import move_kind, ply_kind, prompt_of, render, transition
+
+PLIES_PER_GAME = 16  # examples per game
+GAMES_BETWEEN_SLOTS = 4  # how many games later the next example of a game is drawn
+MAX_PLIES = 140
+PLIES_TO_PICK_FROM = 40  # candidates per game; with fewer, rare kinds could not be preferred
+ILLEGAL_SHARE = 0.05  # of the examples
+MATE_IF_POSSIBLE = 0.3  # how often a mating move is played if there is one
+SPARSE_START_SHARE = 0.2  # of the games: endgames, the source of promotions, mates and draws
+
+# how much likelier than a quiet move a move of each kind is played ...
+PLAY_BIAS = {"quiet": 1.0, "capture": 1.5, "castling": 30.0, "promotion": 6.0, "en passant": 60.0}
+# ... and how much likelier it is then picked as an example
+PICK_BIAS = {
+    "quiet": 1.0,
+    "capture": 1.0,
+    "castling": 6.0,
+    "promotion": 5.0,
+    "en passant": 20.0,
+    "check": 1.5,
+    "checkmate": 8.0,
+    "draw": 12.0,
+}
+KINDS = (*PICK_BIAS, "illegal")
+
+
+class Ply(NamedTuple):
+    """One move of a game."""
+
+    fen: str  # before the move
+    uci: str
+    kind: str
+
+
+def play(seed: int, split: str, game: int, attempt: int) -> list[Ply]:
+    """Play a game; a pure function of its arguments."""
+    rng = stream(seed, f"game/{split}", game, attempt)
+    board = sparse_board(rng) if rng.random() < SPARSE_START_SHARE else chess.Board()
+    plies: list[Ply] = []
+    while (
+        len(plies) < MAX_PLIES
+        and (moves := list(board.legal_moves))
+        and not board.is_insufficient_material()
+    ):
+        kinds = [move_kind(board, move) for move in moves]
+        weights = np.cumsum([PLAY_BIAS[kind] for kind in kinds])
+        pick = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
+        move, kind = moves[pick], kinds[pick]
+        if rng.random() < MATE_IF_POSSIBLE and (mate := mating_move(board, moves)):
+            move = mate
+        fen = render(board)
+        board.push(move)
+        plies.append(Ply(fen, move.uci(), ply_kind(board, kind)))
+    return plies
+
+
+def sparse_board(rng: np.random.Generator) -> chess.Board:
+    """Return a random valid endgame: two kings and one to six other pieces, about half of them
+    pawns.
+    """
+    while True:
+        board = chess.Board(None)
+        squares = rng.permutation(64)
+        board.set_piece_at(int(squares[0]), chess.Piece(chess.KING, chess.WHITE))
+        board.set_piece_at(int(squares[1]), chess.Piece(chess.KING, chess.BLACK))
+        for square in squares[2 : 3 + int(rng.integers(6))]:
+            is_pawn = rng.random() < 0.5
+            piece = chess.PAWN if is_pawn else int(rng.integers(chess.KNIGHT, chess.QUEEN + 1))
+            board.set_piece_at(int(square), chess.Piece(piece, bool(rng.random() < 0.5)))
+        board.turn = bool(rng.random() < 0.5)
+        board.halfmove_clock = int(rng.integers(40))
+        board.fullmove_number = int(rng.integers(30, 110))
+        if board.is_valid() and any(board.legal_moves):
+            return board
+
+
+def mating_move(board: chess.Board, moves: list[chess.Move]) -> chess.Move | None:
+    """Return the first of the moves that mates, None if there is none."""
+    for move in moves:
+        if board.gives_check(move):
+            board.push(move)
+            mate = board.is_checkmate()
+            board.pop()
+            if mate:
+                return move
+    return None
+
+
+def illegal_move(fen: str, rng: np.random.Generator) -> str:
+    """Return an illegal move that mostly looks plausible: it leaves the king in check, or starts
+    from a square of the side to move.
+    """
+    board = chess.Board(fen)
+    pinned = [move for move in board.pseudo_legal_moves if not board.is_legal(move)]
+    if pinned and rng.random() < 0.5:
+        return pinned[int(rng.integers(len(pinned)))].uci()
+    own = chess.SquareSet(board.occupied_co[board.turn])
+    origins = list(own) if rng.random() < 0.8 else list(range(64))
+    while True:
+        move = chess.Move(origins[int(rng.integers(len(origins)))], int(rng.integers(64)))
+        if move.from_square != move.to_square and not board.is_legal(move):
+            return move.uci()
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The endless sequence of examples of one split, each a pure function of (seed, index)."""
+
+    seed: int
+    split: str  # "train" or "held-out"
+    history: int = 0  # how many earlier moves the prompt contains
+
+    def example(self, index: int) -> Example:
+        """Return example `index`: one ply of game `index // PLIES_PER_GAME`."""
+        game, slot = divmod(index, PLIES_PER_GAME)
+        return self.game(game)[slot]
+
+    def draw(self, number: int) -> Example:
+        """Return the same examples in another order, in which neighbours are not alike.
+
+        `PLIES_PER_GAME` consecutive draws come from as many different games, and no example comes
+        twice. The games are staggered: every `PLIES_PER_GAME` draws need one new game, so the cost
+        of self-play is spread evenly over the steps.
+        """
+        turn, slot = divmod(number, PLIES_PER_GAME)
+        game = turn + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
+        return self.example(game * PLIES_PER_GAME + slot)
+
+    @lru_cache(maxsize=2048)  # noqa: B019 - equal Positions are values and share the entries
+    def game(self, game: int) -> tuple[Example, ...]:
+        """Return the examples of one game. Cached, because self-play takes some 17 ms."""
+        usable: list[tuple[Ply, str]] = []  # with the moves before each
+        attempt = 0
+        while len(usable) < PLIES_TO_PICK_FROM:  # short games have too few plies of one split
+            plies = play(self.seed, self.split, game, attempt)
+            for i, ply in enumerate(plies):
+                if is_held_out(ply.fen) == (self.split == "held-out"):
+                    before = ",".join(p.uci for p in plies[max(0, i - self.history) : i])
+                    usable.append((ply, before))
+            attempt += 1
+        rng = stream(self.seed, f"pick/{self.split}", game)
+        weights = np.array([PICK_BIAS[ply.kind] for ply, _ in usable])
+        picks = rng.choice(len(usable), PLIES_PER_GAME, replace=False, p=weights / weights.sum())
+        first = game * PLIES_PER_GAME
+        return tuple(self._example(first + i, usable[pick], rng) for i, pick in enumerate(picks))
+
+    def _example(self, index: int, picked: tuple[Ply, str], rng: np.random.Generator) -> Example:
+        ply, before = picked
+        if rng.random() < ILLEGAL_SHARE:
+            ply = ply._replace(uci=illegal_move(ply.fen, rng), kind="illegal")
+        prompt = prompt_of(ply.fen, ply.uci, before if self.history else None)
+        return Example(prompt, transition(ply.fen, ply.uci), index, ply.kind)

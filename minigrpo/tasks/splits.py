@@ -1,0 +1,30 @@
+"""Which examples are held out for evaluation: a hash of the question decides.
+
+The decision depends on the question alone, not on its place in a file or on the seed. So a question
+that occurs twice is never in both splits, and every run of every task agrees on what is held out.
+"""
+
+import hashlib
+
+POSITIONS_PER_HELD_OUT = 4  # one chess position in 4 is held out
+PROMPTS_PER_HELD_OUT = 10  # one prompt in 10, in a file of prompts and answers
+
+
+def fingerprint(text: str) -> int:
+    """Return a 64-bit hash of a text, the same in every process (Python's `hash` is not)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def position_key(fen: str) -> str:
+    """Return a FEN without its clocks: the same position later in the game is the same position."""
+    return " ".join(fen.split(" ")[:4])
+
+
+def is_held_out(fen: str) -> bool:
+    """Return whether a chess position is held out; its clocks do not matter."""
+    return (fingerprint(position_key(fen)) >> 56) % POSITIONS_PER_HELD_OUT == 0
+
+
+def is_held_out_prompt(prompt: str) -> bool:
+    """Return whether a prompt of a file of prompts and answers is held out."""
+    return fingerprint(prompt) % PROMPTS_PER_HELD_OUT == 0
