@@ -162,7 +162,7 @@ class Sampler:
         while done < len(examples):
             left = len(examples) - done
             part = self.backoffs[num_samples].run(
-                some, min(batch_size or left, left), self.graphs.forget
+                some, min(batch_size or left, left), self.graphs.reset
             )
             done += len(part)
             yield part.to("cpu")

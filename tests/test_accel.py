@@ -10,18 +10,17 @@ from torch import _dynamo
 
 from benchmarks.steps import _stacked
 from minigrpo import Config, Trainer
-from minigrpo.config import FAST
-from minigrpo.model import transformer as gpt
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Block, ModelShape, Transformer
 from minigrpo.rollout import Sampler
 from minigrpo.runtime import accel
 from minigrpo.runtime.estimate import KEPT, plan
+from minigrpo.runtime.fast import FAST
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
-from minigrpo.sampling.decoders import KVCache
+from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.generate import generate
 from minigrpo.types import Completions, Example
 
@@ -284,11 +283,7 @@ def test_compiled_blocks_serve_the_update_alone_and_are_made_once(
         Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options)
     )
     monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
-    monkeypatch.setattr(
-        gpt, "attention", gpt.attention
-    )  # to be put back, as it is without torch.compile
     monkeypatch.setattr(_dynamo.config, "optimize_ddp", True)
-    accel.leave_attention_out.cache_clear()
     torch.compiler.reset()
     trainer = Trainer(
         options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True
@@ -348,20 +343,20 @@ def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory
     trainer.source.batch(1)
     assert all(k.dtype == torch.float32 for k, _ in trainer.sampler.graphs.cache.pairs)
 
-    begin, rooms = KVCache.begin, list[int]()
+    write_prompt, capacities = KVCache.write_prompt, list[int]()
 
     def small(
-        self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, room: int, **sizes: int
+        self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, capacity: int, length: int
     ) -> None:
-        rooms.append(room)
-        if room > 16:
+        capacities.append(capacity)
+        if capacity > 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        begin(self, layer, k, v, room=room, **sizes)
+        write_prompt(self, layer, k, v, capacity=capacity, length=length)
 
-    monkeypatch.setattr(KVCache, "begin", small)
+    monkeypatch.setattr(KVCache, "write_prompt", small)
     trainer = Trainer(
         options_of(tmp_path / "small", cuda_graphs=True, speculative_decoding=False, group_size=8),
         quiet=True,
     )
     batch = trainer.source.batch(0)
-    assert len(batch) == 4 and rooms[0] == 32 and trainer.sampler.backoffs[8].size == 2
+    assert len(batch) == 4 and capacities[0] == 32 and trainer.sampler.backoffs[8].size == 2

@@ -6,14 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.packing import (
-    PACKINGS,
-    additive_mask,
-    prefix_tree,
-    repeated,
-    rows_that_share,
-    shared_prompt,
-)
+from minigrpo.model.packed_attention import additive_mask, shared_rows_of
+from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import Completions
 
@@ -152,8 +146,8 @@ def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
     )
     a, b = prefix_tree(c), shared_prompt(c)
     assert torch.equal(a.tokens.ids, b.tokens.ids)
-    assert [branches.visible.shape for branches in a.branches] == [
-        branches.visible.shape for branches in b.branches
+    assert [part.visible.shape for part in a.completion_attention] == [
+        part.visible.shape for part in b.completion_attention
     ]
 
 
@@ -206,7 +200,7 @@ def test_fp32_packings_are_equal_on_this_device(device: str) -> None:
 def test_what_a_group_reads_adds_up_in_float32() -> None:
     """512 gradients of 1 are 512; summed in bfloat16 they would stay at 256."""
     prompt = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    rows_that_share(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
+    shared_rows_of(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
     assert prompt.grad is not None and prompt.grad.item() == 512
 
 

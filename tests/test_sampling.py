@@ -8,21 +8,12 @@ from minigrpo.losses import policy_loss
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import stream, uniforms
-from minigrpo.sampling.decoders import (
-    CachedDecoder,
-    ReplicatedPrefixDecoder,
-    SharedPrefixDecoder,
-    UncachedDecoder,
-)
-from minigrpo.sampling.generate import (
-    STEPS_BETWEEN_LOOKS,
-    SamplingParams,
-    generate,
-    guess,
-    pick_token,
-    regroup,
-    truncate,
-)
+from minigrpo.sampling.cached_decoder import CachedDecoder
+from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
+from minigrpo.sampling.drafts import propose
+from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
+from minigrpo.sampling.params import SamplingParams, pick_token, truncate
+from minigrpo.sampling.running import assign_slots
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -118,7 +109,7 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         length = int(again.completion_mask.sum())
         assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])
         late = (
-            STEPS_BETWEEN_LOOKS - 1 if window == 1 else 0
+            ROUNDS_BETWEEN_CHECKS - 1 if window == 1 else 0
         )  # nothing is guessed: who has finished is seen later
         assert len(rounds) <= -(-(length - 1) // window) + 1 + late
 
@@ -127,7 +118,7 @@ def test_a_guess_is_what_follows_the_same_tokens_nearest_to_the_rows_own_column(
     draft = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6, 7]])
 
     def at(recent: list[int], column: int) -> list[int]:
-        return guess(draft, torch.tensor([recent]), torch.tensor([column]), 2)[0].tolist()
+        return propose(draft, torch.tensor([recent]), torch.tensor([column]), 2)[0].tolist()
 
     assert at([1, 2, 3], 3) == [4, 5]
     assert at([1, 2, 3], 7) == [6, 7]
@@ -170,7 +161,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
         "max_new_tokens": LENGTH,
         "num_samples": 3,
         "u": u,
-        "choice": SamplingParams(0.8),
+        "params": SamplingParams(0.8),
     }
     c = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     for build in PACKINGS.values():
@@ -277,7 +268,7 @@ def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(
 ) -> None:
     params = SamplingParams(temperature=0.9, top_k=6, top_p=0.9)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": choice}
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "params": params}
     out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     packing = PACKINGS["shared-prompt"](out)
     logp, _ = model(packing.tokens, packing, 0.9)
@@ -309,7 +300,7 @@ def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> No
 
 def test_there_is_one_slot_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
     # rows 0-2 in slot 0, of which row 2 went another way; row 3 in slot 1; row 4 in slot 5
-    slots, slot, representatives = regroup(
+    slots, slot, representatives = assign_slots(
         np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]])
     )
     assert slots.tolist() == [
@@ -328,7 +319,7 @@ def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(
 ) -> None:
     rng = np.random.default_rng(seed)
     slot, said = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
-    slots, of_row, representatives = regroup(slot, said)
+    slots, of_row, representatives = assign_slots(slot, said)
     assert np.array_equal(slots[of_row], slot)
     assert np.array_equal(of_row[representatives], np.arange(len(slots)))
     assert len(slots) == len({(c, *s) for c, s in zip(slot.tolist(), said.T.tolist(), strict=True)})

@@ -4,6 +4,7 @@ import copy
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -14,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import PROFILED, Config
-from ..model import transformer as gpt
 from ..model.logprobs import chunk_size
-from ..model.transformer import Attend, Block, Transformer
+from ..model.transformer import Attend, Block, Transformer, attention
 from .flags import ConfigError
 
 
@@ -190,22 +190,24 @@ def profiler(
 
 
 @cache
-def leave_attention_out() -> None:
-    """Rows, lengths and lots differ from batch to batch: a block compiled with attention would be
-    compiled over and over.
+def uncompiled_attention() -> Callable[..., Tensor]:
+    """Attention as torch.compile leaves it alone; one object, so that all blocks share one graph.
+
+    The shapes of attention differ from batch to batch: compiled with it, a block would be compiled
+    over and over. It is made on demand, because `torch.compiler.disable` imports torch._dynamo.
     """
-    gpt.attention = torch.compiler.disable(gpt.attention)
+    return torch.compiler.disable(attention)
 
 
 def compile_blocks(config: Config, model: Transformer) -> None:
     """--compile-model: torch.compile each block in place; names in the state dict stay as they
     are."""
     if config.speed.compile_model:
-        leave_attention_out()
         from torch import _dynamo
 
         _dynamo.config.optimize_ddp = (
             False  # which would cut blocks up to overlap what whole blocks overlap already
         )
         for block in model.h:
+            block.attention = uncompiled_attention()
             block.compile(dynamic=True)
