@@ -16,7 +16,7 @@ from minigrpo.model.transformer import Block, ModelShape, Transformer
 from minigrpo.rollout import Sampler
 from minigrpo.runtime import accel
 from minigrpo.runtime.estimate import KEPT, plan
-from minigrpo.runtime.fast import FAST
+from minigrpo.runtime.fast import LAYERS
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
@@ -156,7 +156,7 @@ def test_low_precision_copies_have_the_numbers_of_autocast_to_the_bit(tmp_path: 
 def test_cuda_graphs_and_low_precision_say_what_they_need() -> None:
     with pytest.raises(ConfigError, match="--cuda-graphs needs --kv-cache"):
         Config.of(cuda_graphs=True, kv_cache=False)
-    with pytest.raises(ConfigError, match="--low-precision-weights goes with --use-amp"):
+    with pytest.raises(ConfigError, match="--low-precision-weights needs --use-amp"):
         Config.of(low_precision_weights=True)
 
 
@@ -170,31 +170,36 @@ def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
 def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert Config.from_cli(["--packing", "repeated"]).packing == "repeated"
+    assert Config.from_cli(["--packing", "repeated"]).speed.packing == "repeated"
     for has in (False, True):
         monkeypatch.setattr(
             torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False
         )
         on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
-        assert (on_cpu.packing, on_cpu.kv_cache, on_cpu.use_amp) == (
-            FAST["cpu"]["packing"],
+        assert (on_cpu.speed.packing, on_cpu.speed.kv_cache, on_cpu.speed.use_amp) == (
+            LAYERS["cpu"]["packing"],
             False,
             has,
         )
     on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
+    on_cuda = on_cuda.speed
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
-    assert not Config.from_cli(["--fast", "--device", "cuda", "--no-use-amp"]).low_precision_weights
+    assert not Config.from_cli(
+        ["--fast", "--device", "cuda", "--no-use-amp"]
+    ).speed.low_precision_weights
     (tmp_path / "fast.toml").write_text("fast = true\ndevice = 'cuda'\nuse_tf32 = false\n")
-    assert not Config.from_cli(["--fast", "--device", "cpu", "--amp-dtype", "float16"]).use_amp
-    from_toml = Config.from_toml(tmp_path / "fast.toml")
+    assert not Config.from_cli(
+        ["--fast", "--device", "cpu", "--amp-dtype", "float16"]
+    ).speed.use_amp
+    from_toml = Config.from_toml(tmp_path / "fast.toml").speed
     assert from_toml.use_amp and not from_toml.use_tf32
     trainer = Trainer(options_of(tmp_path / "run", fast=True))
     trainer._introduce()
     said = " ".join(capsys.readouterr().out.split())
-    assert "--fast on cpu with bfloat16: --packing tree --kv-cache --speculative-decoding" in said
+    assert "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding" in said
 
 
-@pytest.mark.parametrize("packing", ["repeated", "shared"])
+@pytest.mark.parametrize("packing", ["repeated", "shared-prompt"])
 @pytest.mark.parametrize("amp", [False, True])
 def test_the_plan_counts_tokens_and_what_autograd_keeps(packing: str, amp: bool) -> None:
     """On made-up work in which nothing repeats, where the plan is exact but for the head."""
