@@ -20,8 +20,8 @@ from minigrpo.runtime.fast import LAYERS
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
-from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.generate import generate
+from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.types import Completions, Example
 
 from .conftest import EOS, VOCAB, make_completions
@@ -32,11 +32,12 @@ LENGTH = 20
 
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("drafted", [False, True])
-def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
+def test_captured_rounds_write_the_same_tokens_rollout_after_rollout(
     model: Transformer, drafted: bool
 ) -> None:
-    """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones,
-    other weights.
+    """The cache and the captured rounds outlive a rollout.
+
+    Later rollouts have other prompts, more of them, longer ones, and other weights.
     """
     graphs = CUDAGraphCache()
     for turn, (prompts, width) in enumerate([(3, 7), (6, 7), (2, 5), (6, 9), (6, 9)]):
@@ -56,20 +57,20 @@ def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
             "num_speculative_tokens": 3,
         }
         plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-        recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
-        assert torch.equal(recorded.completion_ids, plain.completion_ids)
-        torch.testing.assert_close(recorded.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
+        captured = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+        assert torch.equal(captured.completion_ids, plain.completion_ids)
+        torch.testing.assert_close(captured.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
         with torch.no_grad():
             model.h[0].mlp.c_fc.weight.mul_(1.1)
 
 
-def test_a_round_is_recorded_once_for_a_shape(
+def test_a_round_is_captured_once_per_shape(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs, recorded = CUDAGraphCache(), list[int]()
+    graphs, captured = CUDAGraphCache(), list[int]()
     init = CapturedStep.__init__
     monkeypatch.setattr(
-        CapturedStep, "__init__", lambda self, *args: recorded.append(1) or init(self, *args)
+        CapturedStep, "__init__", lambda self, *args: captured.append(1) or init(self, *args)
     )
     c = make_completions(0, prompts=6)
     for turn in range(3):
@@ -77,12 +78,12 @@ def test_a_round_is_recorded_once_for_a_shape(
         options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
         generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
         if not turn:
-            recorded.clear()
-    assert not recorded
+            captured.clear()
+    assert not captured
 
 
 @pytest.mark.gpu
-def test_recorded_rounds_on_cuda() -> None:
+def test_captured_rounds_on_cuda() -> None:
     model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=32, heads=2), seed=1).cuda()
     graphs = {amp: CUDAGraphCache() for amp in (False, True)}
     for turn in range(3):
@@ -98,13 +99,13 @@ def test_recorded_rounds_on_cuda() -> None:
         for amp in (False, True):
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-                recorded = generate(
+                captured = generate(
                     model, c.prompt_ids, c.prompt_len, decoder=graphs[amp].decoder, **options
                 )
             same = (
-                (recorded.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
+                (captured.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
             )
-            assert same > 0.8 if amp else torch.equal(recorded.completion_ids, plain.completion_ids)
+            assert same > 0.8 if amp else torch.equal(captured.completion_ids, plain.completion_ids)
         with torch.no_grad():
             model.h[0].mlp.c_fc.weight.mul_(1.1)
 
@@ -160,7 +161,7 @@ def test_cuda_graphs_and_low_precision_say_what_they_need() -> None:
         Config.of(low_precision_weights=True)
 
 
-def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
+def test_a_run_with_captured_rounds_samples_the_same(tmp_path: Path) -> None:
     a, b = (
         Trainer(options_of(tmp_path / str(on), cuda_graphs=on), quiet=True) for on in (True, False)
     )
@@ -196,7 +197,10 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     trainer = Trainer(options_of(tmp_path / "run", fast=True))
     trainer._introduce()
     said = " ".join(capsys.readouterr().out.split())
-    assert "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding" in said
+    assert (
+        "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
+        in said
+    )
 
 
 @pytest.mark.parametrize("packing", ["repeated", "shared-prompt"])
@@ -338,7 +342,7 @@ def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) 
     assert torch.equal(again.completion_ids, plain.completion_ids)
 
 
-def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory_is_short(
+def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True}

@@ -1,7 +1,7 @@
 """From hidden states to log-probabilities: output head, temperature, log-softmax, gather.
 
-The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 it would
-be off by 2e-3 to 3e-3, which is not small beside the changes of the ratio that a policy loss clips.
+The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 it
+would be off by 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
 
 The logits of M tokens are M * V floats, and autograd keeps several copies of them. Computed in
 chunks, and again in the backward pass, at most two copies exist, of one chunk.

@@ -178,7 +178,7 @@ class Transformer(nn.Module):
         return model
 
     def trim_vocab(self, number: int) -> None:
-        """Drop all but the first `number` tokens, so that padding of the vocabulary is not sampled."""
+        """Drop all but the first `number` tokens, so that vocabulary padding is never sampled."""
         self.shape = replace(self.shape, vocab_size=number)
         self.wte = nn.Embedding.from_pretrained(
             self.wte.weight.detach()[:number].clone(), freeze=False

@@ -209,5 +209,6 @@ def compile_blocks(config: Config, model: Transformer) -> None:
             False  # which would cut blocks up to overlap what whole blocks overlap already
         )
         for block in model.h:
+            assert isinstance(block, Block)
             block.attention = uncompiled_attention()
             block.compile(dynamic=True)

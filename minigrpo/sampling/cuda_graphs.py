@@ -39,7 +39,7 @@ class CUDAGraphCache:
     def drop_captured(self) -> None:
         """Drop the captured rounds, and keep the KV cache."""
         self.captured: dict[tuple[int, ...], CapturedStep] = {}
-        self.pool: object = None
+        self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None  # that capturing happens on
         self.output: Tensor | None = None
 
@@ -114,8 +114,9 @@ class CapturedStep:
             del logits
             graph = torch.cuda.CUDAGraph()
             # thread_local: reward functions in other threads may use the device meanwhile
-            options: dict[str, Any] = {"capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, pool=graphs.pool, stream=stream, **options):
+            with torch.cuda.graph(
+                graph, pool=graphs.pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 self.logits.copy_(call())
         return graph.replay
 

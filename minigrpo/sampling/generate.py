@@ -24,6 +24,7 @@ __all__ = ["SamplingParams", "generate"]
 # How often the host checks which sequences have finished, when nothing forces it to check in every
 # round. Each check waits for the device; rounds that finished sequences still run are wasted.
 ROUNDS_BETWEEN_CHECKS = 4
+DEFAULT_PARAMS = SamplingParams()
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def generate(
     max_new_tokens: int,
     num_samples: int = 1,
     u: Tensor | None = None,
-    params: SamplingParams = SamplingParams(),
+    params: SamplingParams = DEFAULT_PARAMS,
     decoder: Callable[..., Decoder] = ReplicatedPrefixDecoder,
     drafts: Tensor | None = None,
     num_speculative_tokens: int = 7,
