@@ -27,6 +27,8 @@ Distinct completions become rows, in lexical order. `row_of [P, G]` is the row o
 [[0, 0, 1], [3, 2, 4]]
 >>> rows.num_common.tolist()
 [0, 1, 0, 1, 0]
+>>> rows.num_known.tolist()  # of these, the tokens that the row before has run
+[0, 1, 0, 1, 0]
 
 The packed tokens are the prompts, then the tokens that each row adds: 11 instead of the 25 that
 `repeated` runs. A token's position is its place in its own text.
@@ -54,6 +56,21 @@ the same predictions, and autograd adds up their gradients.
 [1, 2, 9, 3, 9, 4, 5, 9, 9, 6, 9]
 >>> packing.index.tolist()
 [[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 8, 0], [5, 6, 7], [9, 10, 0]]]
+
+Attention runs on padded rows: the prompts, then the tokens that each row adds, whose keys are their
+prompt and their whole completion. These are split by length if that saves padding: here into rows 0
+and 2, which add two tokens each, and rows 1 and 4, which add one.
+
+>>> packing.causal_rows.tolist()
+[[0, 1, 2], [3, 4, 3]]
+>>> for part in packing.completion_attention:
+...     print(part.query_rows.tolist(), part.key_rows.tolist())
+[[5, 6], [8, 9]] [[0, 1, 2, 5, 6], [3, 4, 3, 8, 9]]
+[[7], [10]] [[0, 1, 2, 5, 7], [3, 4, 3, 10, 10]]
+>>> packing.completion_attention[0].visible[1, 0].int().tolist()  # row 2: padding is the third key
+[[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
+>>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
+[0, 1, 2, 3, 4, 6, 7, 10, 8, 9, 11]
 """
 
 from collections.abc import Callable
@@ -198,11 +215,11 @@ def _completion_attention(
     unpad[: len(prompts.unpad)] = prompts.unpad
     num_padded = prompts.places.size
     parts = []
-    # one part: rows [0, 2, 1, 4], the longest addition first; row 3 adds nothing
+    # two parts: rows [0, 2] add two tokens each, rows [1, 4] one each, row 3 adds nothing
     for part in split_by_length(num_new, num_inputs, prompts.ids.shape[1]):
-        # queries [[5, 6], [8, 9], [7, 7], [10, 10]], of which [0, 1, 2, 3, 4, 6] are real
+        # queries [[5, 6], [8, 9]], then [[7], [10]]; here none of them is padding
         query_rows, real = pad_rows(starts[part], num_new[part])
-        # packed tokens 5 6 8 9 7 10 are at places 6 7 8 9 10 12 of all padded rows
+        # the tokens 5 6 8 9 are at places 6 7 8 9 of all padded rows, then 7 10 at 10 11
         unpad[query_rows.flat[real]] = num_padded + real
         num_padded += query_rows.size
         parts.append(_attention_of(part, query_rows, prompts, rows, places))
@@ -219,11 +236,10 @@ def _attention_of(
     """A part of the rows: which keys they have, and which of these each query may attend to."""
     prompt, num_inputs = rows.prompt[part], rows.num_inputs[part]
     columns = np.arange(num_inputs.max())
-    # keys of the completion, padded with its first: [[5, 6], [8, 9], [5, 7], [10, 10]]
+    # keys of the completion, padded with its first: [[5, 6], [8, 9]], then [[5, 7], [10, 10]]
     own_keys = places[part][:, : len(columns)]
     own_keys = np.where(columns < num_inputs[:, None], own_keys, own_keys[:, :1])
-    # columns of the queries: [[0, 1], [0, 1], [1, 2], [0, 1]]; row 1 adds its column 1 only, and
-    # its second query is padding
+    # columns of the queries: [[0, 1], [0, 1]], then [[1], [0]], as row 1 adds its column 1 only
     query_columns = rows.num_known[part, None] + np.arange(query_rows.shape[1])
     # the query 7 (row 1, column 1) sees 0 1 2 of the prompt, then 5 and 7
     sees_prompt = prompts.real[prompt, None].repeat(query_rows.shape[1], axis=1)
