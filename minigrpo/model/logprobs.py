@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_CHUNK = 1024  # tokens whose logits exist at a time, at most
+CHUNK = 1024  # tokens whose logits exist at a time, at most
 # Logits that exist at a time, at most. On a CPU they should fit its cache. A GPU reads the whole
 # head, and adds to the head's whole gradient, once per chunk, so chunks should be few.
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
@@ -21,7 +21,7 @@ MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 
 def chunk_size(vocab_size: int, device: str) -> int:
     """Tokens per chunk; `device` is a type, such as cuda."""
-    return max(1, min(MAX_CHUNK, MAX_LOGITS[device] // vocab_size))
+    return max(1, min(CHUNK, MAX_LOGITS[device] // vocab_size))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
