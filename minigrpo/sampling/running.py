@@ -114,10 +114,10 @@ class RunningSequences:
         return tokens, columns - 1
 
     def accept(self, logits: Tensor) -> None:
-        """Pick tokens from `[B, W, V]`, and keep them up to the first that was not proposed.
+        """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
 
-        The pick at a position is right if everything before it is. So the first pick is always
-        kept, and each further one if the pick before it is the token that was proposed there.
+        A pick is right if the model saw the right tokens before it. So the first pick always is,
+        and each further one if the picks before it are the tokens that were proposed.
         """
         logp = log_softmax(logits, self.params.temperature)
         allowed = truncate(logp, self.params)
@@ -163,13 +163,15 @@ class RunningSequences:
         slot, lengths_left, last_left, num_accepted, _ = on_host[:, left]
         proposed = self.proposals.shape[1] > 0
         self.pauses.update(self.rounds, float(num_accepted.mean()), proposed=proposed)
-        # sequences of a slot agreed before this round; in one round they differ in how many tokens
-        # they accepted, or in the last of them
+        # Sequences of a slot agreed before this round, and got the same proposals. So they agree
+        # now if they have the same length and the same last token.
         sources, slot, chosen = assign_slots(slot, np.stack([lengths_left, last_left]))
         joined = torch.from_numpy(np.concatenate([left, slot, chosen])).to(self.device)
-        still_running, self.slot, chosen_of = joined.split([len(left), len(left), len(chosen)])
+        still_running, self.slot, representatives = joined.split(
+            [len(left), len(left), len(chosen)]
+        )
         self.running = self.running[still_running]
-        self.representatives = self.running[chosen_of]
+        self.representatives = self.running[representatives]
         if not np.array_equal(sources, np.arange(decoder.num_slots)):
             decoder.reorder(sources)
         self.length_bound = int(lengths_left.max())
