@@ -1,10 +1,10 @@
-"""A CUDA device that is none: tensors stay in host memory, but know where they would be, and refuse
-what CUDA would refuse.
+"""A pretended CUDA device: it refuses what CUDA would refuse, on a machine without a GPU.
 
-A tensor's place is that of its storage. Python sees `cuda:0`; below it, every operation whose
-inputs are in both places is an error (numbers of no dimension may be anywhere, as in CUDA; indices
-may not, though CUDA would copy them), and what it returns is where its inputs are. CUDA graphs are
-lists of operations on the very tensors that they were recorded with.
+All tensors stay in host memory, but each storage is marked as on the host or on the device, and
+`x.device` answers accordingly. An operation whose inputs are in both places is an error, and its
+outputs are where its inputs are. As in CUDA, tensors of no dimension may be anywhere. Index tensors
+may not, although CUDA would copy them. A CUDA graph is a list of operations on the very tensors
+that it was captured with.
 """
 
 import functools
@@ -23,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda:0")
-JOINING = {  # operations that want numbers of no dimension on the device too
+SAME_DEVICE = {  # operations that want even tensors of no dimension on the device
     torch.ops.aten.stack.default,
     torch.ops.aten.cat.default,
     torch.ops.aten._fused_adamw_.default,
 }
-WAITING = {
+SYNCHRONISING = {  # operations that make the host wait for the device
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
-}  # the host, for the device
-PLACES = {  # what asks a tensor, or would move it
+}
+DEVICE_ATTRIBUTES = {
     "device": Tensor.device.__get__,  # type: ignore[attr-defined]
     "is_cuda": Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
 }
@@ -42,9 +42,10 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-class _There:
-    """ModelSelection storages are on the device. A weak reference keeps a storage's number from being given
-    to another one.
+class _DeviceMemory:
+    """The storages that are on the device.
+
+    A weak reference keeps the number of a freed storage from being given to another one.
     """
 
     def __init__(self) -> None:
@@ -53,18 +54,18 @@ class _There:
     def __contains__(self, x: Tensor) -> bool:
         return _memory(x) in self.storages
 
-    def put(self, x: Tensor) -> Tensor:
+    def add(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         self.storages[storage._cdata] = StorageWeakRef(storage)
         return x
 
-    def take(self, x: Tensor) -> Tensor:
+    def remove(self, x: Tensor) -> Tensor:
         self.storages.pop(_memory(x), None)
         return x
 
 
 class _Graph:
-    """Operations, to be run again."""
+    """Stands in for torch.cuda.CUDAGraph: operations that can be run again."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
@@ -73,15 +74,15 @@ class _Graph:
         for func, args, kwargs, out in self.calls:
             new = func(*args, **kwargs)
             for old, again in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                if isinstance(old, Tensor) and _memory(old) != _memory(
-                    again
-                ):  # else it has looked at some, or written to it
+                # equal memory: a view, or an operation in place, which needs no copy
+                if isinstance(old, Tensor) and _memory(old) != _memory(again):
                     old.copy_(again)
-        self.forget()
+        self.overwrite_intermediates()
 
-    def forget(self) -> None:
-        """What is not written to memory from outside is nobody's business: graphs that share a pool
-        write over it.
+    def overwrite_intermediates(self) -> None:
+        """Fill with NaN all memory that the graph allocated itself.
+
+        Graphs that share a pool overwrite it, so nothing may read it after a replay.
         """
         for _, args, kwargs, out in self.calls:
             given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -91,66 +92,71 @@ class _Graph:
 
 
 class _Operations(TorchDispatchMode):
-    """Those of the backward pass too."""
+    """Checks every operation, those of the backward pass included, and captures graphs."""
 
-    def __init__(self, there: _There) -> None:
+    def __init__(self, device_memory: _DeviceMemory) -> None:
         super().__init__()
-        self.there = there
-        self.graph: _Graph | None = None  # is being recorded
+        self.device_memory = device_memory
+        self.graph: _Graph | None = None  # that is being captured
 
-    def may_wait(self, what: str) -> None:
+    def check_may_wait(self, what: str) -> None:
         if self.graph:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
     @contextmanager
-    def record(self, graph: _Graph, **_: Any) -> Iterator[None]:
+    def capture(self, graph: _Graph, **_: Any) -> Iterator[None]:
         self.graph = graph
         try:
             yield
         finally:
             self.graph = None
-        graph.forget()  # recording computes nothing
+        graph.overwrite_intermediates()  # a capture computes nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        on_device = any(x in self.there for x in tensors)
-        joined = {id(x) for x in tree_leaves(args)} if func in JOINING else set()
-        astray = [x for x in tensors if x not in self.there and (x.dim() or id(x) in joined)]
-        if on_device and astray and (self.graph or func is not torch.ops.aten.copy_.default):
+        on_device = any(x in self.device_memory for x in tensors)
+        all_on_device = {id(x) for x in tree_leaves(args)} if func in SAME_DEVICE else set()
+        misplaced = [
+            x
+            for x in tensors
+            if x not in self.device_memory and (x.dim() or id(x) in all_on_device)
+        ]
+        if on_device and misplaced and (self.graph or func is not torch.ops.aten.copy_.default):
             places = [
-                f"{tuple(x.shape)} on {'cuda' if x in self.there else 'cpu'}" for x in tensors
+                f"{tuple(x.shape)} on {'cuda' if x in self.device_memory else 'cpu'}"
+                for x in tensors
             ]
             raise RuntimeError(f"{func}: tensors on two devices: {', '.join(places)}")
-        by_choice = func is torch.ops.aten.index.Tensor and any(
+        boolean_index = func is torch.ops.aten.index.Tensor and any(
             x is not None and x.dtype == torch.bool for x in args[1]
         )
-        if (func in WAITING or by_choice) and on_device:
-            self.may_wait(str(func))
+        if (func in SYNCHRONISING or boolean_index) and on_device:
+            self.check_may_wait(str(func))
         out = func(*args, **(kwargs or {}))
         if self.graph:
             self.graph.calls.append((func, args, kwargs or {}, out))
         if on_device and func is not torch.ops.aten.copy_.default:
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
-                    self.there.put(x)
+                    self.device_memory.add(x)
         return out
 
 
 class _Python(TorchFunctionMode):
-    """What Python code says of devices."""
+    """Intercepts what Python code asks about devices, and copies between them."""
 
-    def __init__(self, there: _There, operations: _Operations) -> None:
+    def __init__(self, device_memory: _DeviceMemory, operations: _Operations) -> None:
         super().__init__()
-        self.there, self.operations = there, operations
+        self.device_memory, self.operations = device_memory, operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in PLACES.values():
+        if func in DEVICE_ATTRIBUTES.values():
             real = func(*args)
-            if args[0] not in self.there:
+            if args[0] not in self.device_memory:
                 return real
-            return DEVICE if func == PLACES["device"] else True
-        if func is Tensor.numpy and args[0] in self.there:
+            return DEVICE if func == DEVICE_ATTRIBUTES["device"] else True
+        if func is Tensor.numpy and args[0] in self.device_memory:
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         if func is Tensor.pin_memory:
             return args[0].clone()
@@ -168,28 +174,31 @@ class _Python(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is not Tensor.to:
             out = func(*args, **kwargs)
-            return self.there.put(out) if where.type == "cuda" else out
-        same = (args[0] in self.there) == (where.type == "cuda")
+            return self.device_memory.add(out) if where.type == "cuda" else out
+        same = (args[0] in self.device_memory) == (where.type == "cuda")
         if not same:
-            self.operations.may_wait("a copy to another device")
+            self.operations.check_may_wait("a copy to another device")
         out = func(args[0] if same else args[0].clone(), *args[1:], **kwargs)
         if where.type == "cpu" and not same:
-            return self.there.take(out)
-        return self.there.put(out) if where.type == "cuda" else out
+            return self.device_memory.remove(out)
+        return self.device_memory.add(out) if where.type == "cuda" else out
 
 
-def _of_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, for a type of device that is not there."""
+def _on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which takes a device type, called with cpu instead."""
 
     @functools.wraps(function)
-    def of_the_host(device_type: str = "cpu", *args: Any, **kwargs: Any) -> Any:
+    def on_the_host(device_type: str = "cpu", *args: Any, **kwargs: Any) -> Any:
         return function("cpu", *args, **kwargs)
 
-    return of_the_host
+    return on_the_host
 
 
 def _backward(loss: Tensor) -> None:
-    """torch's own turns the modes off while it runs, and blocks are run again in there."""
+    """`Tensor.backward` with the modes on.
+
+    torch's own turns them off, although checkpointed blocks are run again in it.
+    """
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,),
@@ -204,7 +213,8 @@ def _backward(loss: Tensor) -> None:
 
 @contextmanager
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    there = _There()
+    """Within this context, `cuda:0` exists."""
+    device_memory = _DeviceMemory()
     answers: dict[str, Any] = dict.fromkeys(
         ("set_device", "synchronize", "reset_peak_memory_stats")
     )
@@ -216,18 +226,19 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }
     answers |= {"memory_allocated": 2**20, "max_memory_allocated": 2**21}
     monkeypatch.setattr(Tensor, "backward", _backward)
-    # what is kept of a block is looked at with the modes off, what is made again with them on
+    # checkpointing compares devices of saved tensors with the modes off, of recomputed ones with
+    # the modes on; they would differ
     monkeypatch.setitem(
         torch.utils.checkpoint._allowed_determinism_checks_to_fns, "default", lambda x: {}
     )
     for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
-        monkeypatch.setattr(torch, name, _of_the_host(getattr(torch, name)))
-    operations = _Operations(there)
+        monkeypatch.setattr(torch, name, _on_the_host(getattr(torch, name)))
+    operations = _Operations(device_memory)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(torch.cuda, "graph", operations.record)
+    monkeypatch.setattr(torch.cuda, "graph", operations.capture)
     for name in ("device", "stream", "graph_pool_handle", "Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: MagicMock())
-    with operations, _Python(there, operations):
+    with operations, _Python(device_memory, operations):
         yield

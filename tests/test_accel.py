@@ -10,7 +10,6 @@ from torch import _dynamo
 
 from benchmarks.steps import _stacked
 from minigrpo import Config, Trainer
-from minigrpo.model import transformer as gpt
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Block, ModelShape, Transformer
@@ -21,8 +20,8 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
-from minigrpo.sampling.decoders import KVCache
 from minigrpo.sampling.generate import generate
+from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
@@ -34,11 +33,12 @@ LENGTH = 20
 
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize("drafted", [False, True])
-def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
+def test_captured_rounds_write_the_same_tokens_rollout_after_rollout(
     model: Transformer, drafted: bool
 ) -> None:
-    """The cache outlives a rollout, and so do rounds: of other prompts, more of them, longer ones,
-    other weights.
+    """The cache and the captured rounds outlive a rollout.
+
+    Later rollouts have other prompts, more of them, longer ones, and other weights.
     """
     graphs = CUDAGraphCache()
     for turn, (prompts, width) in enumerate([(3, 7), (6, 7), (2, 5), (6, 9), (6, 9)]):
@@ -58,20 +58,20 @@ def test_recorded_rounds_write_what_rounds_write_rollout_after_rollout(
             "num_speculative_tokens": 3,
         }
         plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-        recorded = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
-        assert torch.equal(recorded.completion_ids, plain.completion_ids)
-        torch.testing.assert_close(recorded.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
+        captured = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
+        assert torch.equal(captured.completion_ids, plain.completion_ids)
+        torch.testing.assert_close(captured.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
         with torch.no_grad():
             model.h[0].mlp.c_fc.weight.mul_(1.1)
 
 
-def test_a_round_is_recorded_once_for_a_shape(
+def test_a_round_is_captured_once_per_shape(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs, recorded = CUDAGraphCache(), list[int]()
+    graphs, captured = CUDAGraphCache(), list[int]()
     init = CapturedStep.__init__
     monkeypatch.setattr(
-        CapturedStep, "__init__", lambda self, *args: recorded.append(1) or init(self, *args)
+        CapturedStep, "__init__", lambda self, *args: captured.append(1) or init(self, *args)
     )
     c = make_completions(0, prompts=6)
     for turn in range(3):
@@ -79,12 +79,12 @@ def test_a_round_is_recorded_once_for_a_shape(
         options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
         generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
         if not turn:
-            recorded.clear()
-    assert not recorded
+            captured.clear()
+    assert not captured
 
 
 @pytest.mark.gpu
-def test_recorded_rounds_on_cuda() -> None:
+def test_captured_rounds_on_cuda() -> None:
     model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=32, heads=2), seed=1).cuda()
     graphs = {amp: CUDAGraphCache() for amp in (False, True)}
     for turn in range(3):
@@ -100,13 +100,13 @@ def test_recorded_rounds_on_cuda() -> None:
         for amp in (False, True):
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-                recorded = generate(
+                captured = generate(
                     model, c.prompt_ids, c.prompt_len, decoder=graphs[amp].decoder, **options
                 )
             same = (
-                (recorded.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
+                (captured.completion_ids[..., :1] == plain.completion_ids[..., :1]).float().mean()
             )
-            assert same > 0.8 if amp else torch.equal(recorded.completion_ids, plain.completion_ids)
+            assert same > 0.8 if amp else torch.equal(captured.completion_ids, plain.completion_ids)
         with torch.no_grad():
             model.h[0].mlp.c_fc.weight.mul_(1.1)
 
@@ -158,11 +158,11 @@ def test_low_precision_copies_have_the_numbers_of_autocast_to_the_bit(tmp_path: 
 def test_cuda_graphs_and_low_precision_say_what_they_need() -> None:
     with pytest.raises(ConfigError, match="--cuda-graphs needs --kv-cache"):
         Config.of(cuda_graphs=True, kv_cache=False)
-    with pytest.raises(ConfigError, match="--low-precision-weights goes with --use-amp"):
+    with pytest.raises(ConfigError, match="--low-precision-weights needs --use-amp"):
         Config.of(low_precision_weights=True)
 
 
-def test_a_run_with_recorded_rounds_samples_the_same(tmp_path: Path) -> None:
+def test_a_run_with_captured_rounds_samples_the_same(tmp_path: Path) -> None:
     a, b = (
         Trainer(options_of(tmp_path / str(on), cuda_graphs=on), quiet=True) for on in (True, False)
     )
@@ -177,15 +177,14 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
         monkeypatch.setattr(
             torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has}, raising=False
         )
-        on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"]).speed
-        assert (on_cpu.packing, on_cpu.kv_cache, on_cpu.use_amp) == (
+        on_cpu = Config.from_cli(["--fast", "--no-kv-cache", "--device", "cpu"])
+        assert (on_cpu.speed.packing, on_cpu.speed.kv_cache, on_cpu.speed.use_amp) == (
             LAYERS["cpu"]["packing"],
             False,
             has,
         )
-    on_cuda = Config.from_cli(
-        ["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"]
-    ).speed
+    on_cuda = Config.from_cli(["--fast", "--device", "cuda", "--compile_model", "--no-use-tf32"])
+    on_cuda = on_cuda.speed
     assert on_cuda.use_amp and on_cuda.compile_model and not on_cuda.use_tf32
     assert not Config.from_cli(
         ["--fast", "--device", "cuda", "--no-use-amp"]
@@ -196,9 +195,8 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     ).speed.use_amp
     from_toml = Config.from_toml(tmp_path / "fast.toml").speed
     assert from_toml.use_amp and not from_toml.use_tf32
-    announce.introduce(
-        Screen(), options_of(tmp_path / "run", fast=True), 10, torch.device("cpu"), 1
-    )
+    config = options_of(tmp_path / "run", fast=True)
+    announce.introduce(Screen(), config, 10, torch.device("cpu"), 1)
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
@@ -295,11 +293,7 @@ def test_compiled_blocks_serve_the_update_alone_and_are_made_once(
         Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options)
     )
     monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
-    monkeypatch.setattr(
-        gpt, "attention", gpt.attention
-    )  # to be put back, as it is without torch.compile
     monkeypatch.setattr(_dynamo.config, "optimize_ddp", True)
-    accel.leave_attention_out.cache_clear()
     torch.compiler.reset()
     trainer = Trainer(
         options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True
@@ -349,7 +343,7 @@ def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) 
     assert torch.equal(again.completion_ids, plain.completion_ids)
 
 
-def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory_is_short(
+def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True}
@@ -359,20 +353,20 @@ def test_recorded_rounds_follow_the_guard_back_to_float32_and_shrink_when_memory
     trainer.source.batch(1)
     assert all(k.dtype == torch.float32 for k, _ in trainer.sampler.graphs.cache.pairs)
 
-    begin, rooms = KVCache.begin, list[int]()
+    write_prompt, capacities = KVCache.write_prompt, list[int]()
 
     def small(
-        self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, room: int, **sizes: int
+        self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, capacity: int, length: int
     ) -> None:
-        rooms.append(room)
-        if room > 16:
+        capacities.append(capacity)
+        if capacity > 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        begin(self, layer, k, v, room=room, **sizes)
+        write_prompt(self, layer, k, v, capacity=capacity, length=length)
 
-    monkeypatch.setattr(KVCache, "begin", small)
+    monkeypatch.setattr(KVCache, "write_prompt", small)
     trainer = Trainer(
         options_of(tmp_path / "small", cuda_graphs=True, speculative_decoding=False, group_size=8),
         quiet=True,
     )
     batch = trainer.source.batch(0)
-    assert len(batch) == 4 and rooms[0] == 32 and trainer.sampler.backoffs[8].size == 2
+    assert len(batch) == 4 and capacities[0] == 32 and trainer.sampler.backoffs[8].size == 2

@@ -154,7 +154,7 @@ def test_recorded_rounds_write_what_rounds_write(
                 )
             assert torch.equal(found.completion_ids, plain.completion_ids)
             assert torch.equal(found.completion_mask, plain.completion_mask)
-            recorded.append(dict(graphs.rounds))
+            recorded.append(dict(graphs.captured))
             with torch.no_grad():
                 model.h[0].mlp.c_fc.weight.mul_(1.1)
         assert {slots for slots, *_ in recorded[3]} == {16, 32}

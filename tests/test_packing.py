@@ -1,4 +1,7 @@
+"""Packings: all give the log-probs of the plain forward, and each runs only what it says."""
+
 import dataclasses
+import doctest
 
 import numpy as np
 import pytest
@@ -6,18 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.packing import (
-    PACKINGS,
-    additive_mask,
-    prefix_tree,
-    repeated,
-    rows_that_share,
-    shared_prompt,
-)
+from minigrpo.model import packing as packing_module
+from minigrpo.model.packed_attention import additive_mask, shared_rows_of
+from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
+
+
+def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
+    result = doctest.testmod(packing_module)
+    assert result.attempted == 19 and not result.failed
 
 
 def naive_logp(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
@@ -63,7 +66,9 @@ def test_gradients_are_those_of_the_plain_forward(
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_padding_is_invisible(model: Transformer, completions: Completions, packing: str) -> None:
+def test_padding_changes_nothing(
+    model: Transformer, completions: Completions, packing: str
+) -> None:
     c = completions
     padded = Completions(
         torch.nn.functional.pad(c.prompt_ids, (0, 5), value=EOS),
@@ -77,7 +82,7 @@ def test_padding_is_invisible(model: Transformer, completions: Completions, pack
     )
 
 
-def test_shared_runs_each_prompt_and_each_distinct_completion_once(
+def test_shared_prompt_runs_each_prompt_and_each_distinct_completion_once(
     completions: Completions,
 ) -> None:
     c = completions
@@ -93,7 +98,7 @@ def test_shared_runs_each_prompt_and_each_distinct_completion_once(
     assert len(repeated(c).tokens.ids) == every
 
 
-def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(
+def test_prefix_tree_runs_each_distinct_prefix_that_predicts_something_once(
     model: Transformer, completions: Completions
 ) -> None:
     c = completions
@@ -101,9 +106,8 @@ def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(
         (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist())
         for p, g in np.ndindex(*c.completion_mask.shape[:2])
     }
-    prefixes = {
-        text[:n] for text in texts for n in range(2, len(text))
-    }  # with a token, and one after it
+    # prefixes of at least one token, with at least one token after them
+    prefixes = {text[:n] for text in texts for n in range(2, len(text))}
     packing = prefix_tree(c)
     assert len(packing.tokens.ids) == int(c.prompt_len.sum()) + len(prefixes)
     assert len(packing.targets) == len(
@@ -121,11 +125,12 @@ def test_tree_runs_each_distinct_prefix_that_somebody_goes_on_from_once(
     st.integers(1, 5),
     st.integers(1, 2),
 )
-def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
+def test_a_prefix_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
     seed: int, prompts: int, samples: int, length: int, letters: int
 ) -> None:
-    """Few letters, so that prefixes repeat in all ways: one completion the beginning of another,
-    empty ones, equal ones.
+    """With few distinct tokens, prefixes repeat in all ways.
+
+    Some completions are empty, some are equal, and some are the beginning of another.
     """
     rng = np.random.default_rng(seed)
     model = Transformer(ModelShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
@@ -141,7 +146,7 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_rows(
     )
 
 
-def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
+def test_where_nothing_repeats_the_prefix_tree_is_the_shared_prompt() -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, EOS, (2, 8, 60)))
     ids[:, :, 0] = torch.arange(8)
     c = Completions(
@@ -152,8 +157,8 @@ def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
     )
     a, b = prefix_tree(c), shared_prompt(c)
     assert torch.equal(a.tokens.ids, b.tokens.ids)
-    assert [branches.visible.shape for branches in a.branches] == [
-        branches.visible.shape for branches in b.branches
+    assert [part.visible.shape for part in a.completion_attention] == [
+        part.visible.shape for part in b.completion_attention
     ]
 
 
@@ -164,7 +169,7 @@ def test_where_nothing_repeats_the_tree_asks_no_more_than_shared() -> None:
     st.integers(1, 6),
     st.integers(2, 6),
 )
-def test_any_shape_leads_back_to_its_own_tokens(
+def test_index_leads_each_completion_back_to_its_own_tokens(
     seed: int, prompts: int, samples: int, width: int, length: int
 ) -> None:
     c = make_completions(seed, prompts, max(samples, 3), width, length)
@@ -176,9 +181,7 @@ def test_any_shape_leads_back_to_its_own_tokens(
         assert packing.tokens.positions.max() < width + length
 
 
-def test_completions_of_one_token_and_empty_ones_need_no_attention_of_their_own(
-    model: Transformer,
-) -> None:
+def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(model: Transformer) -> None:
     c = make_completions(0)
     short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
     short.completion_mask[0] = False
@@ -203,14 +206,14 @@ def test_fp32_packings_are_equal_on_this_device(device: str) -> None:
         )
 
 
-def test_what_a_group_reads_adds_up_in_float32() -> None:
-    """512 gradients of 1 are 512; summed in bfloat16 they would stay at 256."""
+def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
+    """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
     prompt = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    rows_that_share(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
+    shared_rows_of(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
     assert prompt.grad is not None and prompt.grad.item() == 512
 
 
-def test_a_mask_lies_in_memory_as_cuda_wants_it() -> None:
+def test_rows_of_an_additive_mask_begin_at_multiples_of_eight() -> None:
     visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
     mask = additive_mask(visible, torch.float64)
     assert torch.equal(mask == 0, visible) and torch.equal(mask == -torch.inf, ~visible)

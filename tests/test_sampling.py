@@ -1,3 +1,5 @@
+"""Sampling: caches, drafts and batching change nothing but the time it takes."""
+
 import numpy as np
 import pytest
 import torch
@@ -8,21 +10,12 @@ from minigrpo.losses import policy_loss
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import stream, uniforms
-from minigrpo.sampling.decoders import (
-    CachedDecoder,
-    ReplicatedPrefixDecoder,
-    SharedPrefixDecoder,
-    UncachedDecoder,
-)
-from minigrpo.sampling.generate import (
-    STEPS_BETWEEN_LOOKS,
-    SamplingParams,
-    generate,
-    guess,
-    pick_token,
-    regroup,
-    truncate,
-)
+from minigrpo.sampling.cached_decoder import CachedDecoder
+from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
+from minigrpo.sampling.drafts import propose
+from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
+from minigrpo.sampling.params import SamplingParams, pick_token, truncate
+from minigrpo.sampling.running import assign_slots
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions
@@ -68,7 +61,9 @@ def test_with_and_without_cache_the_tokens_and_log_probs_are_the_same(
     assert cached.sampler_logp is not None
     torch.testing.assert_close(cached.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
     lengths = cached.completion_mask.sum(-1)
-    assert lengths.min() < 8 < lengths.max()  # else neither early exit nor packing was exercised
+    assert (
+        lengths.min() < 8 < lengths.max()
+    )  # else neither ragged lengths nor early exit was tested
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
@@ -84,7 +79,7 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
     rounds = []
     step = kind.step
     monkeypatch.setattr(kind, "step", lambda self, *args: rounds.append(1) or step(self, *args))
-    # the draft of a prompt is its second sample with a token left out: right for one row up to
+    # the draft of a prompt is its second sample without one token: right for that sample up to
     # there, then shifted
     drafts = torch.cat([plain.completion_ids[:, 1, :4], plain.completion_ids[:, 1, 5:]], dim=1)
     for draft in (drafts, torch.zeros_like(drafts), drafts[:, :1]):
@@ -99,7 +94,7 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         assert torch.equal(drafted.completion_ids, plain.completion_ids)
         assert torch.equal(drafted.completion_mask, plain.completion_mask)
         torch.testing.assert_close(drafted.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
-    # the whole batch drafted by what it says: as few rounds as the window allows
+    # drafted with its own text, a completion takes as few rounds as the window allows
     rounds.clear()
     one = [sample(model, prompts, [p], decoder=kind) for p in range(6)]
     for p, alone in enumerate(one):
@@ -117,30 +112,29 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         )
         length = int(again.completion_mask.sum())
         assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])
-        late = (
-            STEPS_BETWEEN_LOOKS - 1 if window == 1 else 0
-        )  # nothing is guessed: who has finished is seen later
+        # without proposals, the host checks less often and sees the end later
+        late = ROUNDS_BETWEEN_CHECKS - 1 if window == 1 else 0
         assert len(rounds) <= -(-(length - 1) // window) + 1 + late
 
 
-def test_a_guess_is_what_follows_the_same_tokens_nearest_to_the_rows_own_column() -> None:
+def test_a_proposal_follows_the_match_in_the_draft_that_is_nearest_to_the_own_column() -> None:
     draft = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6, 7]])
 
     def at(recent: list[int], column: int) -> list[int]:
-        return guess(draft, torch.tensor([recent]), torch.tensor([column]), 2)[0].tolist()
+        return propose(draft, torch.tensor([recent]), torch.tensor([column]), 2)[0].tolist()
 
     assert at([1, 2, 3], 3) == [4, 5]
     assert at([1, 2, 3], 7) == [6, 7]
-    assert at([1, 2, 3], 5) == [4, 5]  # as near as the other: the first
+    assert at([1, 2, 3], 5) == [4, 5]  # both matches are equally near: the first
     assert at([9, 9, 9], 4) == [5, 1]
-    assert at([1, 2, 3], 2) == [3, 4]  # two tokens so far: what is recent is not all there yet
+    assert at([1, 2, 3], 2) == [3, 4]  # only two tokens so far: too few to match three
     assert at([2, 3, 6], 9) == [7, 7]
 
 
-def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forward(
+def test_a_round_of_several_tokens_at_different_columns_equals_the_full_forward(
     model: Transformer, prompts: Completions
 ) -> None:
-    """What drafted decoding needs: rows stand at different columns, and run W tokens at once."""
+    """Speculative decoding needs it: slots stand at different columns and run W tokens at once."""
     tokens = torch.randint(0, EOS, (12, 8), generator=torch.Generator().manual_seed(0))
     decoders = [kind(model, prompts.prompt_ids, prompts.prompt_len, 2, 10) for kind in DECODERS]
     first = [decoder.prefill() for decoder in decoders]
@@ -153,9 +147,7 @@ def test_a_step_of_several_tokens_at_each_rows_own_column_equals_the_full_forwar
         step = [decoder.step(window, columns, int(columns.max()) + 3) for decoder in decoders]
         for other in step[1:]:
             torch.testing.assert_close(step[0], other, rtol=1e-10, atol=1e-12)
-        columns = (
-            columns + 1 + torch.arange(12) % 2
-        )  # some rows keep one of the three tokens, some two
+        columns = columns + 1 + torch.arange(12) % 2  # slots keep one or two of the three tokens
 
 
 @torch.no_grad()
@@ -170,7 +162,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
         "max_new_tokens": LENGTH,
         "num_samples": 3,
         "u": u,
-        "choice": SamplingParams(0.8),
+        "params": SamplingParams(0.8),
     }
     c = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     for build in PACKINGS.values():
@@ -236,7 +228,7 @@ CHOICES = {
 
 
 def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]:
-    """ModelSelection tokens remain, and their probabilities: sort, cut, renormalise, cut, renormalise."""
+    """The tokens that remain and their probabilities: sort, cut, renormalise, cut, renormalise."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     total, kept, mass = sum(p[i] for i in order), [], 0.0
     for i in order:
@@ -249,9 +241,7 @@ def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
-    """Chi-square against the (truncated) softmax: 100,000 draws, 99.99 % quantile of the degrees of
-    freedom at hand.
-    """
+    """Chi-square test of 100,000 draws against the truncated softmax, at the 99.99 % quantile."""
     logp = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)).mul(1.5).log_softmax(-1)
     expected = naive_truncation(logp.exp().tolist(), CHOICES[name])
     n = 100_000
@@ -267,17 +257,16 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
     )
     chi_square = sum((found[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
     freedom = len(expected) - 1
-    assert (
-        chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9
-    )  # above the 99.99 % quantile for 0 to 30 degrees
+    # this bound is above the 99.99 % quantile for 0 to 30 degrees of freedom
+    assert chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9
 
 
-def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(
+def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_recorded(
     model: Transformer, prompts: Completions
 ) -> None:
     params = SamplingParams(temperature=0.9, top_k=6, top_p=0.9)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "choice": choice}
+    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "params": params}
     out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     packing = PACKINGS["shared-prompt"](out)
     logp, _ = model(packing.tokens, packing, 0.9)
@@ -301,49 +290,43 @@ def test_with_truncation_the_log_probs_stay_whole_and_the_kept_mass_is_told(
         )
 
 
-def test_the_ends_of_the_unit_interval_pick_tokens_that_exist_and_can_be() -> None:
+def test_uniforms_at_both_ends_of_the_interval_pick_tokens_of_positive_probability() -> None:
     logp = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1)
     picked = pick_token(logp[None], torch.tensor([[0.0], [1 - 2**-24]]), torch.tensor([0, 0]))
     assert picked.tolist() == [[1], [2]]
 
 
-def test_there_is_one_slot_for_rows_that_agree_and_none_for_those_that_are_done() -> None:
-    # rows 0-2 in slot 0, of which row 2 went another way; row 3 in slot 1; row 4 in slot 5
-    slots, slot, representatives = regroup(
+def test_sequences_that_agree_share_a_slot_and_slots_stay_in_place_if_they_can() -> None:
+    # sequences 0-2 share slot 0, and 2 now differs; sequence 3 is in slot 1, sequence 4 in slot 5
+    slots, slot, representatives = assign_slots(
         np.array([0, 0, 0, 1, 5]), np.array([[4, 4, 4, 4, 9], [7, 7, 8, 7, 7]])
     )
-    assert slots.tolist() == [
-        0,
-        1,
-        0,
-        5,
-    ]  # slots 0 and 1 stay where they are, the others take what places are left
+    # slots 0 and 1 stay in place, the others fill the places that are left
+    assert slots.tolist() == [0, 1, 0, 5]
     assert slot.tolist() == [0, 0, 2, 1, 3]
     assert representatives.tolist() == [0, 3, 2, 4]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 20))
-def test_who_can_stay_in_his_place_does_and_nobody_who_stays_is_written_over(
-    seed: int, rows: int
-) -> None:
+def test_no_slot_is_overwritten_that_another_slot_continues(seed: int, rows: int) -> None:
     rng = np.random.default_rng(seed)
-    slot, said = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
-    slots, of_row, representatives = regroup(slot, said)
+    slot, states = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
+    slots, of_row, representatives = assign_slots(slot, states)
     assert np.array_equal(slots[of_row], slot)
     assert np.array_equal(of_row[representatives], np.arange(len(slots)))
-    assert len(slots) == len({(c, *s) for c, s in zip(slot.tolist(), said.T.tolist(), strict=True)})
+    assert len(slots) == len(
+        {(c, *s) for c, s in zip(slot.tolist(), states.T.tolist(), strict=True)}
+    )
     for i, old in enumerate(slots):
-        assert (
-            i == old or old >= len(slots) or slots[old] == old
-        )  # where it comes from is not overwritten
+        assert i == old or old >= len(slots) or slots[old] == old  # its source stays in place
 
 
-def test_while_they_agree_completions_of_a_prompt_are_run_once(
+def test_completions_of_a_prompt_share_a_slot_while_they_agree(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = make_completions(0, prompts=2)
     u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
-    u[1, 4, 3:] = 0.9  # but one, from its fourth token on
+    u[1, 4, 3:] = 0.9  # except one, from its fourth token on
     slots = []
     step = CachedDecoder.step
     monkeypatch.setattr(

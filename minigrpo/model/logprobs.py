@@ -1,9 +1,10 @@
-"""From hidden states to log-probabilities: head, temperature, log-softmax, gather.
+"""From hidden states to log-probabilities: output head, temperature, log-softmax, gather.
 
-The log-softmax is computed in float32 at least, whatever the model's precision: in bfloat16 it
-would be off by 2-3e-3, which is more than the ratios that a policy loss clips. Logits of M tokens
-are M * V floats, and autograd keeps several copies of them; in chunks, recomputed in the backward
-pass, there are at most two of them, for one chunk.
+The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 it
+would be off by 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
+
+The logits of M tokens are M * V floats, and autograd keeps several copies of them. Computed in
+chunks, and again in the backward pass, at most two copies exist, of one chunk.
 """
 
 from typing import Any
@@ -12,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1024  # tokens whose logits exist at a time, at most,
-# and so many logits: what a CPU's cache holds; a GPU reads the whole head and its gradient for each
-# chunk, so there are few
-LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
+CHUNK = 1024  # tokens whose logits exist at a time, at most
+# Logits that exist at a time, at most. On a CPU they should fit its cache. A GPU reads the whole
+# head, and adds to the head's whole gradient, once per chunk, so chunks should be few.
+MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 
 
 def chunk_size(vocab_size: int, device: str) -> int:
-    """`device` is a type, as cuda."""
-    return max(1, min(CHUNK, LOGITS[device] // vocab_size))
+    """Tokens per chunk; `device` is a type, such as cuda."""
+    return max(1, min(CHUNK, MAX_LOGITS[device] // vocab_size))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -28,8 +29,9 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-softmax of `logits / temperature` over the last dimension, in float32 at least.
-    temperature > 0.
+    """Log-softmax of `logits / temperature` over the last dimension, in float32 or wider.
+
+    `temperature` must be greater than 0.
     """
     return F.log_softmax(at_least_fp32(logits) / temperature, dim=-1)
 
@@ -37,17 +39,16 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of given next tokens, and entropy in nats.
+    """Log-probability of given next tokens, and entropy of their distributions, in nats.
 
     Args:
-        hidden: `[M, D]`.
+        hidden: `[M, D]`, final hidden states.
         head: `[V, D]`, the tied embedding.
-        targets: `[M]` int64.
+        targets: `[M]` int64, the next tokens.
         chunk: tokens whose logits exist at a time; 0: all.
 
     Returns:
-        `[M]` and `[M]`, float32 at least. The entropy carries no gradient: it is reported, not
-        optimised.
+        `[M]` and `[M]`, float32 or wider. The entropy carries no gradient: it is only reported.
     """
     if chunk and len(hidden) > chunk:
         return _Chunked.apply(hidden, head, targets, temperature, chunk)
@@ -58,8 +59,10 @@ def token_logprobs(
 
 
 class _Chunked(torch.autograd.Function):
-    """d logp / d logits = (one-hot - softmax) / temperature, so the backward pass needs the logits
-    again and nothing else.
+    """`token_logprobs` chunk by chunk.
+
+    d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature. So the backward pass needs
+    nothing but the logits, and computes them once more.
     """
 
     @staticmethod
@@ -67,18 +70,17 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
-        # autocast does not reach into a backward of one's own: what it would do is done here, once
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        )
+        # autocast does not reach into a custom backward, so both passes use what is cast here
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         ctx.dtypes, ctx.temperature, ctx.chunk = (hidden.dtype, head.dtype), temperature, chunk
         hidden, head = hidden.to(dtype), head.to(dtype)
         out = at_least_fp32(hidden.new_empty(3, len(hidden)))
-        room, more_room = out.new_empty(2, chunk, len(head))
+        buffer, other_buffer = out.new_empty(2, chunk, len(head))
         for part in _parts(len(hidden), chunk):
-            logits = _logits(hidden[part], head, temperature, room)
+            logits = _logits(hidden[part], head, temperature, buffer)
             largest = logits.amax(-1, keepdim=True)
-            weights = torch.sub(logits, largest, out=more_room[: len(logits)]).exp_()
+            weights = torch.sub(logits, largest, out=other_buffer[: len(logits)]).exp_()
             total = weights.sum(-1)
             lse = total.log() + largest[:, 0]
             chosen = logits.gather(-1, targets[part, None])[:, 0]
@@ -93,31 +95,28 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets, lse = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), at_least_fp32(torch.zeros_like(head))
-        room = lse.new_empty(ctx.chunk, len(head))
+        buffer = lse.new_empty(ctx.chunk, len(head))
         for part in _parts(len(hidden), ctx.chunk):
-            slope = (
-                _logits(hidden[part], head, ctx.temperature, room)
-                .sub_(lse[part, None])
-                .exp_()
-                .neg_()
-            )
+            logits = _logits(hidden[part], head, ctx.temperature, buffer)
+            slope = logits.sub_(lse[part, None]).exp_().neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
             if slope.dtype == grad_head.dtype:
-                grad_head.addmm_(slope.t(), hidden[part])  # no second gradient of the head's size
+                grad_head.addmm_(slope.t(), hidden[part])  # in place: no second [V, D]
             else:
                 grad_head += slope.t() @ hidden[part]
         hidden_dtype, head_dtype = ctx.dtypes
         return grad_hidden.to(hidden_dtype), grad_head.to(head_dtype), None, None, None
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float, room: Tensor) -> Tensor:
-    """Logits in the first rows of `room`, which is used again and again: what is freed is not
-    always found again.
+def _logits(hidden: Tensor, head: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+    """Logits in the first rows of `buffer [chunk, V]`.
+
+    All chunks use the same buffer, because the allocator does not always reuse freed memory.
     """
-    logits = room[: len(hidden)]
-    if hidden.dtype == room.dtype:
+    logits = buffer[: len(hidden)]
+    if hidden.dtype == buffer.dtype:
         torch.mm(hidden, head.t(), out=logits)
     else:
         logits.copy_(hidden @ head.t())

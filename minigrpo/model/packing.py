@@ -1,355 +1,130 @@
-"""From completions to a flat sequence of tokens, and back to `[P, G, S]`.
+"""From completions to packed tokens, and from their log-probs back to `[P, G, S]`.
 
-A packing decides which tokens the model runs and how they attend. All are exact; they differ in what
-they run twice:
+A packing decides which tokens the model runs, and which of them attend to which. All packings give
+the same log-probs. They differ in what they run more than once:
 
-    repeated   each prompt with each of its completions, P*G sequences: the textbook way, and the reference in tests
-    shared     each prompt once, each distinct completion of its group once
-    tree       each prompt once, each distinct prefix of its group's completions once
+    repeated       each prompt with each of its completions; the usual way, and the reference here
+    shared-prompt  each prompt once, and each distinct completion of its group once
+    prefix-tree    each prompt once, and each distinct prefix of its group's completions once
 
-A completion's last token predicts nothing, so it is never run. Token 0 of a completion is predicted
-by the prompt's last token. `index` leads back from the M predicted tokens to `[P, G, S]`; where two
-completions were merged, both lead to the same entries, and autograd adds their gradients. Layouts
-are built on the host, from lengths, once per micro-batch.
+The prompt's last token predicts a completion's first. A completion's last token predicts nothing,
+so it is not run. Packings are built on the host, once per micro-batch.
+
+A worked example, the prefix tree of two prompts with three completions each. 9 is EOS, 0 padding.
+
+>>> prompt_ids = torch.tensor([[10, 11, 12], [20, 21, 0]])
+>>> completion_ids = torch.tensor([[[1, 2, 9], [1, 2, 9], [1, 3, 9]],
+...                                [[4, 9, 0], [4, 5, 9], [6, 9, 0]]])
+>>> completions = Completions(prompt_ids, torch.tensor([3, 2]), completion_ids, completion_ids > 0)
+
+Distinct completions become rows, in lexical order. `row_of [P, G]` is the row of each completion,
+`num_common [R]` the length of the prefix that a row shares with the row before it.
+
+>>> rows = CompletionRows.of_completions(completions, distinct=True).sorted_by_prefix()
+>>> rows.tokens.tolist()
+[[1, 2, 9], [1, 3, 9], [4, 5, 9], [4, 9, -1], [6, 9, -1]]
+>>> rows.row_of.tolist()
+[[0, 0, 1], [3, 2, 4]]
+>>> rows.num_common.tolist()
+[0, 1, 0, 1, 0]
+>>> rows.num_known.tolist()  # of these, the tokens that the row before has run
+[0, 1, 0, 1, 0]
+
+The packed tokens are the prompts, then the tokens that each row adds: 11 instead of the 25 that
+`repeated` runs. A token's position is its place in its own text.
+
+    place        0   1   2    3   4    5   6    7    8   9    10
+    token       10  11  12   20  21    1   2    3    4   5     6
+    position     0   1   2    0   1    3   4    4    2   3     2
+    added by    prompt 0     prompt 1  row 0  row 1  row 2  row 4   (row 3 adds nothing)
+
+>>> packing = prefix_tree(completions)
+>>> packing.tokens.ids.tolist()
+[10, 11, 12, 20, 21, 1, 2, 3, 4, 5, 6]
+>>> packing.tokens.positions.tolist()
+[0, 1, 2, 0, 1, 3, 4, 4, 2, 3, 2]
+>>> len(repeated(completions).tokens.ids)
+25
+
+Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
+leads from each completion token to its prediction. Where completions share a prefix, they point to
+the same predictions, and autograd adds up their gradients.
+
+>>> packing.sources.tolist()
+[2, 5, 6, 5, 7, 4, 8, 9, 8, 4, 10]
+>>> packing.targets.tolist()
+[1, 2, 9, 3, 9, 4, 5, 9, 9, 6, 9]
+>>> packing.index.tolist()
+[[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 8, 0], [5, 6, 7], [9, 10, 0]]]
+
+Attention runs on padded rows: the prompts, then the tokens that each row adds, whose keys are their
+prompt and their whole completion. These are split by length if that saves padding: here into rows 0
+and 2, which add two tokens each, and rows 1 and 4, which add one.
+
+>>> packing.causal_rows.tolist()
+[[0, 1, 2], [3, 4, 3]]
+>>> for part in packing.completion_attention:
+...     print(part.query_rows.tolist(), part.key_rows.tolist())
+[[5, 6], [8, 9]] [[0, 1, 2, 5, 6], [3, 4, 3, 8, 9]]
+[[7], [10]] [[0, 1, 2, 5, 7], [3, 4, 3, 10, 10]]
+>>> packing.completion_attention[0].visible[1, 0].int().tolist()  # row 2: padding is the third key
+[[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
+>>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
+[0, 1, 2, 3, 4, 6, 7, 10, 8, 9, 11]
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import Completions
-from .logprobs import at_least_fp32
-from .transformer import Attend, PackedTokens
+from .packed_attention import CompletionAttention, Packing, SharedPrefixPacking
+from .packing_rows import CompletionRows, number_entries, pad_rows, split_by_length
+from .transformer import PackedTokens
 
-
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Tokens of a packed sequence as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
-
-    By index_select, whose backward adds in parallel; x[rows] would go through a serial index_put.
-    """
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-
-
-def rows_that_share(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows_of` where tokens stand in several rows: their gradients add up in float32; bfloat16
-    would lose some.
-    """
-    wide = at_least_fp32(x) if x.requires_grad else x
-    return rows_of(wide, rows).to(x.dtype)
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `visible [..., keys]`, else -inf. Rows begin at multiples of 8: CUDA's kernels want
-    that, or copy the mask.
-    """
-    *shape, keys = visible.shape
-    room = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
-    return room[..., :keys].masked_fill_(~visible, -torch.inf)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """One micro-batch, ready for `Transformer.forward(packing.tokens, packing, temperature)`."""
-
-    tokens: PackedTokens  # N tokens
-    sources: Tensor  # [M] rows of the packed sequence whose next token is asked for
-    targets: Tensor  # [M] that token
-    index: Tensor  # [P, G, S] into M; 0 where masked
-    mask: Tensor  # [P, G, S] bool
-    # [R, T] into the packed sequence: rows that attend to themselves only; pads repeat the row's first token
-    causal_rows: Tensor
-    unpad: Tensor  # [N] from all padded rows, flattened and joined, back to the packed sequence
-
-    def layer(self, number: int) -> Attend:
-        return self.attend
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of each row; pads stand to the right, so no real token ever sees one."""
-        q, k, v = (rows_of(x, self.causal_rows) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
-
-    def to(self, device: torch.device | str) -> "Packing":
-        return replace(self, **{name: _to(x, device) for name, x in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class Branches:
-    """What completions add to the packed sequence, as padded rows: each goes on from its prompt, or from a
-    token of another row.
-    """
-
-    query_rows: Tensor  # [R, T] into the packed sequence: the tokens that each row adds
-    # [R, Lp + K] into the packed sequence: its prompt, and the whole completion, other rows' tokens included
-    key_rows: Tensor
-    visible: Tensor  # [R, 1, T, Lp + K] bool: which of these each of those tokens may see
-    masks: dict[torch.dtype, Tensor] = field(
-        default_factory=dict
-    )  # `visible` as additive masks, made when first asked for
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (
-            rows_of(q, self.query_rows),
-            rows_that_share(k, self.key_rows),
-            rows_that_share(v, self.key_rows),
-        )
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
-
-    def _mask(self, dtype: torch.dtype) -> Tensor:
-        """Once for all layers, each of which would make it of `visible` and keep it for its
-        backward pass.
-        """
-        if dtype not in self.masks:
-            self.masks[dtype] = additive_mask(self.visible, dtype)
-        return self.masks[dtype]
-
-    def to(self, device: torch.device | str) -> "Branches":
-        return Branches(
-            self.query_rows.to(device), self.key_rows.to(device), self.visible.to(device)
-        )
-
-
-@dataclass(frozen=True)
-class PrefixPacking(Packing):
-    """Prompts are the causal rows; completions branch off."""
-
-    branches: tuple[Branches, ...]  # of about the same length each, so that little is padded
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
-        outs = [F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)]
-        outs += [branches.attend(q, k, v) for branches in self.branches]
-        return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs]).index_select(
-            0, self.unpad
-        )
-
-
-# two calls of attention instead of one, where together they have at most this share of its scores
-SPLIT_AT = 0.8
-
-
-def pad_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each padded row finds its tokens in a packed sequence, and where in the padded rows each token
-    is.
-
-    Returns:
-        `[R, T]` with T = lengths.max(), a pad repeating the row's first token (index 0 for an empty
-        row), and `[sum(lengths)]` into the flattened rows.
-    """
-    columns = np.arange(lengths.max(initial=0))
-    real = columns < lengths[:, None]
-    rows = np.where(real, starts[:, None] + columns, np.where(lengths > 0, starts, 0)[:, None])
-    return rows, np.flatnonzero(real)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Completions as ragged rows on the host, each with the prompt that it continues."""
-
-    tokens: np.ndarray  # [R, S]
-    lengths: np.ndarray  # [R], EOS included
-    prompt: np.ndarray  # [R]
-    of: np.ndarray  # [P, G] which row is completion g of prompt p
-    common: (
-        np.ndarray
-    )  # [R] how many tokens, from the first on, are the same as in the row before, and run there
-
-    @classmethod
-    def of_completions(cls, completions: Completions, *, distinct: bool) -> "_Rows":
-        """A row for each completion, or for each that is distinct in its group."""
-        ids, mask = completions.completion_ids.numpy(), completions.completion_mask.numpy()
-        lengths = mask.sum(-1)
-        seen: dict[tuple[int, ...] | tuple[int, int, bytes], int] = {}
-        first: list[tuple[int, int]] = []
-        of = np.empty(lengths.shape, dtype=np.int64)
-        for p, g in np.ndindex(lengths.shape):
-            key = (p, lengths[p, g], ids[p, g, : lengths[p, g]].tobytes()) if distinct else (p, g)
-            if key not in seen:
-                seen[key] = len(first)
-                first.append((p, g))
-            of[p, g] = seen[key]
-        p, g = np.array(first).T
-        return cls(ids[p, g], lengths[p, g], p, of, np.zeros_like(p))
-
-    def merged(self) -> "_Rows":
-        """Sorted, so that each row goes on from the one before: neighbours share their longest
-        common prefix.
-        """
-        tokens = np.where(np.arange(self.tokens.shape[1]) < self.lengths[:, None], self.tokens, -1)
-        order = np.lexsort((*tokens.T[::-1], self.prompt))
-        tokens, prompt = tokens[order], self.prompt[order]
-        same = (
-            (tokens[1:] == tokens[:-1]) & (tokens[1:] >= 0) & (prompt[1:] == prompt[:-1])[:, None]
-        )
-        common = np.concatenate([[0], same.cumprod(1).sum(1)])
-        return _Rows(tokens, self.lengths[order], prompt, order.argsort()[self.of], common)
-
-
-def _assemble(
-    kind: type[Packing],
-    mask: Tensor,
-    ids: np.ndarray,
-    positions: np.ndarray,
-    sources: np.ndarray,
-    targets: np.ndarray,
-    index: np.ndarray,
-    **attention: np.ndarray | tuple[Branches, ...],
-) -> Packing:
-    if not len(
-        sources
-    ):  # nothing but empty completions: keep one entry for the masked index to point at
-        sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    fields = {
-        "sources": sources,
-        "targets": targets,
-        "index": np.where(mask.numpy(), index, 0),
-        **attention,
-    }
-    return kind(
-        tokens=PackedTokens(torch.from_numpy(ids), torch.from_numpy(positions)),
-        mask=mask,
-        **_tensors(fields),
-    )
-
-
-def _tensors(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        n: torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
-        for n, x in fields.items()
-    }
-
-
-def _to(x: Any, device: torch.device | str) -> Any:
-    return tuple(part.to(device) for part in x) if isinstance(x, tuple) else x.to(device)
+__all__ = ["PACKINGS", "Packing", "prefix_tree", "repeated", "shared_prompt"]
 
 
 def repeated(completions: Completions) -> Packing:
-    """Each prompt with each of its completions."""
-    rows = _Rows.of_completions(completions, distinct=False)
-    prompt_len = completions.prompt_len.numpy()[rows.prompt]
-    inputs = np.maximum(rows.lengths - 1, 0)
-    lengths = prompt_len + inputs
-    starts = np.cumsum(lengths) - lengths
-    prompts = completions.prompt_ids.numpy()[rows.prompt]
-    parts = [
-        np.concatenate([a[:n], b[:m]])
-        for a, n, b, m in zip(prompts, prompt_len, rows.tokens, inputs, strict=True)
-    ]
+    """Each prompt with each of its completions: P * G sequences."""
+    rows = CompletionRows.of_completions(completions, distinct=False)
+    prompt_len = completions.prompt_len.numpy()[rows.prompt]  # [R]
+    lengths = prompt_len + rows.num_inputs
+    starts = np.cumsum(lengths) - lengths  # where in the packed tokens each sequence begins
+    prompt_ids = completions.prompt_ids.numpy()[rows.prompt]
+    parts = zip(prompt_ids, prompt_len, rows.tokens, rows.num_inputs, strict=True)
     causal_rows, unpad = pad_rows(starts, lengths)
     columns = np.arange(rows.tokens.shape[1])
-    predicted = columns < rows.lengths[:, None]  # [R, S]
-    return _assemble(
-        Packing,
-        completions.completion_mask,
-        np.concatenate(parts),
-        np.concatenate([np.arange(n) for n in lengths]),
-        sources=((starts + prompt_len - 1)[:, None] + columns)[predicted],
-        targets=rows.tokens[predicted],
-        index=(np.cumsum(rows.lengths) - rows.lengths)[rows.of][..., None] + columns,
-        causal_rows=causal_rows,
-        unpad=unpad,
+    real = columns < rows.lengths[:, None]  # [R, S]
+    first_prediction = np.cumsum(rows.lengths) - rows.lengths
+    return Packing(
+        tokens=_packed_tokens(
+            np.concatenate([np.concatenate([a[:n], b[:m]]) for a, n, b, m in parts]),
+            np.concatenate([np.arange(n) for n in lengths]),
+        ),
+        **_predictions(
+            completions.completion_mask,
+            sources=((starts + prompt_len - 1)[:, None] + columns)[real],
+            targets=rows.tokens[real],
+            index=first_prediction[rows.row_of][..., None] + columns,
+        ),
+        causal_rows=_tensor(causal_rows),
+        unpad=_tensor(unpad),
     )
 
 
 def shared_prompt(completions: Completions) -> Packing:
     """Each prompt once, each distinct completion of its group once."""
-    return _share(completions, _Rows.of_completions(completions, distinct=True))
+    return _pack_shared(completions, CompletionRows.of_completions(completions, distinct=True))
 
 
 def prefix_tree(completions: Completions) -> Packing:
     """Each prompt once, each distinct prefix of its group's completions once."""
-    return _share(completions, _Rows.of_completions(completions, distinct=True).merged())
-
-
-def _share(completions: Completions, rows: _Rows) -> Packing:
-    """Each prompt once, and of each row what it does not have in common with the row before."""
-    prompt_len, columns = completions.prompt_len.numpy(), np.arange(rows.tokens.shape[1])
-    prompt_ids = completions.prompt_ids.numpy()[:, : prompt_len.max()]
-    in_prompt = np.arange(prompt_ids.shape[1]) < prompt_len[:, None]
-    prompt_starts = np.cumsum(prompt_len) - prompt_len
-
-    inputs = np.maximum(rows.lengths - 1, 0)
-    known = np.minimum(
-        rows.common, np.minimum(inputs, np.roll(inputs, 1))
-    )  # a row's last token is not run: it predicts nothing
-    new = inputs - known
-    starts = prompt_len.sum() + np.cumsum(new) - new
-    keys = _paths(starts, known, len(columns))  # [R, S] where in the packed sequence each token is
-    run = (columns >= known[:, None]) & (columns < inputs[:, None])
-    predicted = (columns >= rows.common[:, None]) & (columns < rows.lengths[:, None])
-    first_prediction = np.cumsum(rows.lengths - rows.common) - (rows.lengths - rows.common)
-
-    prompt_rows, unpad = pad_rows(prompt_starts, prompt_len)
-    place, padded = (
-        np.zeros(starts[-1] + new[-1], dtype=np.int64),
-        prompt_rows.size,
-    )  # where in all padded rows a token is
-    place[: len(unpad)] = unpad
-    branches = []
-    for some in _alike(new, inputs, prompt_ids.shape[1]):
-        query_rows, unpad = pad_rows(starts[some], new[some])
-        place[query_rows.flat[unpad]] = padded + unpad
-        padded += query_rows.size
-        longest = inputs[some].max()
-        steps = known[some, None] + np.arange(query_rows.shape[1])  # [R, T] columns of the queries
-        of_prompt = in_prompt[rows.prompt[some], None].repeat(query_rows.shape[1], axis=1)
-        of_own = columns[:longest] <= steps[..., None]
-        own = np.where(columns < inputs[some, None], keys[some], keys[some, :1])[:, :longest]
-        fields = {
-            "query_rows": query_rows,
-            "key_rows": np.concatenate([prompt_rows[rows.prompt[some]], own], axis=1),
-            "visible": np.concatenate([of_prompt, of_own], axis=-1)[:, None],
-        }
-        branches.append(Branches(**_tensors(fields)))
-    before = np.concatenate(
-        [(prompt_starts + prompt_len - 1)[rows.prompt, None], keys[:, :-1]], axis=1
-    )
-    return _assemble(
-        PrefixPacking,
-        completions.completion_mask,
-        np.concatenate([prompt_ids[in_prompt], rows.tokens[run]]),
-        np.concatenate([np.nonzero(in_prompt)[1], (prompt_len[rows.prompt, None] + columns)[run]]),
-        sources=before[predicted],
-        targets=rows.tokens[predicted],
-        index=_paths(first_prediction, rows.common, len(columns))[rows.of],
-        causal_rows=prompt_rows,
-        unpad=place,
-        branches=tuple(branches),
-    )
-
-
-def _alike(new: np.ndarray, inputs: np.ndarray, prompt_width: int) -> list[np.ndarray]:
-    """Rows that add tokens, as one or two lots of about the same length, whichever way pads less.
-
-    What is compared are attention scores: rows * longest addition * (prompt + longest completion).
-    """
-    order = np.argsort(-new, kind="stable")[: np.count_nonzero(new)]  # the longest addition first
-    if not len(order):
-        return []
-    number, longest = np.arange(1, len(order) + 1), np.maximum.accumulate(inputs[order])
-    long = number * new[order[0]] * (prompt_width + longest)
-    from_here = np.maximum.accumulate(inputs[order][::-1])[::-1]
-    short = (number * new[order[::-1]])[::-1] * (prompt_width + from_here)  # of rows i and beyond
-    together = long[:-1] + short[1:]
-    if not len(together) or together.min() > SPLIT_AT * long[-1]:
-        return [order]
-    cut = int(together.argmin()) + 1
-    return [order[:cut], order[cut:]]
-
-
-def _paths(starts: np.ndarray, known: np.ndarray, width: int) -> np.ndarray:
-    """`[R, width]`: entries numbered from `starts` on, but the first `known` of each row are those
-    of the row before.
-    """
-    paths: np.ndarray = starts[:, None] + np.arange(width) - known[:, None]
-    for r in np.flatnonzero(known):
-        paths[r, : known[r]] = paths[r - 1, : known[r]]
-    return paths
+    rows = CompletionRows.of_completions(completions, distinct=True)
+    return _pack_shared(completions, rows.sorted_by_prefix())
 
 
 PACKINGS: dict[str, Callable[[Completions], Packing]] = {
@@ -357,3 +132,139 @@ PACKINGS: dict[str, Callable[[Completions], Packing]] = {
     "shared-prompt": shared_prompt,
     "prefix-tree": prefix_tree,
 }
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts on the host. Comments give the values in the worked example."""
+
+    ids: np.ndarray  # [P, Lp] [[10, 11, 12], [20, 21, 0]]
+    lengths: np.ndarray  # [P] [3, 2]
+    real: np.ndarray  # [P, Lp] bool, false for padding
+    ends: np.ndarray  # [P] place of each prompt's last token: [2, 4]
+    places: np.ndarray  # [P, Lp] place of each token, padded: [[0, 1, 2], [3, 4, 3]]
+    unpad: np.ndarray  # place of each packed token in the flattened `places`: [0, 1, 2, 3, 4]
+
+    @classmethod
+    def of_completions(cls, completions: Completions) -> "_Prompts":
+        lengths = completions.prompt_len.numpy()
+        ids = completions.prompt_ids.numpy()[:, : lengths.max()]
+        ends = np.cumsum(lengths) - 1
+        places, unpad = pad_rows(ends + 1 - lengths, lengths)
+        return cls(ids, lengths, np.arange(ids.shape[1]) < lengths[:, None], ends, places, unpad)
+
+
+def _pack_shared(completions: Completions, rows: CompletionRows) -> SharedPrefixPacking:
+    """Each prompt once, and of each row the tokens that the row before has not run.
+
+    Comments give the values in the worked example.
+    """
+    prompts = _Prompts.of_completions(completions)
+    columns = np.arange(rows.tokens.shape[1])
+    # inputs [2, 2, 2, 1, 1], of which [0, 1, 0, 1, 0] have been run by the row before:
+    # [2, 1, 2, 0, 1] tokens are added, from the places [5, 7, 8, 10, 10] on
+    num_inputs, num_known = rows.num_inputs, rows.num_known
+    num_new = num_inputs - num_known
+    starts = prompts.lengths.sum() + np.cumsum(num_new) - num_new
+    # place of each row's inputs: [[5, 6, .], [5, 7, .], [8, 9, .], [8, ., .], [10, ., .]]
+    places = number_entries(starts, num_known, len(columns))
+    # of the tokens [[1, 2, 9], [1, 3, 9], ..], those that a row adds: 1 2 | 3 | 4 5 | | 6
+    added = (columns >= num_known[:, None]) & (columns < num_inputs[:, None])
+    # a completion's column 0 is at position 3 after prompt 0, at position 2 after prompt 1
+    positions = prompts.lengths[rows.prompt, None] + columns
+    attention, unpad = _completion_attention(prompts, rows, places, starts)
+    return SharedPrefixPacking(
+        tokens=_packed_tokens(
+            np.concatenate([prompts.ids[prompts.real], rows.tokens[added]]),
+            np.concatenate([np.nonzero(prompts.real)[1], positions[added]]),
+        ),
+        **_shared_predictions(completions.completion_mask, prompts, rows, places),
+        causal_rows=_tensor(prompts.places),
+        unpad=_tensor(unpad),
+        completion_attention=attention,
+    )
+
+
+def _shared_predictions(
+    mask: Tensor, prompts: _Prompts, rows: CompletionRows, places: np.ndarray
+) -> dict[str, Tensor]:
+    """Each distinct prefix is predicted once; index leads completions to their predictions."""
+    columns = np.arange(rows.tokens.shape[1])
+    # lengths [3, 3, 3, 2, 2] without the common [0, 1, 0, 1, 0]: [3, 2, 3, 1, 2] predictions per
+    # row, beginning with number [0, 3, 5, 8, 9]
+    num_new = rows.lengths - rows.num_common
+    starts = np.cumsum(num_new) - num_new
+    # the token before each token: [[2, 5, 6], [2, 5, 7], [4, 8, 9], [4, 8, .], [4, 10, .]]
+    before = np.concatenate([prompts.ends[rows.prompt, None], places[:, :-1]], axis=1)
+    # the new ones of them: 2 5 6 | 5 7 | 4 8 9 | 8 | 4 10
+    new = (columns >= rows.num_common[:, None]) & (columns < rows.lengths[:, None])
+    # predictions of each row: [[0, 1, 2], [0, 3, 4], [5, 6, 7], [5, 8, .], [9, 10, .]]
+    numbers = number_entries(starts, rows.num_common, len(columns))
+    return _predictions(
+        mask, sources=before[new], targets=rows.tokens[new], index=numbers[rows.row_of]
+    )
+
+
+def _completion_attention(
+    prompts: _Prompts, rows: CompletionRows, places: np.ndarray, starts: np.ndarray
+) -> tuple[tuple[CompletionAttention, ...], np.ndarray]:
+    """How the added tokens attend, and `[N]` the place of each packed token in all padded rows."""
+    num_inputs, num_new = rows.num_inputs, rows.num_inputs - rows.num_known
+    # the prompts' padded rows come first: 6 places, of which 5 are real: [0, 1, 2, 3, 4, ..]
+    unpad = np.zeros(starts[-1] + num_new[-1], dtype=np.int64)
+    unpad[: len(prompts.unpad)] = prompts.unpad
+    num_padded = prompts.places.size
+    parts = []
+    # two parts: rows [0, 2] add two tokens each, rows [1, 4] one each, row 3 adds nothing
+    for part in split_by_length(num_new, num_inputs, prompts.ids.shape[1]):
+        # queries [[5, 6], [8, 9]], then [[7], [10]]; here none of them is padding
+        query_rows, real = pad_rows(starts[part], num_new[part])
+        # the tokens 5 6 8 9 are at places 6 7 8 9 of all padded rows, then 7 10 at 10 11
+        unpad[query_rows.flat[real]] = num_padded + real
+        num_padded += query_rows.size
+        parts.append(_attention_of(part, query_rows, prompts, rows, places))
+    return tuple(parts), unpad
+
+
+def _attention_of(
+    part: np.ndarray,
+    query_rows: np.ndarray,
+    prompts: _Prompts,
+    rows: CompletionRows,
+    places: np.ndarray,
+) -> CompletionAttention:
+    """A part of the rows: which keys they have, and which of these each query may attend to."""
+    prompt, num_inputs = rows.prompt[part], rows.num_inputs[part]
+    columns = np.arange(num_inputs.max())
+    # keys of the completion, padded with its first: [[5, 6], [8, 9]], then [[5, 7], [10, 10]]
+    own_keys = places[part][:, : len(columns)]
+    own_keys = np.where(columns < num_inputs[:, None], own_keys, own_keys[:, :1])
+    # columns of the queries: [[0, 1], [0, 1]], then [[1], [0]], as row 1 adds its column 1 only
+    query_columns = rows.num_known[part, None] + np.arange(query_rows.shape[1])
+    # the query 7 (row 1, column 1) sees 0 1 2 of the prompt, then 5 and 7
+    sees_prompt = prompts.real[prompt, None].repeat(query_rows.shape[1], axis=1)
+    sees_own = columns <= query_columns[..., None]
+    return CompletionAttention(
+        query_rows=_tensor(query_rows),
+        key_rows=_tensor(np.concatenate([prompts.places[prompt], own_keys], axis=1)),
+        visible=_tensor(np.concatenate([sees_prompt, sees_own], axis=-1)[:, None]),
+    )
+
+
+def _predictions(
+    mask: Tensor, sources: np.ndarray, targets: np.ndarray, index: np.ndarray
+) -> dict[str, Tensor]:
+    """These fields of a Packing, `index` with 0 where masked."""
+    if not len(sources):  # all completions are empty: the masked index needs an entry to point at
+        sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    index = np.where(mask.numpy(), index, 0)
+    arrays = {"sources": sources, "targets": targets, "index": index}
+    return {"mask": mask, **{name: _tensor(x) for name, x in arrays.items()}}
+
+
+def _packed_tokens(ids: np.ndarray, positions: np.ndarray) -> PackedTokens:
+    return PackedTokens(_tensor(ids), _tensor(positions))
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))

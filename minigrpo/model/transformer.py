@@ -1,10 +1,9 @@
-"""GPT-2 on a flat stream of tokens.
+"""GPT-2 on packed tokens.
 
-Pre-LN blocks, learned positions, tanh-GELU, output head tied to the token embedding: GPT-2, with
-one departure. The blocks never see a `[batch, time]` rectangle. They see a stream `x [N, D]` of
-tokens, each with its position, and hand `(q, k, v)` to an *attend* function that knows which token
-belongs where (packing.py for training, decoders.py for decoding). So no token is ever a pad, and
-what is shared is run once.
+It has GPT-2's pre-LN blocks, learned positions, tanh-GELU and tied output head, with one departure:
+the blocks never see a `[batch, time]` rectangle. They see `x [N, D]`, one row per packed token, and
+hand `(q, k, v)` to an *attend* function that knows which tokens attend to which (packing.py for
+training, decoders.py for decoding). So no token is padding, and what completions share is run once.
 """
 
 import math
@@ -24,26 +23,26 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each [N, H, D/H]
 
 
 class AttentionPattern(Protocol):
-    """What the model asks of a packing or a cache: the attend function of each layer."""
+    """What `forward_hidden` needs to know: how packed tokens attend, layer by layer."""
 
     def layer(self, number: int) -> Attend: ...
 
 
 class LogprobPacking(AttentionPattern, Protocol):
-    """What `Transformer.forward` asks of a packing; see packing.py."""
+    """What `Transformer.forward` needs to know besides; packing.py makes these."""
 
-    sources: Tensor  # [M] rows of the stream whose next token is asked for
-    targets: Tensor  # [M] that token
-    index: Tensor  # [P, G, S] into M
+    sources: Tensor  # [M] packed tokens whose next token is predicted
+    targets: Tensor  # [M] that next token
+    index: Tensor  # [P, G, S] into the M predictions
     mask: Tensor  # [P, G, S] bool
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Tokens in any order, without padding."""
+    """Tokens of any number of texts, in any order, without padding."""
 
     ids: Tensor  # [N] int64
-    positions: Tensor  # [N] int64, the place of each token in its own text
+    positions: Tensor  # [N] int64, the position of each token in its own text
 
     def to(self, device: torch.device | str) -> "PackedTokens":
         return PackedTokens(self.ids.to(device), self.positions.to(device))
@@ -51,10 +50,10 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that fix a Transformer's parameters."""
+    """The numbers that fix a Transformer's parameters. Raises ValueError if they do not fit."""
 
     vocab_size: int
-    context: int = 256  # positions that exist
+    context: int = 256  # number of positions
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -67,7 +66,7 @@ class ModelShape:
 
 
 class Causal:
-    """The packing of plain rows `[B, T]`: row b's token t stands at b * T + t of the stream."""
+    """The attention pattern of plain rows `[B, T]`, packed row after row."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.shape = (batch, length)
@@ -81,8 +80,10 @@ class Causal:
 
 
 def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """On CPU attention stays in float32: in bfloat16 torch's backward of it takes three times as
-    long (measured).
+    """`attend(q, k, v)`, on a CPU always in float32.
+
+    In bfloat16, the backward pass of torch's attention takes three times as long on a CPU
+    (measured).
     """
     if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return attend(q, k, v)
@@ -91,7 +92,7 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The linear maps before and after `attention`; Block calls them."""
+    """The linear maps before and after attention; Block calls them."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -113,6 +114,7 @@ class Block(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
+        self.attention = attention  # compile_blocks in accel.py replaces it with an uncompiled call
         self.ln_1 = nn.LayerNorm(shape.width)
         self.attn = Attention(shape)
         self.ln_2 = nn.LayerNorm(shape.width)
@@ -120,20 +122,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         qkv = self.attn.c_attn(self.ln_1(x)).view(len(x), 3, self.heads, -1)
-        x = x + self.attn.c_proj(attention(attend, *qkv.unbind(1)).flatten(1))
+        x = x + self.attn.c_proj(self.attention(attend, *qkv.unbind(1)).flatten(1))
         return x + self.mlp(self.ln_2(x))
 
 
 class Transformer(nn.Module):
-    """A GPT-2; parameter names are Hugging Face's, so that weights.py only has to transpose."""
+    """A GPT-2. Parameter names are Hugging Face's, so that weights.py only has to transpose."""
 
     def __init__(self, shape: ModelShape, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.checkpoint_blocks: Callable[..., Tensor] | None = (
-            None  # set by accel.py: recompute blocks in backward
-        )
-        self.logprob_chunk = 0  # set by accel.py: tokens whose logits exist at a time
+        # set by accel.py: runs a block so that backward recomputes it
+        self.checkpoint_blocks: Callable[..., Tensor] | None = None
+        self.logprob_chunk = 0  # set by accel.py: tokens whose logits exist at a time; 0: all
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         self.wpe = nn.Embedding(shape.context, shape.width)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -142,32 +143,31 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        # GPT-2's scheme: one std for all matrices, the projections into the residual stream smaller
-        # by sqrt(2 * layers). Two departures, measured on the chess task at width 128 (with 0.06;
-        # loss after 400 steps of a warm start: 37 nats an example with both, 75 with the std alone,
-        # 80 with neither): the std is GPT-2's 0.02 at width 768 and grows as 1/sqrt(width) below
-        # it,
-        std = 0.02 * math.sqrt(768 / self.shape.width)
+        # GPT-2's scheme: one standard deviation for all matrices, reduced by sqrt(2 * layers) for
+        # the projections into the residual stream. There are two departures. Measured on the chess
+        # task at width 128, the loss after 400 supervised steps is 37 nats per example with both,
+        # 75 with the first alone and 80 with neither.
+        # 1. The standard deviation is GPT-2's 0.02 at width 768, and grows as 1/sqrt(width) below.
+        shape = self.shape
+        std = 0.02 * math.sqrt(768 / shape.width)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() == 2:
-                scale = (
-                    1 / math.sqrt(2 * self.shape.layers) if name.endswith("c_proj.weight") else 1.0
-                )
+                into_residual = name.endswith("c_proj.weight")
+                scale = 1 / math.sqrt(2 * shape.layers) if into_residual else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
-        # and the learned positions start as sinusoids: "so many tokens back" is then a rotation,
-        # which copying needs.
-        width, length = self.shape.width, self.shape.context
-        angles = torch.arange(length)[:, None] * torch.logspace(
-            0, -math.log10(2000), width // 2
-        )  # [T, D/2]
+        # 2. The learned positions start as sinusoids. "So many tokens back" is then a rotation,
+        # which a model needs for copying.
+        frequencies = torch.logspace(0, -math.log10(2000), shape.width // 2)
+        angles = torch.arange(shape.context)[:, None] * frequencies  # [T, D/2]
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "Transformer":
-        """A model from a GPT-2 safetensors file, or a folder that holds one. Raises ValueError with
-        what does not fit.
+        """A model from a GPT-2 safetensors file, or from a folder that holds one.
+
+        Raises ValueError, with the path and the reason, if the weights do not fit.
         """
         sizes, state = load_gpt2(Path(path))
         try:
@@ -178,27 +178,25 @@ class Transformer(nn.Module):
         return model
 
     def trim_vocab(self, number: int) -> None:
-        """Forget all but the first tokens of the vocabulary: rows that only pad it are then never
-        sampled.
-        """
+        """Drop all but the first `number` tokens, so that vocabulary padding is never sampled."""
         self.shape = replace(self.shape, vocab_size=number)
         self.wte = nn.Embedding.from_pretrained(
             self.wte.weight.detach()[:number].clone(), freeze=False
         )
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the parameters as `from_pretrained` and Hugging Face's GPT-2 read them."""
+        """Write a safetensors file that `from_pretrained` and Hugging Face's GPT-2 read."""
         save_gpt2(self.state_dict(), Path(path), heads=self.shape.heads)
 
     @property
     def device(self) -> torch.device:
         return self.wte.weight.device
 
-    def forward_hidden(self, tokens: PackedTokens, attends: AttentionPattern) -> Tensor:
-        """Final hidden states `[N, D]` of a stream of N tokens."""
+    def forward_hidden(self, tokens: PackedTokens, pattern: AttentionPattern) -> Tensor:
+        """Final hidden states `[N, D]` of N packed tokens."""
         x = self.wte(tokens.ids) + self.wpe(tokens.positions)
         for number, block in enumerate(self.h):
-            attend = attends.layer(number)
+            attend = pattern.layer(number)
             recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
             x = recompute(block, x, attend) if recompute else block(x, attend)
         return self.ln_f(x)
@@ -208,27 +206,29 @@ class Transformer(nn.Module):
         return F.linear(hidden, self.wte.weight)
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`. For evaluation,
-        export and tests.
-        """
+        """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`."""
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        hidden = self.forward_hidden(
-            PackedTokens(ids.flatten(), positions.flatten()), Causal(*ids.shape)
-        )
+        tokens = PackedTokens(ids.flatten(), positions.flatten())
+        hidden = self.forward_hidden(tokens, Causal(*ids.shape))
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
     def forward(
         self, tokens: PackedTokens, packing: LogprobPacking, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each completion token, and the entropy of its distribution, both `[P,
-        G, S]`, 0 where masked.
+        """Log-probability of each completion token, and the entropy of its distribution.
 
-        The head runs on the M distinct positions that predict a completion token, and on nothing
-        else.
+        The output head runs only on the M packed tokens that predict a completion token.
+
+        Returns:
+            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy carries
+            no gradient.
         """
         hidden = self.forward_hidden(tokens, packing).index_select(0, packing.sources)
         logp, entropy = token_logprobs(
             hidden, self.wte.weight, packing.targets, temperature, self.logprob_chunk
         )
         zero = logp.new_zeros(())
-        return tuple(torch.where(packing.mask, x[packing.index], zero) for x in (logp, entropy))  # type: ignore[return-value]
+        return (
+            torch.where(packing.mask, logp[packing.index], zero),
+            torch.where(packing.mask, entropy[packing.index], zero),
+        )

@@ -4,8 +4,8 @@ import copy
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, MemoryConfig, RunConfig, SpeedConfig
-from ..model import transformer as gpt
 from ..model.logprobs import chunk_size
-from ..model.transformer import Attend, Block, Transformer
+from ..model.transformer import Attend, Block, Transformer, attention
 from .combinations import FIRST_PROFILED, LAST_PROFILED
 from .flags import ConfigError
 
@@ -175,20 +174,22 @@ def profiler(
     )
 
 
-@cache
-def leave_attention_out() -> None:
-    """Rows, lengths and lots differ from batch to batch: a block compiled with attention would be
-    compiled over and over.
+def uncompiled_attention() -> Callable[..., Tensor]:
+    """Attention that torch.compile leaves alone.
+
+    Its shapes differ from batch to batch, so a block compiled with it would be compiled over and
+    over. It is made on demand, because `torch.compiler.disable` imports torch._dynamo.
     """
-    gpt.attention = torch.compiler.disable(gpt.attention)
+    return torch.compiler.disable(attention)
 
 
 def compile_blocks(model: Transformer) -> None:
     """torch.compile each block in place; names in the state dict stay as they are."""
-    leave_attention_out()
     from torch import _dynamo
 
     # it would cut blocks up to overlap what whole blocks overlap already
     _dynamo.config.optimize_ddp = False
     for block in model.h:
+        assert isinstance(block, Block)
+        block.attention = uncompiled_attention()
         block.compile(dynamic=True)

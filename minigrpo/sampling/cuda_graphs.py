@@ -1,10 +1,9 @@
-"""Decoding under CUDA graphs: a round of the cached decoder is recorded once per shape and then
-replayed as one launch.
+"""Decoding under CUDA graphs: each round is captured once per shape, then replayed as one launch.
 
-CUDAGraphCache want the same memory and the same shapes every time. So the cache outlives a rollout, the
-number of slots is rounded up (what is too many computes garbage into places that nobody reads), and
-so is the number of columns. The numbers are those of `ReplicatedPrefixDecoder`. Off CUDA the same code runs
-its rounds instead of replaying them.
+A CUDA graph needs the same memory and the same shapes in every replay. So the KV cache outlives a
+rollout, and the numbers of slots and columns are rounded up; the surplus slots compute garbage into
+memory that is never read. Results are those of `ReplicatedPrefixDecoder`. On a CPU the same code
+runs its rounds instead of replaying them.
 """
 
 from collections.abc import Callable
@@ -15,48 +14,55 @@ import torch
 from torch import Tensor
 
 from ..model.transformer import Transformer
-from .decoders import KVCache, ReplicatedPrefixDecoder
+from .decoders import ReplicatedPrefixDecoder
+from .kv_cache import KVCache
 
-SLOTS, COLUMNS = 16, 32  # rounded up to multiples of these
+SLOT_MULTIPLE, COLUMN_MULTIPLE = 16, 32  # numbers of slots and columns are rounded up to these
 
 
-def up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
 class CUDAGraphCache:
-    """What stays from rollout to rollout: the cache, and the recorded rounds."""
+    """What is kept from one rollout to the next: the KV cache, and the captured rounds."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Give all memory back. A pool whose graphs are gone must not be used again either."""
-        self.cache, self.shape, self.of = KVCache(), (0, 0), tuple[object, ...]()
-        self.reset_steps()
+    def reset(self) -> None:
+        """Free all memory. The pool goes too: it must not be used once its graphs are gone."""
+        self.cache, self.shape = KVCache(), (0, 0)  # shape: slots and columns
+        self.model_key = tuple[object, ...]()
+        self.drop_captured()
 
-    def reset_steps(self) -> None:
-        self.rounds: dict[tuple[int, ...], CapturedStep] = {}
-        self.pool: object = None
-        self.side: torch.cuda.Stream | None = None  # what is recorded is recorded there
+    def drop_captured(self) -> None:
+        """Drop the captured rounds, and keep the KV cache."""
+        self.captured: dict[tuple[int, ...], CapturedStep] = {}
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None  # that capturing happens on
         self.output: Tensor | None = None
 
-    def room_for(self, logits: Tensor) -> Tensor:
-        """The output of a round, in memory that all share: each is read before the next one
-        runs."""
+    def output_like(self, logits: Tensor) -> Tensor:
+        """Memory for the output of a round.
+
+        All rounds share it, because each output is read before the next round runs.
+        """
         if self.output is None or self.output.numel() < logits.numel():
-            self.output = logits.new_empty(
-                logits.numel()
-            )  # rounds recorded before go on with what they have
+            # rounds captured earlier keep the smaller buffer that they were captured with
+            self.output = logits.new_empty(logits.numel())
         return self.output[: logits.numel()].view(logits.shape)
 
-    def fit(self, slots: int, columns: int, of: tuple[object, ...]) -> None:
-        """Forget what there is not room in, or what was recorded `of` another model or
-        precision."""
-        shape = max(slots, self.shape[0]), max(columns, self.shape[1])
-        if of != self.of or shape != self.shape:
-            self.forget()
-            self.shape, self.of = shape, of
+    def prepare(self, num_slots: int, num_columns: int, model_key: tuple[object, ...]) -> None:
+        """Make room for so many slots and columns.
+
+        Everything is reset if the room has to grow, or if rounds were captured with another model
+        or another precision (`model_key`).
+        """
+        shape = max(num_slots, self.shape[0]), max(num_columns, self.shape[1])
+        if model_key != self.model_key or shape != self.shape:
+            self.reset()
+            self.shape, self.model_key = shape, model_key
 
     def decoder(
         self,
@@ -66,11 +72,12 @@ class CUDAGraphCache:
         num_samples: int,
         length: int,
     ) -> "GraphedDecoder":
+        """A decoder that uses this cache; the arguments are those of CachedDecoder."""
         return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
 
 
 class CapturedStep:
-    """One recorded round: its inputs and its output stay where they are."""
+    """One captured round. Its input and output tensors stay at the same addresses."""
 
     def __init__(
         self,
@@ -79,39 +86,39 @@ class CapturedStep:
         run: Callable[[Tensor, Tensor], Tensor],
         graphs: CUDAGraphCache,
     ) -> None:
+        """Capture `run(tokens [B, W], positions [B, W]) -> logits [B, W, V]`."""
         self.tokens, self.positions = tokens.clone(), positions.clone()
-        device, call = tokens.device, lambda: run(self.tokens, self.positions)
-        # autocast must not remember a weight that it cast before the recording: the weights change,
-        # the memory goes
-        low = torch.is_autocast_enabled(device.type)
-        with torch.autocast(
-            device.type, torch.get_autocast_dtype(device.type), enabled=low, cache_enabled=False
-        ):
-            if device.type == "cuda":
-                graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
-                with torch.cuda.device(device):
-                    side = graphs.side = graphs.side or torch.cuda.Stream(device)
-                    side.wait_stream(torch.cuda.current_stream(device))
-                    with torch.cuda.stream(side):
-                        logits = (
-                            call()
-                        )  # libraries set themselves up; what is written is what is written again
-                    torch.cuda.current_stream(device).wait_stream(side)
-                    self.logits = graphs.room_for(logits)
-                    del logits
-                    graph = torch.cuda.CUDAGraph()
-                    # thread_local: rewards in other threads may use the device meanwhile
-                    options: dict[str, Any] = {
-                        "pool": graphs.pool,
-                        "stream": side,
-                        "capture_error_mode": "thread_local",
-                    }
-                    with torch.cuda.graph(graph, **options):
-                        self.logits.copy_(call())
-                self.replay: Callable[[], object] = graph.replay
+        kind, call = tokens.device.type, lambda: run(self.tokens, self.positions)
+        # Without autocast's cache of cast weights: a replay would read a cast that was made before
+        # the capture, after the weights have changed and its memory has been freed.
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
+            if kind == "cuda":
+                self.replay: Callable[[], object] = self._capture(call, graphs)
             else:
-                self.logits = graphs.room_for(call())
+                self.logits = graphs.output_like(call())
                 self.replay = lambda: self.logits.copy_(call())
+
+    def _capture(self, call: Callable[[], Tensor], graphs: CUDAGraphCache) -> Callable[[], object]:
+        device = self.tokens.device
+        graphs.pool = graphs.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            stream = graphs.stream = graphs.stream or torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                # A first run outside the capture lets libraries initialise themselves. It writes
+                # the same keys and values that the replay will write.
+                logits = call()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            self.logits = graphs.output_like(logits)
+            del logits
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: reward functions in other threads may use the device meanwhile
+            with torch.cuda.graph(
+                graph, pool=graphs.pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                self.logits.copy_(call())
+        return graph.replay
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         self.tokens.copy_(tokens)
@@ -121,7 +128,7 @@ class CapturedStep:
 
 
 class GraphedDecoder(ReplicatedPrefixDecoder):
-    """`ReplicatedPrefixDecoder` whose rounds are recorded."""
+    """`ReplicatedPrefixDecoder` whose rounds are captured."""
 
     def __init__(
         self,
@@ -134,42 +141,42 @@ class GraphedDecoder(ReplicatedPrefixDecoder):
     ) -> None:
         super().__init__(model, prompt_ids, prompt_len, num_samples, length)
         kind = model.device.type
-        of = (
-            id(model),
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        )
-        graphs.fit(up(self.num_slots, SLOTS), up(self.prompt_ids.shape[1] + length, COLUMNS), of)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        num_slots = round_up(self.num_slots, SLOT_MULTIPLE)
+        num_columns = round_up(self.prompt_ids.shape[1] + length, COLUMN_MULTIPLE)
+        graphs.prepare(num_slots, num_columns, (id(model), dtype))
         self.graphs, self.cache = graphs, graphs.cache
 
-    def _remember(self, number: int, k: Tensor, v: Tensor) -> None:
-        room, length = self.graphs.shape
-        self.cache.begin(number, k[self.prompt], v[self.prompt], room=room, length=length)
+    def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
+        capacity, length = self.graphs.shape
+        k, v = k[self.prompt], v[self.prompt]
+        self.cache.write_prompt(number, k, v, capacity=capacity, length=length)
 
-    def keep(self, slots: np.ndarray) -> None:
-        if len(slots) > (
-            room := self.graphs.shape[0]
-        ):  # more room is other memory: what was recorded is void
-            self.graphs.reset_steps()
-            more = up(max(len(slots), 2 * room), SLOTS)
-            self.cache.make_room(more)
-            self.graphs.shape = more, self.graphs.shape[1]
-        super().keep(slots)
+    def reorder(self, sources: np.ndarray) -> None:
+        capacity, length = self.graphs.shape
+        if len(sources) > capacity:
+            # a larger cache lies elsewhere in memory, so captured rounds would use freed memory
+            self.graphs.drop_captured()
+            capacity = round_up(max(len(sources), 2 * capacity), SLOT_MULTIPLE)
+            self.cache.grow(capacity)
+            self.graphs.shape = capacity, length
+        super().reorder(sources)
 
-    def _columns_in_use(self) -> int:
-        return min(up(self.prompt_ids.shape[1] + self.num_columns, COLUMNS), self.graphs.shape[1])
+    def _num_cache_columns(self) -> int:
+        in_use = round_up(super()._num_cache_columns(), COLUMN_MULTIPLE)
+        return min(in_use, self.graphs.shape[1])
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        slots, columns = up(len(tokens), SLOTS), self.num_columns
-        key = (slots, tokens.shape[1], self._columns_in_use())
-        # a slot too many writes into its own place, at its first columns
-        tokens, positions = (
-            torch.nn.functional.pad(x, (0, 0, 0, slots - len(x))) for x in (tokens, positions)
-        )
+        num_slots, num_columns = round_up(len(tokens), SLOT_MULTIPLE), self.num_columns
+        key = (num_slots, tokens.shape[1], self._num_cache_columns())
+        # surplus slots write to the first columns of cache rows that belong to no sequence
+        surplus = (0, 0, 0, num_slots - len(tokens))
+        tokens, positions = (torch.nn.functional.pad(x, surplus) for x in (tokens, positions))
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
-            self.num_columns = columns
+            self.num_columns = num_columns
             return super(GraphedDecoder, self)._run(tokens, positions)
 
-        if key not in self.graphs.rounds:
-            self.graphs.rounds[key] = CapturedStep(tokens, positions, run, self.graphs)
-        return self.graphs.rounds[key](tokens, positions)[: self.num_slots]
+        if key not in self.graphs.captured:
+            self.graphs.captured[key] = CapturedStep(tokens, positions, run, self.graphs)
+        return self.graphs.captured[key](tokens, positions)[: self.num_slots]

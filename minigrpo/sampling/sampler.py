@@ -101,6 +101,6 @@ class Sampler:
         while done < len(examples):
             left = len(examples) - done
             backoff = self.backoffs[num_samples]
-            part = backoff.run(generate_some, min(batch_size or left, left), self.graphs.forget)
+            part = backoff.run(generate_some, min(batch_size or left, left), self.graphs.reset)
             done += len(part)
             yield part.to("cpu")

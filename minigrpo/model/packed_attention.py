@@ -1,0 +1,123 @@
+"""Attention over packed tokens: the tensors of a packing, and how they are used in each layer.
+
+packing.py builds these tensors on the host. Here they meet the model: q, k and v arrive as
+`[N, H, D/H]`, one row per packed token; they are gathered into padded rows, attended, and scattered
+back.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .logprobs import at_least_fp32
+from .transformer import Attend, PackedTokens
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Packed tokens as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
+
+    It uses index_select, whose backward adds in parallel; that of `x[rows]` is a serial index_put.
+    """
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """`rows_of` for tokens that stand in several rows.
+
+    Their gradients are added up in float32 at least; a sum in bfloat16 would lose small terms.
+    """
+    wide = at_least_fp32(x) if x.requires_grad else x
+    return rows_of(wide, rows).to(x.dtype)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible [..., keys]` is true, else -inf.
+
+    In memory, rows begin at multiples of 8: CUDA's attention kernels would copy the mask otherwise.
+    """
+    *shape, keys = visible.shape
+    padded = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
+    return padded[..., :keys].masked_fill_(~visible, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One micro-batch, ready for `Transformer.forward(packing.tokens, packing, temperature)`.
+
+    Tokens attend causally within their row.
+    """
+
+    tokens: PackedTokens  # N tokens
+    sources: Tensor  # [M] packed tokens whose next token is predicted
+    targets: Tensor  # [M] that next token
+    index: Tensor  # [P, G, S] into the M predictions; 0 where masked
+    mask: Tensor  # [P, G, S] bool
+    causal_rows: Tensor  # [R, T] into the packed tokens; padding repeats the row's first token
+    unpad: Tensor  # [N] place of each packed token in all padded rows, flattened and joined
+
+    def layer(self, number: int) -> Attend:
+        return self.attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`[N, H, D/H]` each. Padding is on the right, so causality hides it from real tokens."""
+        q, k, v = (rows_of(x, self.causal_rows) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
+
+    def to(self, device: torch.device | str) -> "Packing":
+        return replace(self, **{name: _to(x, device) for name, x in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class CompletionAttention:
+    """Attention of the tokens that completions add to their prompts, as padded rows.
+
+    A row's queries are only the tokens that it adds. Its keys are its prompt and its whole
+    completion, including tokens that other rows have added.
+    """
+
+    query_rows: Tensor  # [R, T] into the packed tokens
+    key_rows: Tensor  # [R, Lp + K] into the packed tokens: prompt, then completion
+    visible: Tensor  # [R, 1, T, Lp + K] bool: which keys each query may attend to
+    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible`, made additive
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`[N, H, D/H]` each -> `[R, H, T, D/H]`."""
+        q = rows_of(q, self.query_rows)
+        k, v = shared_rows_of(k, self.key_rows), shared_rows_of(v, self.key_rows)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
+
+    def _mask(self, dtype: torch.dtype) -> Tensor:
+        """One mask for all layers: otherwise each layer would make its own, and autograd would
+        keep it for the backward pass.
+        """
+        if dtype not in self.masks:
+            self.masks[dtype] = additive_mask(self.visible, dtype)
+        return self.masks[dtype]
+
+    def to(self, device: torch.device | str) -> "CompletionAttention":
+        return CompletionAttention(
+            self.query_rows.to(device), self.key_rows.to(device), self.visible.to(device)
+        )
+
+
+@dataclass(frozen=True)
+class SharedPrefixPacking(Packing):
+    """The causal rows are prompts; completions attend to them and to each other's tokens."""
+
+    # one or two sets of rows, each of about the same length, so that little is padded
+    completion_attention: tuple[CompletionAttention, ...]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
+        outs = [F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)]
+        outs += [rows.attend(q, k, v) for rows in self.completion_attention]
+        flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
+        return flat.index_select(0, self.unpad)
+
+
+def _to(x: Any, device: torch.device | str) -> Any:
+    return tuple(part.to(device) for part in x) if isinstance(x, tuple) else x.to(device)

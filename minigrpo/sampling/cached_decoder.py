@@ -1,0 +1,148 @@
+"""Decoding with a KV cache: what the cached decoders have in common.
+
+A decoder runs *slots*: sequences that each continue one prompt, at their own column. Which
+completions a slot stands for is the business of running.py.
+
+Shapes: P prompts, B slots, W tokens per slot and round.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..model.packed_attention import additive_mask, rows_of
+from ..model.packing_rows import pad_rows
+from ..model.transformer import Attend, PackedTokens, Transformer
+from .kv_cache import KVCache
+
+
+class CachedDecoder(ABC):
+    """Runs every prompt once, then a few tokens of every slot per round."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        num_samples: int,
+        length: int,
+    ) -> None:
+        """`num_samples` slots per prompt, with room for `length` new tokens each.
+
+        Args:
+            prompt_ids: `[P, Lp]` int64, right-padded.
+            prompt_len: `[P]` int64.
+        """
+        self.model, self.length = model, length
+        self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
+        self.cache = KVCache()
+        self.num_columns = 0  # columns of new tokens that are in use
+        self.tokens_run = int(prompt_len.sum())
+        self._set_prompts(np.repeat(np.arange(len(prompt_ids)), num_samples))
+
+    def _set_prompts(self, prompt_of_slot: np.ndarray) -> None:
+        self.prompt_of_slot = prompt_of_slot  # [B] on the host
+        self.prompt = torch.from_numpy(prompt_of_slot).to(self.model.device)  # [B] on the device
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.prompt_of_slot)
+
+    def prefill(self) -> Tensor:
+        """Run each prompt once; returns the logits of the first new token, `[B, V]`."""
+        lengths, width = self.prompt_len.cpu().numpy(), self.prompt_ids.shape[1]
+        rows, unpad = (
+            torch.from_numpy(x).to(self.model.device)
+            for x in pad_rows(np.cumsum(lengths) - lengths, lengths)
+        )
+        columns = torch.arange(width, device=self.model.device)
+        in_prompt = columns < self.prompt_len[:, None]
+        positions = columns.expand_as(self.prompt_ids)[in_prompt]
+        tokens = PackedTokens(self.prompt_ids[in_prompt], positions)
+        hidden = self.model.forward_hidden(tokens, PromptAttention(self._store_prompt, rows, unpad))
+        return self.model.lm_head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
+
+    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
+        """Run W tokens of every slot.
+
+        Args:
+            tokens: `[B, W]`.
+            columns: `[B]`, the column of each slot's first token. Slots may stand at different
+                columns, and overwrite what they wrote there before.
+            num_columns: on the host, greater than any column written so far: how much of the cache
+                attention looks at.
+
+        Returns:
+            `[B, W, V]`, the logits of the token that follows each.
+        """
+        self.tokens_run += tokens.numel()
+        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        self.columns = columns[:, None] + offsets  # [B, W]
+        self.num_columns = num_columns
+        self.cache.extend(self.num_slots, self._num_cache_columns())
+        return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
+
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits `[B, W, V]` that follow tokens `[B, W]` at positions `[B, W]`."""
+        self.positions = positions
+        # a proposal may reach beyond the context; it is never kept, but its position must exist
+        positions = positions.clamp(max=self.model.shape.context - 1)
+        hidden = self.model.forward_hidden(
+            PackedTokens(tokens.flatten(), positions.flatten()), self
+        )
+        return self.model.lm_head(hidden).unflatten(0, tokens.shape)
+
+    def layer(self, number: int) -> Attend:
+        return partial(self._attend_packed, number)
+
+    def _attend_packed(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if number == 0:  # the mask is the same in all layers
+            self.mask = additive_mask(self._visible_keys(), q.dtype)
+        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H, D/H]
+        return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
+
+    def reorder(self, sources: np.ndarray) -> None:
+        """Go on with `len(sources)` slots: slot i continues what was slot `sources[i]`."""
+        self.cache.reorder(sources)
+        self._set_prompts(self.prompt_of_slot[sources])
+
+    # --- what the decoders differ in --------------------------------------------------------------
+
+    @abstractmethod
+    def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
+        """Store a layer's keys and values of the prompts, `[P, H, Lp, D/H]`."""
+
+    @abstractmethod
+    def _num_cache_columns(self) -> int:
+        """How many columns of the cache are in use."""
+
+    @abstractmethod
+    def _visible_keys(self) -> Tensor:
+        """`[B, 1, W, keys]` bool: what each token may attend to; made additive in `self.mask`."""
+
+    @abstractmethod
+    def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [B, H, W, D/H]` and new keys and values `[B, W, H, D/H]` -> `[B, H, W, D/H]`."""
+
+
+class PromptAttention:
+    """Causal attention of the prompts, which also stores their keys and values."""
+
+    def __init__(
+        self, store: Callable[[int, Tensor, Tensor], None], rows: Tensor, unpad: Tensor
+    ) -> None:
+        """`rows [P, Lp]` and `unpad [sum of lengths]` as `pad_rows` returns them."""
+        self.store, self.rows, self.unpad = store, rows, unpad
+
+    def layer(self, number: int) -> Attend:
+        return partial(self._attend, number)
+
+    def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
+        self.store(number, k, v)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)

@@ -1,0 +1,80 @@
+"""Preallocated keys and values of all slots that are being decoded."""
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KeysAndValues = tuple[Tensor, Tensor]
+
+
+class KVCache:
+    """One pair of tensors `[capacity, H, length, D/H]` per layer; slot b is row b.
+
+    One tensor for all layers would need fewer operations, but was measured to take more memory: it
+    is allocated anew in each rollout, and the allocator does not find one block of that size in the
+    memory that the last update left.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[KeysAndValues] = []
+        self.num_columns = 0  # in use; memory beyond them is uninitialised
+
+    def write_prompt(self, layer: int, k: Tensor, v: Tensor, *, capacity: int, length: int) -> None:
+        """Write the prompts `[B, H, Lp, D/H]` into the first columns of slots 0 to B - 1.
+
+        The first call for a layer allocates `capacity` slots of `length` columns.
+        """
+        if layer == len(self.pairs):
+            shape = capacity, k.shape[1], length, k.shape[3]
+            self.pairs.append((k.new_empty(shape), v.new_empty(shape)))
+        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
+            cache[: len(new), :, : new.shape[2]] = new
+        self.num_columns = k.shape[2]
+
+    def extend(self, num_slots: int, num_columns: int) -> None:
+        """Put the columns up to `num_columns` to use, filled with zeros.
+
+        Attention masks out the columns that a slot has not written, but a masked weight of 0 times
+        an uninitialised NaN is NaN.
+        """
+        for cache in itertools.chain(*self.pairs):
+            cache[:num_slots, :, self.num_columns : num_columns] = 0
+        self.num_columns = num_columns
+
+    def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> KeysAndValues:
+        """Write `k` and `v`, `[B, W, H, D/H]`, at `columns [B, W]`.
+
+        Returns:
+            The columns in use of the B slots, `[B, H, num_columns, D/H]` each.
+        """
+        slots = torch.arange(len(columns), device=columns.device)[:, None]
+        for cache, new in zip(self.pairs[layer], (k, v), strict=True):
+            cache[slots, :, columns] = new
+        keys, values = (cache[: len(columns), :, : self.num_columns] for cache in self.pairs[layer])
+        return keys, values
+
+    def grow(self, capacity: int) -> None:
+        """Move everything to tensors of `capacity` slots."""
+        self.pairs = [(self._grown(k, capacity), self._grown(v, capacity)) for k, v in self.pairs]
+
+    def _grown(self, cache: Tensor, capacity: int) -> Tensor:
+        new = cache.new_empty(capacity, *cache.shape[1:])
+        new[: len(cache), :, : self.num_columns] = cache[:, :, : self.num_columns]
+        return new
+
+    def reorder(self, sources: np.ndarray) -> None:
+        """Slot i continues what was slot `sources[i]`. Slots that stay in place are not copied."""
+        capacity = len(self.pairs[0][0])
+        if len(sources) > capacity:
+            self.grow(max(len(sources), 2 * capacity))
+        moved = np.flatnonzero(sources != np.arange(len(sources)))
+        if not len(moved):
+            return
+        device = self.pairs[0][0].device
+        to, source = (torch.from_numpy(x).to(device) for x in (moved, sources[moved]))
+        for cache in itertools.chain(*self.pairs):
+            used = cache[:, :, : self.num_columns]
+            # all sources are read before any slot is overwritten
+            used.index_copy_(0, to, used.index_select(0, source))

@@ -1,0 +1,66 @@
+"""How the next token is picked: temperature, top-k, top-p, and one uniform number per token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution that tokens are drawn from. The defaults are the model's own softmax."""
+
+    temperature: float = 1.0  # logits are divided by it; it must be greater than 0
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    # keep the smallest set of most likely tokens whose probabilities add up to top_p; 1 keeps all
+    top_p: float = 1.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
+
+
+def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
+    """Apply top-k, then top-p to what top-k kept.
+
+    Top-p is nucleus sampling (Holtzman et al., arXiv 1904.09751). Tokens that tie with the last
+    kept token are kept too.
+
+    Args:
+        logp: `[..., V]`, log-probabilities at the sampling temperature.
+
+    Returns:
+        `[..., V]`, the same with -inf for every token that is cut. It is not renormalised: the
+        log-sum-exp of the result is the log of the kept mass.
+    """
+    if params.top_k and params.top_k < logp.shape[-1]:
+        logp = logp.masked_fill(logp < logp.topk(params.top_k).values[..., -1:], -torch.inf)
+    if params.top_p < 1:
+        ordered = logp.sort(descending=True).values
+        mass = (ordered - ordered.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        # the first entry at which the mass reaches top_p is the last token that is kept
+        last = (mass < params.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
+        logp = logp.masked_fill(logp < ordered.gather(-1, last), -torch.inf)
+    return logp
+
+
+def pick_token(logp: Tensor, u: Tensor | None, slot: Tensor) -> Tensor:
+    """Sample by inverse CDF, or take the most likely token if `u` is None.
+
+    Several sequences may share a slot, and thus a distribution, but each has its own `u`.
+
+    Args:
+        logp: `[B, W, V]`, log-probabilities of B slots at W positions; they need not be normalised.
+        u: `[R, W]`, uniform numbers in [0, 1) of R sequences.
+        slot: `[R]` int64, the slot of each sequence.
+
+    Returns:
+        `[R, W]` int64, the tokens.
+    """
+    if u is None:
+        return logp.argmax(-1)[slot]
+    cdf = logp.exp().cumsum(-1)[slot]
+    # Multiply u by the total: truncation and rounding leave the last entry of the CDF below 1.
+    # Clamp, because a u that rounds up to the total would pick a token beyond the vocabulary.
+    picked = torch.searchsorted(cdf, u[..., None].to(cdf.dtype) * cdf[..., -1:], right=True)[..., 0]
+    return picked.clamp_(max=logp.shape[-1] - 1)
