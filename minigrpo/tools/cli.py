@@ -53,13 +53,13 @@ def usage() -> str:
 
 
 def _benchmarks() -> str:
-    """The package of the benchmarks: a folder beside this package in a checkout, else installed.
+    """The package of the benchmarks: in a checkout the folder beside this package, else installed.
 
-    In a wheel it has a longer name, because `benchmarks` at the top level of an environment could
-    be anybody's.
+    A wheel installs it under a longer name, because `benchmarks` at the top level of an
+    environment could be anybody's.
     """
     checkout = Path(__file__).parents[2]
-    if not (checkout / "benchmarks" / "cli.py").is_file():
+    if not (checkout / "pyproject.toml").is_file():
         return "minigrpo_benchmarks"
     if str(checkout) not in sys.path:  # started from another folder
         sys.path.insert(0, str(checkout))
