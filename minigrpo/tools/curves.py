@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,11 +49,11 @@ def read(run: Path) -> Records:
 
 def table(runs: Mapping[Path, Records]) -> Table:
     """The first and the last evaluation, one row per run."""
-    out = Table()
-    out.add_column("run", no_wrap=True)
-    for name in ("steps", "n", "exact before", "after", "change", "valid before", "after"):
-        out.add_column(name, justify="right")
-    out.add_column("seconds", justify="right")
+    out = Table(box=box.SIMPLE_HEAD)
+    out.add_column("run", overflow="fold")  # on a narrow terminal names fold, figures do not
+    names = "steps", "n", "exact\nbefore", "after", "change", "valid\nbefore", "after", "seconds"
+    for name in names:
+        out.add_column(name, justify="right", no_wrap=True)
     for run, records in runs.items():
         first, last = records[0], records[-1]
         out.add_row(
