@@ -1,4 +1,4 @@
-"""slurm/grpo.sbatch with stand-ins for SLURM's commands on PATH: checks, signals, requeue, copies."""
+"""slurm/grpo.sbatch, with stand-ins for SLURM: checks, signals, requeueing, and copies of the run."""
 
 import json
 import os
