@@ -134,7 +134,7 @@ def test_positions_of_games_then_a_warm_start_then_grpo(
         "evals",
         "legal",
         "format",
-        "exact/policy",
+        "exact/best-move",
     } <= set(last)
     task = load_task("best-move", seed=0, data=str(data))
     for number in range(20):

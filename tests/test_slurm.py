@@ -1,4 +1,4 @@
-"""slurm/grpo.sbatch, with stand-ins for SLURM: checks, signals, requeueing, and copies of the run."""
+"""slurm/grpo.sbatch, with stand-ins for SLURM: checks, signals, requeueing, copies of the run."""
 
 import json
 import os

@@ -6,6 +6,7 @@ WORLD_SIZE, and then this process joins the others.
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..config import Config
 from ..learner import Diverged
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
 
     A run that diverges, or an error of its own, exits with code 1.
     """
-    config = Config.from_cli(argv, prog=prog)
+    config = Config.from_cli(argv, prog=prog or Path(sys.argv[0]).name)
     try:
         dist = DistContext.from_env(config.run.pg_timeout)
         if config.run.plan:
