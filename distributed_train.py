@@ -1,9 +1,9 @@
-"""Train in several processes: `torchrun --nproc_per_node=2 distributed_train.py --help`. The same
-flags as train.py.
+"""Train in several processes: `torchrun --nproc_per_node=2 distributed_train.py --help`.
+
+The flags are those of train.py. Each process joins the others because torchrun sets WORLD_SIZE.
 """
 
-from minigrpo.runtime.distributed import DistContext
-from train import main
+from minigrpo.tools.train import main
 
 if __name__ == "__main__":
-    main(lambda config: DistContext.from_env(config.run.pg_timeout))
+    main()

@@ -1,12 +1,15 @@
-r"""Reward functions of one's own, on top of the parts that the task has:
+r"""Reward functions of your own, added to the parts that a task has.
 
-    python train.py --data examples/sums.jsonl --init-from runs/sums-warm --rewards examples/rewards.py \
-        --reward-weights exact=1,close=0.5,brevity=0.1 --max-new-tokens 8
+    minigrpo train --data examples/sums.jsonl --init-from scratch --loss nll --max-steps 600 \
+        --stop-after 400 --learning-rate 2e-3 --prompts-per-step 32 --max-new-tokens 8 \
+        --out-dir runs/sums-warm
+    minigrpo train --data examples/sums.jsonl --init-from runs/sums-warm --max-new-tokens 8 \
+        --rewards examples/rewards.py --reward-weights exact=1,close=0.5,brevity=0.1
 
-from a model that has been taught true answers (the README has that command, too).
-
-`example.prompt` and `example.answer` are what was asked and what is true, `text` is what the model wrote. A function that
-raises, takes too long or returns no finite number does not stop the run: the completion gets the floor, and is counted.
+The first command trains on true answers, the second one with these rewards. `example.prompt` is the
+question, `example.answer` the truth, and `text` what the model wrote. A function that raises, takes
+too long or returns no finite number does not stop the run: the completion gets the function's
+floor, and the failure is counted in the metrics.
 """
 
 from minigrpo import reward
@@ -15,13 +18,14 @@ from minigrpo.types import Example
 
 @reward(weight=0.5)
 def close(example: Example, text: str) -> float:
-    """How near a number is to the true one. What is no number raises, and gets the floor of 0."""
+    """How near a number is to the true one. Other text raises, and so earns the floor of 0."""
     return 1 / (1 + abs(int(text) - int(example.answer)))
 
 
 @reward(weight=0.1, batched=True)
 def brevity(examples: list[Example], texts: list[str]) -> list[float]:
-    """Batched, as a reward model would be: many texts in one call, as many numbers, each a function
-    of its own text.
+    """Shorter is better. Batched, as a reward model would be: one call, one value per text.
+
+    A value must depend on its own text only, because which texts share a call is not fixed.
     """
     return [1 / (1 + len(text)) for text in texts]

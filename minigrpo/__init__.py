@@ -1,8 +1,25 @@
 """minigrpo: Group Relative Policy Optimization, small enough to read in an afternoon."""
 
-from .config import Config
-from .model.transformer import Transformer
-from .rewards import reward
-from .trainer import Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __all__ = ["Config", "Trainer", "Transformer", "reward"]
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .model.transformer import Transformer
+    from .rewards import reward
+    from .trainer import Trainer
+else:
+    _MODULES = {
+        "Config": "config",
+        "Trainer": "trainer",
+        "Transformer": "model.transformer",
+        "reward": "rewards",
+    }
+
+    def __getattr__(name: str) -> object:
+        """Import a name when it is first used: `minigrpo --help` should not wait for torch."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -2,11 +2,14 @@
 --hypothesis-profile=thorough on demand.
 """
 
+import contextlib
 import os
 import re
-import subprocess
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -52,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if find_spec("transformers")
         else "transformers is not installed: pip install 'minigrpo[peer]'",
         "engine": no_engine(),
+        "wheel": "takes a minute: MUST_RUN=wheel pytest -m wheel",
     }
     for marker, reason in missing.items():
         for item in items:
@@ -108,8 +112,25 @@ def completions(request: pytest.FixtureRequest) -> Completions:
     return make_completions(request.param)
 
 
+@pytest.fixture(scope="session")
+def process_mark() -> Iterator[bytes]:
+    """An environment variable that only this session's own processes inherit, as `NAME=value`."""
+    name, value = "MINIGRPO_TEST_SESSION", uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        yield f"{name}={value}".encode()
+
+
 @pytest.fixture
-def no_orphans() -> Iterator[None]:
-    """Processes that a test which failed has left behind: workers have sessions of their own."""
+def no_orphans(process_mark: bytes) -> Iterator[None]:
+    """Kill what a failed test leaves running, and nothing else.
+
+    torchrun starts each worker in a session of its own, so that killing the launcher's process
+    group does not end them; but they inherit its environment. Needs /proc, and does nothing
+    without it.
+    """
     yield
-    subprocess.run(["pkill", "-KILL", "-f", "distributed_train.py .*faulty_task"], check=False)
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            if process_mark in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)

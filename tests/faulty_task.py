@@ -1,5 +1,7 @@
-"""A task that does harm in one process when it is asked for one example: what FAULT says, in rank
-FAULT_RANK, once.
+"""A task that fails once, in one process, when it is asked for one example.
+
+Environment variables say how: FAULT (kill, raise, hang or wait), FAULT_RANK (the rank that fails),
+FAULT_AFTER (seconds to wait first), FAULT_MARKER (a file that marks that it has happened).
 """
 
 import os

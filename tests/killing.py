@@ -1,12 +1,11 @@
-"""Kill a run with SIGKILL again and again, at random moments and at chosen ones, and compare what
-comes out in the end.
+"""Kill runs with SIGKILL at random moments and at chosen ones, and compare their final weights.
 
     python -m tests.killing FOLDER --kills 100
 
-Each scenario is a process that is forked, trains, is killed, and is started again with --resume
-auto until it finishes. The sha256 of its weights and optimizer state must then be that of a run
-that nobody disturbed. Forked, not spawned: this process never runs a tensor operation, so a child
-starts in milliseconds.
+Each scenario forks a process that trains, kills it, and starts it again with --resume auto until it
+finishes. The sha256 of its weights and optimizer state must then equal that of an undisturbed run.
+A fork starts in milliseconds, because torch is already imported; it is safe because this process
+itself never runs a tensor operation.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what an optimizer imports when it is made: once here, not in each child
+import torch._dynamo  # each optimizer imports it, which takes a second: once here, not per child
 
 from minigrpo import Config, Trainer, learner
 
@@ -39,8 +38,7 @@ OPTIONS = {
     "micro_batch_size": 2,
 }
 OPTIONS |= {"num_iterations": 2, "kl_coef": 0.1}
-# where a run is killed: a function that it calls, before or after the call. Each leaves another
-# kind of ruin
+# where a run is killed: owner and name of a function, and whether it dies after the call or before
 PLACES: dict[str, tuple[Any, str, bool]] = {
     "inside accumulation": (learner.Learner, "_backward", True),
     "inside num_iterations": (torch.optim.AdamW, "step", True),
@@ -66,7 +64,7 @@ def fingerprint(trainer: Trainer) -> str:
 
 
 def train(folder: Path) -> None:
-    """What a child does: train to the end, or be killed."""
+    """The work of a child process: train to the end, unless it is killed."""
     trainer = Trainer(Config.of(**OPTIONS, out_dir=str(folder), resume="auto"), quiet=True)
     trainer.fit()
     (folder / "fingerprint").write_text(fingerprint(trainer))
@@ -92,12 +90,11 @@ def die_at(place: str, call: int) -> None:
 
 
 def fork(folder: Path, place: str = "", call: int = 0) -> int:
+    """Start a child that trains; its process id. An error of its own goes to the file `error`."""
     pid = os.fork()
     if pid:
         return pid
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 2
-    )  # warnings of damaged checkpoints are not the point here
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it warns of each damaged checkpoint
     try:
         if place:
             die_at(place, call)
@@ -109,7 +106,7 @@ def fork(folder: Path, place: str = "", call: int = 0) -> int:
 
 
 def disturbed(folder: Path, rng: random.Random, seconds: float, kills: int, place: str) -> int:
-    """Run to the end, killed up to `kills` times on the way; how often it was."""
+    """Run to the end, with up to `kills` kills on the way. Returns the number of kills."""
     done = 0
     while True:
         again = done < kills

@@ -1,7 +1,6 @@
-"""Annotation by a real engine, and what is said where there is none."""
+"""Annotation by a real engine, and the messages where there is none."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,21 @@ Run = Callable[..., list[dict[str, str]]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Run:
-    """The program with these arguments; the records of its file. In tests without `engine` none is
-    found.
+    """Run the program and return the records of its file; it finds an engine only in tests that
+    are marked `engine`.
     """
     if not request.node.get_closest_marker("engine"):
         monkeypatch.setattr(annotate, "PLACES", ("no-such-fish",))
 
     def program(out: Path, *arguments: object) -> list[dict[str, str]]:
-        monkeypatch.setattr(
-            sys, "argv", ["annotate", "--out", str(out), "--nodes", "300", *map(str, arguments)]
-        )
-        annotate.main()
+        annotate.main(["--out", str(out), "--nodes", "300", *map(str, arguments)])
         return [json.loads(line) for line in out.read_text().splitlines()]
 
     return program
 
 
 @engine
-def test_a_run_that_was_interrupted_goes_on_and_asks_nothing_twice(
+def test_an_interrupted_run_continues_and_analyses_nothing_twice(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
@@ -87,12 +83,7 @@ def test_truth_is_legal_and_a_function_of_the_position_and_the_limit(
         ("6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1", "a1a8", 1, 999.99),  # mate in one
         ("7k/8/5KQ1/8/8/8/8/8 b - - 0 1", None, 0, 0.0),  # stalemate: nothing to say
         ("k7/8/8/8/8/8/1r6/K1q5 w - - 0 1", None, 0, 0.0),  # mated
-        (
-            "3qk3/8/8/8/8/8/8/4K3 b - - 0 1",
-            None,
-            1,
-            None,
-        ),  # Black is to move and a queen up: good for who moves
+        ("3qk3/8/8/8/8/8/8/4K3 b - - 0 1", None, 1, None),  # Black to move, and a queen up
         ("3qk3/8/8/8/8/8/8/4K3 w - - 0 1", None, -1, None),
     ],
 )
@@ -121,7 +112,7 @@ def test_positions_of_games_then_a_warm_start_then_grpo(
     assert {key(record["prompt"].removeprefix("P: ")) for record in records} == fens
     options = {
         **TINY,
-        "task": "policy",
+        "task": "best-move",
         "data": str(data),
         "reward_weights": "",
         "max_new_tokens": 90,
@@ -145,7 +136,7 @@ def test_positions_of_games_then_a_warm_start_then_grpo(
         "format",
         "exact/best-move",
     } <= set(last)
-    task = load_task("policy", seed=0, data=str(data))
+    task = load_task("best-move", seed=0, data=str(data))
     for number in range(20):
         assert task.score(task.train(number), task.train(number).answer) == dict.fromkeys(
             task.parts, 1.0
@@ -153,7 +144,7 @@ def test_positions_of_games_then_a_warm_start_then_grpo(
 
 
 @engine
-def test_an_engine_that_dies_leaves_what_it_said(
+def test_when_an_engine_dies_its_answers_so_far_are_kept(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, calls = chess.engine.SimpleEngine.analyse, []
@@ -165,9 +156,8 @@ def test_an_engine_that_dies_leaves_what_it_said(
         return original(self, *args, **options)
 
     monkeypatch.setattr(chess.engine.SimpleEngine, "analyse", analyse)
-    with pytest.raises(
-        SystemExit, match="error: the engine failed .*; the same command goes on from here"
-    ):
+    failed = "error: the engine failed .*; the same command continues from here"
+    with pytest.raises(SystemExit, match=failed):
         run(tmp_path / "a.jsonl", "--n", 30)
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 10
 

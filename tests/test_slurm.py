@@ -1,6 +1,4 @@
-"""slurm/grpo.sbatch, with stand-ins for SLURM's commands on PATH: allocation, signals, requeue,
-staging.
-"""
+"""slurm/grpo.sbatch, with stand-ins for SLURM: checks, signals, requeueing, copies of the run."""
 
 import json
 import os
@@ -17,18 +15,20 @@ from .test_distributed import OPTIONS, wait_for, weights
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 ROOT = Path(__file__).parent.parent
-JOB = str(os.getpid())  # the launcher's port is made of it
+JOB = str(os.getpid())  # the launcher's port depends on it, and two test runs must not share it
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
 STANDINS = {
-    # drops its own options and becomes what it starts; srun passes signals on, and this one is the
-    # process itself
+    # drops its own options and becomes the process that it starts, so that signals reach it
     "srun": """while [[ $1 == --* ]]; do shift; done
         [[ ${SLURM_JOB_NUM_NODES:-1} == 2 ]] || exec "$@"
         SLURM_NODEID=1 "$@" & other=$!
         SLURM_NODEID=0 "$@" & first=$!
         trap 'kill -TERM $first $other' TERM
         wait $first; wait $first; code=$?; wait $other; exit $code""",
-    "scontrol": 'case $1 in requeue) echo "$2" >> "$SLURM_TEST/requeued" ;; show) echo 127.0.0.1 ;; esac',
+    "scontrol": """case $1 in
+        requeue) echo "$2" >> "$SLURM_TEST/requeued" ;;
+        show) echo 127.0.0.1 ;;
+        esac""",
     "nvidia-smi": 'for ((i = 0; i < ${FAKE_GPUS:-0}; i++)); do echo "GPU $i"; done',
     "sbatch": 'export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NAME=grpo; exec bash "$@"',
 }
@@ -36,7 +36,7 @@ STANDINS = {
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """An environment in which there is a SLURM."""
+    """An environment that looks like a SLURM job's."""
     for name, body in STANDINS.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -136,8 +136,8 @@ def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_pat
 def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """tar fails: on the way out the local run is the only whole one, on the way in the one in
-    GRPO_OUT is.
+    """tar fails. At the end only the local run is whole, and must stay; at the start only the one
+    in GRPO_OUT is.
     """
     out, broken = tmp_path / "out", tmp_path / "bin" / "tar"
     broken.write_text("#!/bin/sh\nexit 1\n")
@@ -165,7 +165,7 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
         ({"GRPO_PYTHON": "/bin/false"}, "/bin/false cannot import minigrpo"),
     ],
 )
-def test_what_is_missing_is_said_before_any_work(
+def test_what_is_missing_is_reported_before_any_work(
     slurm: dict[str, str], env: dict[str, str], words: str
 ) -> None:
     job = submit({**slurm, **env})

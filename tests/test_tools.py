@@ -1,9 +1,8 @@
-"""What people run on a run: sample, evaluate, export, curves."""
+"""The tools that work on a finished run: sample, evaluate, export, curves."""
 
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +28,7 @@ START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps that tells two earlier moves, with a checkpoint of each."""
+    """A run of two steps with two earlier moves in its prompts, and a checkpoint per step."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     options = {
         **TINY,
@@ -43,9 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
-    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
-    tool.main()
+def call(tool: ModuleType, *argv: object) -> None:
+    tool.main([str(word) for word in argv])
 
 
 # --- which weights --------------------------------------------------------------------------------
@@ -95,10 +93,8 @@ def test_a_model_file_and_the_word_shipped_have_the_defaults(run: Path) -> None:
 # --- sample ---------------------------------------------------------------------------------------
 
 
-def test_a_position_of_ones_own(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call(sample, monkeypatch, run, "--fen", START, "--move", "e2e4", "--before", "a2a3,a7a6,h2h3")
+def test_a_position_of_ones_own(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call(sample, run, "--fen", START, "--move", "e2e4", "--before", "a2a3,a7a6,h2h3")
     out = capsys.readouterr().out
     assert f"prompt      A: {START}+e2e4+a7a6,h2h3+\n" in out  # the run tells two moves
     assert (
@@ -107,16 +103,14 @@ def test_a_position_of_ones_own(
     assert "completion  " in out and "   wrong" in out and "4 [.][.][.][.][P][.][.][.]" in out
 
 
-def test_samples_of_held_out_examples(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call(sample, monkeypatch, run, "--examples", 2, "--n", 3)
+def test_samples_of_held_out_examples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call(sample, run, "--examples", 2, "--n", 3)
     first = capsys.readouterr().out
     assert first.count("prompt      A: ") == 2
     assert first.count("   1 of 3") == 6
-    call(sample, monkeypatch, run, "--examples", 2, "--n", 3)
+    call(sample, run, "--examples", 2, "--n", 3)
     assert capsys.readouterr().out == first
-    call(sample, monkeypatch, run, "--examples", 2, "--n", 3, "--seed", 5)
+    call(sample, run, "--examples", 2, "--n", 3, "--seed", 5)
     assert capsys.readouterr().out != first
 
 
@@ -144,14 +138,10 @@ def test_samples_of_held_out_examples(
     ids=lambda value: "",
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    run: Path,
-    argv: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        call(sample, monkeypatch, run, *argv)
+        call(sample, run, *argv)
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and not out
     assert words in err and err.count("\n") == 1
@@ -171,24 +161,7 @@ def test_wrong_squares_are_marked_on_both_boards_with_and_without_colour() -> No
     )
     plain = render(truth, text)
     (line,) = [line for line in plain.splitlines() if line.startswith("4 ")]
-    assert line.split() == [
-        "4",
-        ".",
-        ".",
-        ".",
-        "[.][P]",
-        ".",
-        ".",
-        ".",
-        "4",
-        ".",
-        ".",
-        ".",
-        "[P][.]",
-        ".",
-        ".",
-        ".",
-    ]
+    assert " ".join(line.split()) == "4 . . . [.][P] . . . 4 . . . [P][.] . . ."
     assert plain.count("[") == 4
     assert "\x1b[1;37;41m[P]" in render(truth, text, force_terminal=True)
     assert "[" not in render(truth, truth)
@@ -249,20 +222,11 @@ def test_the_mean_has_the_normal_interval_and_one_value_none() -> None:
 
 
 def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call(
-        evaluate,
-        monkeypatch,
-        "shipped",
-        "--n",
-        40,
-        "--seed",
-        3,
-        "--json",
-        tmp_path / "made" / "out.json",
-    )
-    result = json.loads((tmp_path / "made" / "out.json").read_text())
+    out_json = tmp_path / "made" / "out.json"
+    call(evaluate, "shipped", "--n", 40, "--seed", 3, "--json", out_json)
+    result = json.loads(out_json.read_text())
     loaded = load(ModelSelection(Path("shipped"), seed=3), Screen(quiet=True))
     trainer = Trainer(
         Config.of(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True
@@ -283,10 +247,8 @@ def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
 # --- export ---------------------------------------------------------------------------------------
 
 
-def test_an_export_of_a_run_is_a_model_like_any_other(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(export, monkeypatch, run, "--out", tmp_path / "new" / "model")
+def test_an_export_of_a_run_is_a_model_like_any_other(run: Path, tmp_path: Path) -> None:
+    call(export, run, "--out", tmp_path / "new" / "model")
     exported = Transformer.from_pretrained(tmp_path / "new" / "model")
     ids = torch.arange(30)[None]
     assert torch.equal(exported.logits(ids), Transformer.from_pretrained(run).logits(ids))
@@ -296,13 +258,10 @@ def test_an_export_of_a_run_is_a_model_like_any_other(
 
 @pytest.mark.parametrize("argv", [["nowhere"], [__file__]])
 def test_what_cannot_be_exported_is_one_line(
-    argv: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        call(export, monkeypatch, *argv, "--out", tmp_path / "out")
+        call(export, *argv, "--out", tmp_path / "out")
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
@@ -322,7 +281,7 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     runs = tmp_path / "a", tmp_path / "b"
-    call(curves, monkeypatch, *runs, "--out", tmp_path / "c.png", "--difference")
+    call(curves, *runs, "--out", tmp_path / "c.png", "--difference")
     assert "+50.0" in capsys.readouterr().out
     curve, apart = drawn[0].axes
     assert [line.get_ydata()[-1] for line in curve.lines[::2]] == [
@@ -335,5 +294,5 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
         ([*runs, "--out", "c.gif"], "--out must end with"),
     ):
         with pytest.raises(SystemExit):
-            call(curves, monkeypatch, *arguments)
+            call(curves, *arguments)
         assert words in " ".join(capsys.readouterr().err.split())

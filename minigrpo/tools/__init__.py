@@ -1,1 +1,1 @@
-"""What people run on a run: `python -m minigrpo.tools.NAME`."""
+"""The commands: `minigrpo NAME` runs `main` of the module NAME in this folder."""

@@ -1,16 +1,17 @@
-r"""Have an engine say what to play: positions with its best moves and their evaluations, as data for --task policy.
+"""Have a chess engine annotate positions with its best moves, as data for --task best-move.
 
-    python -m minigrpo.tools.annotate --out annotated.jsonl --n 2000 --positions games.pgn
-    python train.py --task policy --data annotated.jsonl --init-from scratch --loss nll
+    minigrpo annotate --out annotated.jsonl --n 2000 --positions games.pgn
+    minigrpo train --task best-move --data annotated.jsonl --init-from scratch --loss nll
 
-One engine a worker, each with one thread and an empty memory for each position, so that what it says depends on the position
-and the limit alone. Positions that the file has already are not asked again: the same command goes on where it was stopped.
+Each worker runs one engine with one thread, and clears its memory before each position, so that an
+annotation depends on the position and the limit alone. Positions that the file already has are not
+analysed a second time: an interrupted command continues where it stopped.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,15 +38,16 @@ from ..tasks.files import ExampleSource
 from ..tasks.registry import read_file
 from ..tasks.splits import POSITIONS_PER_HELD_OUT
 
-PLACES = ("stockfish", "/usr/games/stockfish")  # where it is looked for
-TRAIN_SHARE = POSITIONS_PER_HELD_OUT - 1
+PLACES = ("stockfish", "/usr/games/stockfish")  # where to look for an engine
+TRAIN_SHARE = POSITIONS_PER_HELD_OUT - 1  # training positions per held-out one
 INSTALL = "apt-get install stockfish, or --engine PATH"
+AHEAD = 8  # positions per engine that are queued before the first answer is waited for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     out: Path
-    """The .jsonl file to write, or to go on with."""
+    """The .jsonl file to write, or to continue."""
     n: int = 2000
     """Positions that the file should have in the end."""
     positions: str = ""
@@ -53,57 +55,54 @@ class Arguments:
     self-play.
     """
     nodes: int = 20_000
-    """Nodes that the engine looks at for a position."""
+    """Nodes to search per position."""
     depth: int = 0
-    """Depth to search to, instead of --nodes; 0: --nodes."""
+    """Depth to search to instead of --nodes; 0: --nodes."""
     multipv: int = 5
-    """Moves that are evaluated, at most."""
+    """Moves to evaluate per position, at most."""
     workers: int = 1
-    """Engines that run at once."""
+    """Engines to run at once."""
     engine: str = ""
     """A UCI engine; empty: stockfish on the PATH, or /usr/games/stockfish."""
     seed: int = 0
-    """ModelSelection positions are taken."""
+    """Fixes which positions are taken."""
 
     def check(self) -> None:
-        """Raises ConfigError for a value that cannot be."""
-        for name, least in (
-            ("n", 1),
-            ("nodes", 1),
-            ("depth", 0),
-            ("multipv", 1),
-            ("workers", 1),
-            ("seed", 0),
-        ):
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"--{name} must be at least {least}, got {value}")
+        """Raises ConfigError, in one line, for a value out of range."""
+        least = {"n": 1, "nodes": 1, "depth": 0, "multipv": 1, "workers": 1, "seed": 0}
+        for name, low in least.items():
+            if (value := getattr(self, name)) < low:
+                raise ConfigError(f"--{name} must be at least {low}, got {value}")
         if self.out.suffix != ".jsonl":
             raise ConfigError(f"--out must be a .jsonl file, got {self.out}")
 
     @property
     def limit(self) -> chess.engine.Limit:
-        return (
-            chess.engine.Limit(depth=self.depth)
-            if self.depth
-            else chess.engine.Limit(nodes=self.nodes)
-        )
+        """How long the engine thinks about one position."""
+        if self.depth:
+            return chess.engine.Limit(depth=self.depth)
+        return chess.engine.Limit(nodes=self.nodes)
+
+    def made_by(self, engine: str) -> str:
+        """What the annotations depend on, written into each line of the file."""
+        limit = f"depth {self.depth}" if self.depth else f"nodes {self.nodes}"
+        return f"{engine}, {limit}, multipv {self.multipv}"
 
 
 def find_engine(path: str = "") -> str:
-    """The engine's path. Raises ConfigError, with how to get one."""
+    """The engine's path. Raises ConfigError, with how to install one, if there is none."""
     found = next(filter(None, map(shutil.which, (path,) if path else PLACES)), None)
     if not found:
-        raise ConfigError(
-            f"--engine {path}: no such program" if path else f"no Stockfish: {INSTALL}"
-        )
+        missing = f"--engine {path}: no such program" if path else f"no Stockfish: {INSTALL}"
+        raise ConfigError(missing)
     return found
 
 
 class Engines:
-    """Engines that run, each asked by one thread at a time."""
+    """A pool of engine processes; each serves one thread at a time."""
 
     def __init__(self, path: str, size: int, multipv: int) -> None:
-        """Raises ConfigError for a program that is no UCI engine."""
+        """Start `size` engines. Raises ConfigError for a program that is no UCI engine."""
         self.multipv = multipv
         self.all: list[chess.engine.SimpleEngine] = []
         self.idle: SimpleQueue[chess.engine.SimpleEngine] = SimpleQueue()
@@ -113,20 +112,18 @@ class Engines:
                 engine.configure({"Threads": 1} if "Threads" in engine.options else {})
             except (chess.engine.EngineError, OSError, TimeoutError) as error:
                 self.close()
-                raise ConfigError(
-                    f"--engine {path}: is no UCI engine ({type(error).__name__})"
-                ) from None
+                why = type(error).__name__
+                raise ConfigError(f"--engine {path}: is no UCI engine ({why})") from None
             self.all.append(engine)
             self.idle.put(engine)
         self.name = self.all[0].id.get("name", path)
 
     def annotate(self, fen: str, limit: chess.engine.Limit) -> str:
-        """The completion that is true for a position, "" if the engine has no move for it."""
+        """The true completion for a position; "" if there is no legal move."""
         engine = self.idle.get()
         try:
-            infos = engine.analyse(
-                chess.Board(fen), limit, multipv=self.multipv, game=object()
-            )  # a new game: empty memory
+            new_game = object()  # tells the engine to clear its memory
+            infos = engine.analyse(chess.Board(fen), limit, multipv=self.multipv, game=new_game)
         finally:
             self.idle.put(engine)
         lines = [
@@ -134,7 +131,7 @@ class Engines:
             for info in infos
             if info.get("pv") and "score" in info
         ]
-        # a limit may end a search between two of its lines, which then are not in order
+        # A limit may end the search between two of its lines, and then they are not sorted.
         return write(sorted(lines, key=lambda line: -line[1])) if lines else ""
 
     def close(self) -> None:
@@ -143,18 +140,19 @@ class Engines:
 
 
 def pawns(score: chess.engine.Score) -> float:
-    """What a score is worth to the side to move, a mate by the rule in policy.py."""
+    """A score in pawns for the side to move; a mate counts as in `tasks.best_move`."""
     return score.score(mate_score=round(MATE * 100)) / 100
 
 
 def key(fen: str) -> str:
-    """A position without its clocks: it is asked once."""
+    """A position without its two move counters, by which repeats are recognised."""
     return " ".join(fen.split(" ")[:4])
 
 
 def positions(source: ExampleSource) -> Iterator[str]:
-    """FENs of both splits in the shares that they have, each position once, for as long as there
-    are any.
+    """Distinct FENs from both splits of a source, in the splits' own proportion.
+
+    Ends when a finite source has no more.
     """
     seen: set[str] = set()
     num_train = getattr(source, "num_train", None)
@@ -172,8 +170,9 @@ def positions(source: ExampleSource) -> Iterator[str]:
 
 
 def read_done(path: Path, made_by: str) -> set[str]:
-    """The positions that a file has; a last line that was cut off is removed. Raises ConfigError if
-    it was made otherwise.
+    """The positions that a file already has. An incomplete last line is cut off.
+
+    Raises ConfigError if the file is another tool's, or was made with other flags.
     """
     if not path.exists():
         return set()
@@ -201,81 +200,74 @@ def read_done(path: Path, made_by: str) -> set[str]:
 
 
 def run(arguments: Arguments) -> None:
-    """Annotate until the file has `n` positions, or there are no more."""
+    """Annotate until the file has `n` positions, or the source has no more."""
     arguments.check()
     console = Console(highlight=False, soft_wrap=True)
-    with closing(
-        Engines(find_engine(arguments.engine), arguments.workers, arguments.multipv)
-    ) as engines:
-        limit = f"depth {arguments.depth}" if arguments.depth else f"nodes {arguments.nodes}"
-        made_by = f"{engines.name}, {limit}, multipv {arguments.multipv}"
+    path = find_engine(arguments.engine)
+    with closing(Engines(path, arguments.workers, arguments.multipv)) as engines:
+        made_by = arguments.made_by(engines.name)
         done = read_done(arguments.out, made_by)
+        had = len(done)
         source: ExampleSource = ChessEnv(arguments.seed)
         if arguments.positions:
             source = read_file(arguments.positions, arguments.seed, listener=Screen())
-        had, wanted = len(done), arguments.n
-        columns = (
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        progress = Progress(*columns, console=console)
-        task = progress.add_task("", total=wanted, completed=had)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        pool = ThreadPoolExecutor(arguments.workers)
-        try:
-            with progress, open(arguments.out, "a", encoding="utf-8") as file:
-                new = (fen for fen in positions(source) if key(fen) not in done)
-                while len(done) < wanted and (
-                    some := list(islice(new, min(wanted - len(done), 8 * arguments.workers)))
-                ):
-                    asked = [
-                        (fen, pool.submit(engines.annotate, fen, arguments.limit)) for fen in some
-                    ]
-                    for fen, answer in asked:
-                        if text := _result(answer):
-                            file.write(
-                                json.dumps(
-                                    {
-                                        "prompt": PROMPT_PREFIX + fen,
-                                        "answer": text,
-                                        "made_by": made_by,
-                                    }
-                                )
-                                + "\n"
-                            )
-                            done.add(key(fen))
-                        progress.update(task, completed=len(done))
-                    file.flush()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    if len(done) < wanted:
-        console.print(
-            f"there are no more positions in {arguments.positions}: {len(done)} of {wanted}"
-        )
-    console.print(
-        f"{arguments.out}: {len(done)} positions, {len(done) - had} of them new, by {made_by}"
-    )
+        _annotate(arguments, engines, source, done, console)
+    if len(done) < arguments.n:
+        missing = f"{len(done)} of {arguments.n}"
+        console.print(f"there are no more positions in {arguments.positions}: {missing}")
+    new = f"{len(done)} positions, {len(done) - had} of them new, by {made_by}"
+    console.print(f"{arguments.out}: {new}")
+
+
+def _annotate(
+    arguments: Arguments, engines: Engines, source: ExampleSource, done: set[str], console: Console
+) -> None:
+    """Append a line per new position to the file, and add its key to `done`.
+
+    Lines are written in the order of the source, whatever the number of workers, so that the file
+    does not depend on it.
+    """
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    progress = Progress(BarColumn(bar_width=None), MofNCompleteColumn(), *times, console=console)
+    bar = progress.add_task("", total=arguments.n, completed=len(done))
+    made_by = arguments.made_by(engines.name)
+    new = (fen for fen in positions(source) if key(fen) not in done)
+    pool = ThreadPoolExecutor(arguments.workers)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with progress, open(arguments.out, "a", encoding="utf-8") as file:
+            while left := max(0, arguments.n - len(done)):
+                fens = list(islice(new, min(left, AHEAD * arguments.workers)))
+                if not fens:
+                    break
+                answers = [pool.submit(engines.annotate, fen, arguments.limit) for fen in fens]
+                for fen, answer in zip(fens, answers, strict=True):
+                    if text := _result(answer):
+                        record = {"prompt": PROMPT_PREFIX + fen, "answer": text, "made_by": made_by}
+                        file.write(json.dumps(record) + "\n")
+                        done.add(key(fen))
+                    progress.update(bar, completed=len(done))
+                file.flush()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _result(answer: "Future[str]") -> str:
+    """An annotation; a failed engine ends the program, and what is in the file stays."""
     try:
         return answer.result()
     except (chess.engine.EngineError, CancelledError) as error:
-        sys.exit(
-            f"error: the engine failed ({error or type(error).__name__}); the same command goes on "
-            "from here"
-        )
+        why = error or type(error).__name__
+        sys.exit(f"error: the engine failed ({why}); the same command continues from here")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     try:
-        run(parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.annotate"))
+        run(parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo annotate"))
     except (ValueError, OSError) as error:
         exit_with(error)
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Two positions side by side, with what is wrong marked: by colour where there is colour, and by
-brackets everywhere.
+"""Draw the true board beside the one that a model wrote, and say in words what differs.
+
+Wrong squares are coloured, and also bracketed, because a log file has no colours.
 """
 
 from rich.table import Table
@@ -23,8 +24,7 @@ Squares = list[list[str]]  # ranks, the eighth first
 
 
 def ranks(text: str) -> Squares:
-    """What stands at the head of a completion: as many ranks as there are, each as wide as it
-    is."""
+    """The ranks that a completion begins with: as many as it has, each as wide as it is."""
     placement = text.split("+")[0].split(" ")[0].split("/")
     return [
         [square for c in rank for square in (NO_PIECE * int(c) if c in "12345678" else c)]
@@ -33,15 +33,13 @@ def ranks(text: str) -> Squares:
 
 
 def squares(text: str) -> Squares:
-    """The same as eight ranks of eight: NO_SQUARE where the text says nothing, and what is beyond
-    cut off.
-    """
+    """The same as eight ranks of eight squares: cut off, or filled up with NO_SQUARE."""
     rows = [row[:8] for row in ranks(text)[:8]]
     return [row + [NO_SQUARE] * (8 - len(row)) for row in rows + [[]] * (8 - len(rows))]
 
 
 def draw(board: Squares, truth: Squares) -> Text:
-    """A board of three columns a square, `[n]` where it is not the truth."""
+    """A board with three columns per square, `[n]` where it differs from the truth."""
     out = Text()
     for rank, (row, true_row) in zip("87654321", zip(board, truth, strict=True), strict=True):
         out.append(f"{rank} ", style="dim")
@@ -53,7 +51,7 @@ def draw(board: Squares, truth: Squares) -> Text:
 
 
 def side_by_side(truth: str, text: str) -> Table:
-    """The true board and the one that was written; a wrong square is marked on both."""
+    """The true board and the completion's; a wrong square is marked on both."""
     true_board, board = squares(truth), squares(text)
     table = Table.grid(padding=(0, 4))
     table.add_row(Text("  truth"), Text("  completion"))
@@ -81,7 +79,7 @@ def differences(truth: str, text: str) -> list[str]:
 
 
 def fields(text: str) -> list[str]:
-    """What follows the board, see FIELDS; "" for what is not there."""
+    """The parts of a completion behind the board, one per name in FIELDS; "" for a missing one."""
     fen, *ending = text.split("+", 4)
     rest = fen.split(" ", 5)[1:]
     return [*rest, *[""] * (5 - len(rest)), *ending, *[""] * (4 - len(ending))]

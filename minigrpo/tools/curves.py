@@ -1,20 +1,25 @@
-"""Learning curves of one or several runs: a table on the terminal, and a figure.
+"""Compare the learning curves of runs: a table on the terminal, and a figure.
 
-python -m minigrpo.tools.curves runs/a runs/b --out curves.png
+minigrpo curves runs/a runs/b --out curves.png
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..runtime.flags import ConfigError, exit_with, parse
 
 FORMATS = (".png", ".svg", ".pdf")
+
+Records = Sequence[Mapping[str, Any]]  # the evaluations of a run, as eval.jsonl has them
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,14 @@ class Arguments:
     out: Path | None = None
     """Write a figure here (PNG, SVG or PDF); needs matplotlib."""
     metric: str = "exact"
-    """What is drawn, a key of eval.jsonl."""
+    """What the figure shows: a key of eval.jsonl."""
     difference: bool = False
-    """Also draw, below, how far the other runs are from the first."""
+    """Add a panel with the difference of each run from the first."""
     kinds: bool = False
     """Also show the last evaluation by kind of question, pooled over the runs."""
 
 
-def read(run: Path) -> list[dict[str, Any]]:
+def read(run: Path) -> Records:
     """The evaluations of a run. Raises ConfigError if there are none."""
     try:
         records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
@@ -42,60 +47,45 @@ def read(run: Path) -> list[dict[str, Any]]:
     return records
 
 
-def table(runs: dict[Path, list[dict[str, Any]]]) -> Table:
-    """Before and after, a row a run."""
-    out = Table()
-    for name in (
-        "run",
-        "steps",
-        "n",
-        "exact before",
-        "after",
-        "change",
-        "valid before",
-        "after",
-        "seconds",
-    ):
-        out.add_column(name, justify="left" if name == "run" else "right", no_wrap=name == "run")
+def table(runs: Mapping[Path, Records]) -> Table:
+    """The first and the last evaluation, one row per run."""
+    out = Table(box=box.SIMPLE_HEAD)
+    out.add_column("run", overflow="fold")  # on a narrow terminal names fold, figures do not
+    names = "steps", "n", "exact\nbefore", "after", "change", "valid\nbefore", "after", "seconds"
+    for name in names:
+        out.add_column(name, justify="right", no_wrap=True)
     for run, records in runs.items():
         first, last = records[0], records[-1]
-        summary = (
-            json.loads((run / "summary.json").read_text())
-            if (run / "summary.json").exists()
-            else {}
-        )
         out.add_row(
             run.name,
             str(last["step"]),
             f"{last['n']:.0f}",
-            *(
-                f"{first['exact']:.1%}",
-                f"{last['exact']:.1%}",
-                f"{100 * (last['exact'] - first['exact']):+.1f}",
-            ),
-            *(
-                f"{first.get('valid', float('nan')):.1%}",
-                f"{last.get('valid', float('nan')):.1%}",
-                f"{summary.get('wall_seconds', float('nan')):.0f}",
-            ),
+            f"{first['exact']:.1%}",
+            f"{last['exact']:.1%}",
+            f"{100 * (last['exact'] - first['exact']):+.1f}",
+            f"{first.get('valid', nan):.1%}",
+            f"{last.get('valid', nan):.1%}",
+            f"{_seconds(run):.0f}",
         )
     return out
 
 
-def table_of_kinds(runs: dict[Path, list[dict[str, Any]]]) -> Table:
-    """Greedy exact-match by kind of question, before and after, all runs together."""
+def _seconds(run: Path) -> float:
+    """How long a run took; NaN if it has not ended."""
+    path = run / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    return float(summary.get("wall_seconds", nan))
+
+
+def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
+    """Greedy exact-match before and after by kind of question, pooled over the runs."""
     out = Table()
-    for name in ("kind", "n", "before", "after"):
-        out.add_column(name, justify="left" if name == "kind" else "right")
+    out.add_column("kind")
+    for name in ("n", "before", "after"):
+        out.add_column(name, justify="right")
     ends = [(records[0], records[-1]) for records in runs.values()]
-    for kind in sorted(
-        {
-            name.removeprefix("count/")
-            for _, last in ends
-            for name in last
-            if name.startswith("count/")
-        }
-    ):
+    counted = {name for _, last in ends for name in last if name.startswith("count/")}
+    for kind in sorted(name.removeprefix("count/") for name in counted):
         count = sum(last.get(f"count/{kind}", 0) for _, last in ends)
         shares = [
             sum(end[i].get(f"exact/{kind}", 0) * end[i].get(f"count/{kind}", 0) for end in ends)
@@ -106,28 +96,23 @@ def table_of_kinds(runs: dict[Path, list[dict[str, Any]]]) -> Table:
     return out
 
 
-def draw(
-    runs: dict[Path, list[dict[str, Any]]], metric: str, out: Path, difference: bool = False
-) -> None:
-    """A line a run; the ends, evaluated on more examples, are marked. Below, if asked for: each run
-    less the first one.
+def draw(runs: Mapping[Path, Records], metric: str, out: Path, *, difference: bool = False) -> None:
+    """Draw one line per run, and if asked for, below it, its difference from the first run.
+
+    The first and the last evaluation are marked, because they are on more examples. Raises
+    ConfigError without matplotlib.
     """
     try:
         import matplotlib
     except ImportError:
         raise ConfigError("--out needs matplotlib: pip install 'minigrpo[plots]'") from None
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # draws into files, and needs no display
     from matplotlib import pyplot as plt
 
     ratios = [3, 1] if difference else [1]
-    figure, panels = plt.subplots(
-        len(ratios),
-        figsize=(7, 4 + difference),
-        layout="constrained",
-        sharex=True,
-        squeeze=False,
-        height_ratios=ratios,
-    )
+    size = (7, 4 + difference)
+    options: dict[str, Any] = {"layout": "constrained", "sharex": True, "squeeze": False}
+    figure, panels = plt.subplots(len(ratios), figsize=size, height_ratios=ratios, **options)
     axes, bottom = panels[0, 0], panels[-1, 0]
     first: dict[int, float] = {}
     for run, records in runs.items():
@@ -136,12 +121,9 @@ def draw(
         axes.plot([x[0], x[-1]], [y[0], y[-1]], "o", color=line.get_color())
         first = first or dict(zip(x, y, strict=True))
         if difference:
-            both = [
-                (step, value - first[step])
-                for step, value in zip(x, y, strict=True)
-                if step in first
-            ]
-            bottom.plot(*zip(*both, strict=True), linewidth=1.2, color=line.get_color())
+            steps = [step for step in x if step in first]
+            apart = [value - first[step] for step, value in zip(x, y, strict=True) if step in first]
+            bottom.plot(steps, apart, linewidth=1.2, color=line.get_color())
     if difference:
         bottom.set(ylabel="difference, points")
     axes.set(ylabel=f"{metric}, % of held-out examples")
@@ -153,9 +135,9 @@ def draw(
     figure.savefig(out, dpi=140)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     try:
-        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.curves")
+        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo curves")
         if arguments.out and arguments.out.suffix not in FORMATS:
             raise ConfigError(f"--out must end with {', '.join(FORMATS)}, got {arguments.out}")
         runs = {run: read(run) for run in arguments.runs}
@@ -164,7 +146,7 @@ def main() -> None:
         if arguments.kinds:
             console.print(table_of_kinds(runs))
         if arguments.out:
-            draw(runs, arguments.metric, arguments.out, arguments.difference)
+            draw(runs, arguments.metric, arguments.out, difference=arguments.difference)
             console.print(f"wrote {arguments.out}")
     except ConfigError as error:
         exit_with(error)

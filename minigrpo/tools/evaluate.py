@@ -1,14 +1,15 @@
-"""How good a model is, greedily, on held-out examples: all of them and by kind, with 95 %
-confidence intervals.
+"""Score a model's greedy answers to held-out examples, all of them and by kind of question.
 
-python -m minigrpo.tools.evaluate RUN --n 2000
+minigrpo evaluate RUN --n 2000
 
-Intervals of shares (exact, valid) are Wilson's, those of means (similarity) are the normal
-approximation; both take examples for independent, which plies of one game are only nearly.
+Every figure has a 95 % confidence interval: Wilson's for a share (exact, valid), the normal
+approximation for a mean (similarity). Both assume that examples are independent, which is only
+nearly true of positions from one game.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from ..runtime.logging import Screen
 from ..tasks.registry import load_rewards
 from .loading import Loaded, ModelSelection, load
 
-Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations
+Z = 1.959964  # 95 % of a normal distribution is within this many standard deviations
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Arguments(ModelSelection):
     n: int = 2000
     """Held-out examples, or as many as there are."""
     json: Path | None = None
-    """Write the figures here."""
+    """Write the figures here, as JSON."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share or a mean, with its 95 % confidence interval; NaN where there is none."""
+    """A share or a mean with its 95 % confidence interval; the bounds are NaN without one."""
 
     value: float
     low: float
@@ -51,20 +52,19 @@ class Estimate:
 
 
 def share(hits: np.ndarray) -> Estimate:
-    """Of `[n]` zeros and ones, with Wilson's interval: it stays within [0, 1], and is honest at 0
-    and 1 too.
+    """The share of ones among `[n]` zeros and ones, with Wilson's interval (Wilson 1927).
+
+    Unlike the normal approximation it stays within [0, 1], and has a width at shares of 0 and 1.
     """
     n, p = len(hits), float(hits.mean())
     scale = 1 + Z**2 / n
-    center, half = (
-        (p + Z**2 / (2 * n)) / scale,
-        Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / scale,
-    )
+    center = (p + Z**2 / (2 * n)) / scale
+    half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / scale
     return Estimate(p, max(0.0, min(p, center - half)), min(1.0, max(p, center + half)))
 
 
 def mean(values: np.ndarray) -> Estimate:
-    """Of `[n]` values in [0, 1], with the normal approximation; one value has no interval."""
+    """The mean of `[n]` values in [0, 1], with the normal interval; one value has none."""
     center = float(values.mean())
     if len(values) < 2:
         return Estimate(center, math.nan, math.nan)
@@ -76,7 +76,7 @@ COLUMNS = {"exact": share, "valid": share, "similarity": mean}
 
 
 def estimates(graded: Graded) -> dict[str, dict[str, float | Estimate]]:
-    """By kind of example, all of them first: their number, and the columns that the task has."""
+    """Kind of question -> n and the columns that the task has. The first kind is "all"."""
     parts = {name: scores[:, 0].astype(float) for name, scores in graded.rewards.parts.items()}
     scores = {**parts, "exact": graded.exact.astype(float)}
     kinds = {"all": np.ones(len(graded.exact), dtype=bool), **graded.by_kind()}
@@ -90,7 +90,10 @@ def estimates(graded: Graded) -> dict[str, dict[str, float | Estimate]]:
 
 
 def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
-    """Make the examples, answer and score them, with progress on stderr. Raises ConfigError."""
+    """Answer and score `number` held-out examples, with progress on stderr.
+
+    Raises ConfigError for a number below 1.
+    """
     if number < 1:
         raise ConfigError(f"--n must be at least 1, got {number}")
     task, config = loaded.task, loaded.config
@@ -112,6 +115,7 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
 
 
 def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
+    """The estimates in percent, one row per kind."""
     out = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("%", *rows["all"]):
         out.add_column(name, justify="left" if name == "%" else "right", no_wrap=True)
@@ -120,30 +124,34 @@ def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
     return out
 
 
-def main() -> None:
+def write_json(path: Path, loaded: Loaded, rows: dict[str, dict[str, float | Estimate]]) -> None:
+    """Write the estimates, with the model and the seed that they belong to."""
+    kinds = {
+        kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()}
+        for kind, row in rows.items()
+    }
+    result = {"model": loaded.name, "seed": loaded.config.run.seed, "kinds": kinds}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     screen = Screen()
     try:
-        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.evaluate")
+        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo evaluate")
         loaded = load(arguments, screen)
         rows = estimates(run(loaded, arguments.n, screen))
     except ValueError as error:
         exit_with(error)
-    screen.say(
-        f"{loaded.name}: greedy, {rows['all']['n']} held-out examples, seed {loaded.config.run.seed}"
-    )
+    size, seed = rows["all"]["n"], loaded.config.run.seed
+    screen.say(f"{loaded.name}: greedy, {size} held-out examples, seed {seed}")
     screen.console.print(table(rows))
     screen.say(
-        "[95 % confidence intervals]: Wilson's of the shares (exact, valid), normal of the mean "
+        "[95 % confidence intervals]: Wilson's for shares (exact, valid), normal for the mean "
         "(similarity)"
     )
     if arguments.json:
-        kinds = {
-            kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()}
-            for kind, row in rows.items()
-        }
-        result = {"model": loaded.name, "seed": loaded.config.run.seed, "kinds": kinds}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.json, loaded, rows)
         screen.say(f"wrote {arguments.json}")
 
 

@@ -1,9 +1,9 @@
-"""Write a run's or a file's model as a folder that transformers loads:
-`GPT2LMHeadModel.from_pretrained(FOLDER)`.
+"""Write a model as a folder that transformers loads with `GPT2LMHeadModel.from_pretrained`.
 
-python -m minigrpo.tools.export RUN_OR_MODEL --out FOLDER
+minigrpo export RUN_OR_MODEL --out FOLDER
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,19 +24,16 @@ class Arguments:
     """The folder to write."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     screen = Screen()
     try:
-        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.export")
+        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo export")
         name, model = load_model(arguments.run, screen.warn)
-        # the last token is the end of text in every tokenizer here, and a run has no padding in its
-        # vocabulary
-        export_gpt2(
-            model.state_dict(),
-            arguments.out,
-            shape=asdict(model.shape),
-            eos=model.shape.vocab_size - 1,
-        )
+        # In every tokenizer here the last token is the end of text, and the vocabulary of a run
+        # has no padding after it.
+        end_of_text = model.shape.vocab_size - 1
+        shape = asdict(model.shape)
+        export_gpt2(model.state_dict(), arguments.out, shape=shape, eos=end_of_text)
     except ValueError as error:
         exit_with(error)
     except OSError as error:

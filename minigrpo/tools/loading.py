@@ -1,4 +1,4 @@
-"""What the tools share: from a run's folder, or a model's, to something that answers questions."""
+"""What the tools share: load the model of a run, or of a file, so that it can be asked."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,8 +25,9 @@ from ..types import Task
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """A model to be used; None leaves a setting as the run had it, and as it is by default where
-    there is no run.
+    """The model to use, and the settings to use it with.
+
+    A setting that is None keeps the run's value, or the default where there is no run.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -34,15 +35,15 @@ class ModelSelection:
     tokenizer: str | None = None
     """chess, gpt2 or a path."""
     task: str | None = None
-    """As for train.py."""
+    """As for minigrpo train."""
     data: str | None = None
-    """Files of questions, as for train.py."""
+    """Files of questions, as for minigrpo train."""
     history: int | None = None
-    """How many earlier moves the prompt tells."""
+    """Earlier moves that a chess prompt tells."""
     max_new_tokens: int | None = None
-    """Longest completion, end of text included."""
+    """Longest completion in tokens, end of text included."""
     seed: int | None = None
-    """Of the held-out examples and of what is sampled."""
+    """Fixes the held-out examples and the samples."""
     device: str = "auto"
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
 
@@ -51,15 +52,18 @@ class ModelSelection:
 class Loaded:
     """A model that can be asked."""
 
-    name: str  # which weights these are
+    name: str  # the file or checkpoint that the weights are from
     config: Config
     task: Task
     sampler: Sampler
 
 
-def load(which: ModelSelection, screen: Screen) -> Loaded:
-    """Raises ValueError in one line that names the file or the flag."""
-    config = config_of(which)
+def load(selection: ModelSelection, screen: Screen) -> Loaded:
+    """Load the model, its tokenizer and its task.
+
+    Raises ValueError in one line that names the file or the flag.
+    """
+    config = config_of(selection)
     tokenizer = load_tokenizer(config.model.tokenizer)
     task = load_task(
         config.task.name,
@@ -68,38 +72,39 @@ def load(which: ModelSelection, screen: Screen) -> Loaded:
         data=config.task.data,
         listener=screen,
     )
-    name, model = load_model(which.run, screen.warn)
+    name, model = load_model(selection.run, screen.warn)
     match_vocab(model, name, config, tokenizer, screen.warn)
     model = model.to(accel.pick_device(config.speed.device, 0)).eval()
     return Loaded(name, config, task, Sampler(config, model, tokenizer))
 
 
-def config_of(which: ModelSelection) -> Config:
-    """The run's config, or the defaults, with what was asked for."""
-    values: dict[str, Any] = (
-        read_settings(Config, which.run / "config.toml") if is_run(which.run) else {}
-    )
+def config_of(selection: ModelSelection) -> Config:
+    """The run's config, or the defaults, with the settings of `selection` that are not None."""
+    settings: dict[str, Any] = {}
+    if is_run(selection.run):
+        settings = read_settings(Config, selection.run / "config.toml")
     known = places(Config)
-    return Config.of(
-        **{
-            **values,
-            **{name: x for name, x in asdict(which).items() if name in known and x is not None},
-        }
-    )
+    asked = {name: x for name, x in asdict(selection).items() if name in known and x is not None}
+    return Config.of(**{**settings, **asked})
 
 
 def is_run(path: Path) -> bool:
+    """Whether this is a run's folder."""
     return (path / "config.toml").is_file()
 
 
 def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
-    """A run's model, or one by path or name, and which weights it has. Raises ValueError."""
+    """The model of a run, of a file, or `shipped`, with the name of its weights.
+
+    Raises ValueError in one line.
+    """
     return _newest(path, warn) if is_run(path) else (str(path), load_pretrained(str(path)))
 
 
 def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
-    """The newest checkpoint of a run that is whole, else its model.safetensors; a damaged one is
-    named through `warn`.
+    """A run's newest whole checkpoint, else its model.safetensors.
+
+    A damaged checkpoint is passed over, with a warning that names it.
     """
     for path in checkpoints(folder / "checkpoints")[::-1]:
         try:

@@ -1,7 +1,8 @@
-"""Ask a model: a position and a move of one's own, or held-out examples; in chess with the boards,
-wrong squares marked.
+"""Ask a model a question of your own, or held-out examples, and compare its answers to the truth.
 
-python -m minigrpo.tools.sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --move a7a8q
+minigrpo sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --move a7a8q
+
+For chess positions it draws the true board beside the model's, and marks the wrong squares.
 """
 
 from collections import Counter
@@ -31,21 +32,21 @@ PROMPTS_AT_ONCE = 32
 @dataclass(frozen=True)
 class Arguments(ModelSelection):
     fen: str = ""
-    """A position, with --move; without it held-out examples are asked."""
+    """A position to ask about, with --move; empty: held-out examples."""
     move: str = ""
-    """A move in it, as e2e4 or e7e8q; it need not be legal."""
+    """A move in that position, as e2e4 or e7e8q; it need not be legal."""
     before: str = ""
-    """The moves before it by commas, as far as --history tells them."""
+    """The moves before it, separated by commas; --history says how many the prompt tells."""
     examples: int = 3
     """Held-out examples to ask."""
     n: int = 0
-    """Completions of each, sampled; 0: the most likely one, token by token."""
+    """Completions to sample for each; 0: one, greedily."""
     temperature: float | None = None
     """Sampling temperature, with --n."""
 
 
 def question(arguments: Arguments, history: int) -> Example:
-    """The example of --fen and --move, the position as this task writes it. Raises ConfigError."""
+    """The example for --fen and --move. Raises ConfigError for a position or move that is none."""
     try:
         board = chess.Board(arguments.fen)
     except ValueError as error:
@@ -68,7 +69,7 @@ def question(arguments: Arguments, history: int) -> Example:
 
 
 def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
-    """What is asked. Raises ConfigError."""
+    """What to ask the model. Raises ConfigError for flags that do not go together."""
     if arguments.n < 0 or arguments.examples < 1:
         raise ConfigError(
             f"--n must be at least 0 and --examples at least 1, got {arguments.n} and "
@@ -88,18 +89,13 @@ def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
 
 
 def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> list[list[str]]:
-    """Completions of each example: `num_samples` that are sampled, or a greedy one for 0."""
-    config, u = loaded.config, None
+    """The completions of each example: `num_samples` samples, or for 0 a greedy one."""
+    u, params = None, GREEDY
     if num_samples:
+        seed, sampling = loaded.config.run.seed, loaded.config.sampling
         rows = np.array([example.index for example in examples])
-        u = uniforms(
-            config.run.seed, "tools/sample", 0, rows, num_samples, config.sampling.max_new_tokens
-        )
-    params = (
-        SamplingParams(config.sampling.temperature, config.sampling.top_k, config.sampling.top_p)
-        if num_samples
-        else GREEDY
-    )
+        u = uniforms(seed, "tools/sample", 0, rows, num_samples, sampling.max_new_tokens)
+        params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p)
     parts = loaded.sampler.complete(
         examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
     )
@@ -107,55 +103,43 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
 
 
 def show(console: Console, example: Example, texts: Sequence[str], *, boards: bool) -> None:
-    """A question, its truth, and each distinct completion with how often it was written."""
-    console.print(
-        Text(
-            f"prompt      {plain(example.prompt)}"
-            + (f"   ({example.kind})" if example.kind else "")
-        )
-    )
+    """Print a question, its truth, and each distinct completion with its count."""
+    kind = f"   ({example.kind})" if example.kind else ""
+    console.print(Text(f"prompt      {plain(example.prompt)}{kind}"))
     console.print(Text(f"truth       {plain(example.answer)}"))
     for text, count in Counter(texts).most_common():
         right = text == example.answer
-        line = Text(f"completion  {plain(text)}")
-        line.append(
-            "   exact" if right else "   wrong", style="bold green" if right else "bold red"
-        )
-        line.append(f"   {count} of {len(texts)}" if len(texts) > 1 else "")
-        console.print(line)
+        verdict, colour = ("exact", "green") if right else ("wrong", "red")
+        line = Text(f"completion  {plain(text)}").append(f"   {verdict}", style=f"bold {colour}")
+        console.print(line.append(f"   {count} of {len(texts)}" if len(texts) > 1 else ""))
         if boards and not right:
-            console.print(
-                Text(f"            {plain('; '.join(differences(example.answer, text)))}")
-            )
+            wrong = "; ".join(differences(example.answer, text))
+            console.print(Text(f"            {plain(wrong)}"))
         if boards and (not right or len(texts) == 1):
             console.print(side_by_side(example.answer, text))
     console.print()
 
 
 def plain(text: str) -> str:
-    """What a model writes may be anything; control characters stay on paper."""
+    """The text with control characters escaped: a model's output must not steer the terminal."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     screen = Screen()
     try:
-        arguments = parse(Arguments, description=__doc__, prog="python -m minigrpo.tools.sample")
+        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo sample")
         if arguments.fen and arguments.data is None:
-            arguments = replace(
-                arguments, data=""
-            )  # a question of one's own needs no file that the run had
+            # --fen does not need the run's data files, which may be gone
+            arguments = replace(arguments, data="")
         loaded = load(arguments, screen)
         examples = questions(arguments, loaded)
         with screen.errors.status("sampling"):
             texts = complete(loaded, examples, arguments.n)
     except ValueError as error:
         exit_with(error)
-    how = (
-        f"{arguments.n} at temperature {loaded.config.sampling.temperature:g}"
-        if arguments.n
-        else "greedy"
-    )
+    temperature = loaded.config.sampling.temperature
+    how = f"{arguments.n} at temperature {temperature:g}" if arguments.n else "greedy"
     screen.say(f"{loaded.name}, {how}\n")
     for example, group in zip(examples, texts, strict=True):
         show(screen.console, example, group, boards=isinstance(loaded.task, ChessEnv))

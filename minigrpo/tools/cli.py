@@ -1,0 +1,66 @@
+"""The command `minigrpo COMMAND [flags]`. `minigrpo COMMAND --help` lists a command's flags.
+
+A command's module is imported only when the command runs, so that `minigrpo --help` does not wait
+several seconds for torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ..runtime.flags import ConfigError, did_you_mean, exit_with
+
+COMMANDS = {
+    "train": "train a model with GRPO, or warm it up on true answers",
+    "evaluate": "score a model on held-out examples, with confidence intervals",
+    "sample": "ask a model questions, and show its answers beside the truth",
+    "curves": "compare the learning curves of runs, as a table and a figure",
+    "export": "write a model as a folder that transformers loads",
+    "annotate": "make training data: chess positions with Stockfish's best moves",
+    "plan": "estimate the tokens, FLOPs and memory of one training step",
+    "benchmark": "measure on this machine what each speed layer buys",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. Exits with code 2 and one line on stderr for a command that is unknown."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(usage())
+    elif name == "benchmark":
+        import_module(f"{_benchmarks()}.cli").main(rest)
+    elif name in COMMANDS:
+        import_module(f"{__package__}.{name}").main(rest, prog=f"minigrpo {name}")
+    else:
+        hint = did_you_mean(name, list(COMMANDS))
+        exit_with(ConfigError(f"minigrpo has no command {name!r}{hint}"))
+
+
+def usage() -> str:
+    """What `minigrpo --help` prints: the commands, one per line."""
+    lines = [f"  {name:<10}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: minigrpo COMMAND [flags]",
+            "",
+            *lines,
+            "",
+            "`minigrpo COMMAND --help` lists a command's flags.",
+            "",
+        )
+    )
+
+
+def _benchmarks() -> str:
+    """The package of the benchmarks: in a checkout the folder beside this package, else installed.
+
+    A wheel installs it under a longer name, because `benchmarks` at the top level of an
+    environment could be anybody's.
+    """
+    checkout = Path(__file__).parents[2]
+    if not (checkout / "pyproject.toml").is_file():
+        return "minigrpo_benchmarks"
+    if str(checkout) not in sys.path:  # started from another folder
+        sys.path.insert(0, str(checkout))
+    return "benchmarks"

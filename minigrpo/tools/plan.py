@@ -1,0 +1,32 @@
+"""Estimate what one training step takes, and run nothing: `minigrpo plan [flags of train]`.
+
+`minigrpo train --plan` prints the same table; under torchrun it is that of each process.
+"""
+
+from collections.abc import Sequence
+
+from ..config import Config
+from ..runtime.distributed import DistContext
+from ..runtime.estimate import estimate_run
+from ..runtime.flags import exit_with
+from ..runtime.logging import Screen
+
+
+def print_plan(config: Config, dist: DistContext) -> None:
+    """Print the estimate of one step, from the main process. Raises ValueError in one line."""
+    plan = estimate_run(config, dist.world_size)
+    each = f", in each of {dist.world_size} processes" if dist.world_size > 1 else ""
+    title = f"estimate for one step in which no two completions begin alike{each}"
+    Screen(rank=dist.rank).table(title, ["", ""], plan.rows())
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    config = Config.from_cli(argv, prog=prog or "minigrpo plan")
+    try:
+        print_plan(config, DistContext())
+    except ValueError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Train a model: `minigrpo train [flags]`, or `python train.py [flags]` in a checkout.
+
+Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`. torchrun sets
+WORLD_SIZE, and then this process joins the others.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import Config
+from ..runtime.distributed import DistContext
+from ..runtime.flags import ConfigError, exit_with
+from ..runtime.guard import Diverged
+from ..trainer import Trainer
+from .plan import print_plan
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Train as the flags say. What is wrong with them is one line on stderr, and exit code 2.
+
+    A run that diverges, or an error of its own, exits with code 1.
+    """
+    config = Config.from_cli(argv, prog=prog or Path(sys.argv[0]).name)
+    try:
+        dist = DistContext.from_env(config.run.pg_timeout)
+        if config.run.plan:
+            print_plan(config, dist)
+            dist.close()
+            return
+        trainer = Trainer(config, dist=dist)
+    except ValueError as error:
+        exit_with(error)
+    try:
+        trainer.fit()
+    except ConfigError as error:  # an error that only the data shows, such as a prompt too long
+        exit_with(error)
+    except Diverged as error:
+        sys.exit(f"error: {error}")
+    dist.close()
+
+
+if __name__ == "__main__":
+    main()
