@@ -45,6 +45,19 @@ class Plan:
         return [*rows, ["MiB: peak", f"{self.peak_mib:,.1f}"]]
 
 
+def forward_flops(
+    shape: ModelShape, *, tokens: float, attended: float, head_tokens: float
+) -> float:
+    """FLOPs of a forward over `tokens` tokens, each attending to `attended` tokens on average.
+
+    2 per parameter and token, and 4 * width per layer and pair of tokens that attend. Of the
+    tokens, `head_tokens` go through the output head.
+    """
+    blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
+    per_token = 2 * blocks + 4 * shape.layers * shape.width * attended
+    return per_token * tokens + 2 * head * head_tokens
+
+
 def plan(
     config: Config,
     shape: ModelShape,
@@ -69,9 +82,8 @@ def plan(
     parameters = blocks + head + (shape.context + 13 * shape.layers + 2) * shape.width
 
     tokens = {"update": update * config.optimizer.num_iterations}
-    forward = (
-        2 * blocks + 4 * shape.layers * shape.width * (prompt_len + answer_len / 2)
-    ) * update + 2 * head * completions
+    attended = prompt_len + answer_len / 2
+    forward = forward_flops(shape, tokens=update, attended=attended, head_tokens=completions)
     flops = {"update": 3 * forward * config.optimizer.num_iterations}
     if config.optimizer.num_iterations > 1:
         tokens["old log-probs"], flops["old log-probs"] = update, forward
