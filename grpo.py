@@ -80,11 +80,10 @@ class KVCache:
 
 
 def next_token_logits(model: Transformer, ids: Tensor, start: int, cache: KVCache) -> Tensor:
-    """Logits `[B, V]` after the last column of `ids [B, t]`; columns before `start` are cached."""
-    new = ids[:, start:]
-    positions = torch.arange(start, ids.shape[1], device=ids.device).expand_as(new)
-    hidden = model.forward_hidden(PackedTokens(new.flatten(), positions.flatten()), cache)
-    return model.lm_head(hidden.unflatten(0, new.shape)[:, -1])
+    """Logits `[B, V]` of what follows `ids [B, t]`, which are the columns from `start` on."""
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+    hidden = model.forward_hidden(PackedTokens(ids.flatten(), positions.flatten()), cache)
+    return model.lm_head(hidden.unflatten(0, ids.shape)[:, -1])
 
 
 def pick_token(logits: Tensor, u: Tensor | None) -> Tensor:
@@ -114,7 +113,7 @@ def sample(
     running = torch.ones_like(lengths, dtype=torch.bool)  # [B]
     cache, start = KVCache(len(prompts)), 0
     for t in range(int(lengths.min()), ids.shape[1]):
-        logits = next_token_logits(model, ids[:, :t], start, cache)  # [B, V]
+        logits = next_token_logits(model, ids[:, start:t], start, cache)  # [B, V]
         token = pick_token(logits, None if u is None else u[:, t])  # [B]
         mask[:, t] = running & (t >= lengths)
         ids[:, t] = torch.where(mask[:, t], token, ids[:, t])
@@ -182,18 +181,18 @@ def evaluate(model: Transformer, task: Task, tokenizer: tiktoken.Encoding) -> st
         pairs = zip(decode(tokenizer, ids, mask), examples, strict=True)
         exact = sum(text == example.answer for text, example in pairs)
         shares.append(f"{name} {exact / EVAL_SIZE:.1%}")
-    return ", ".join(shares)
+    return f"exact match on {EVAL_SIZE} held-out prompts: " + ", ".join(shares)
 
 
 def main() -> None:
     tokenizer, task = load_tokenizer("chess"), ChessEnv(SEED)
     weights = str(files("minigrpo.assets") / "warm-start.safetensors")
     model = Transformer.from_pretrained(weights)  # the policy
-    reference = Transformer.from_pretrained(weights) if KL_COEF else None
+    reference = Transformer.from_pretrained(weights).requires_grad_(False) if KL_COEF else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     torch.manual_seed(SEED)
     began = time.time()
-    print(f"exact match on {EVAL_SIZE} held-out prompts: {evaluate(model, task, tokenizer)}")
+    print(evaluate(model, task, tokenizer))
     for step in range(STEPS):
         # 1. prompts, each one repeated for its group
         examples = [task.train(step * PROMPTS_PER_STEP + i) for i in range(PROMPTS_PER_STEP)]
@@ -207,13 +206,12 @@ def main() -> None:
         scores = [reward(task, example, text) for example, text in zip(rows, texts, strict=True)]
         rewards = torch.tensor(scores).view(PROMPTS_PER_STEP, GROUP_SIZE)  # [P, G]
         A = advantages(rewards).flatten()  # [B]
-        with torch.no_grad():
-            ref_logp = token_logprobs(reference, ids, mask) if reference else None  # [B, T]
-        old_logp: Tensor | None = None
-        for _ in range(UPDATES_PER_ROLLOUT):
+        ref_logp = token_logprobs(reference, ids, mask) if reference else None  # [B, T]
+        for update in range(UPDATES_PER_ROLLOUT):
             # 5. log-probabilities; before the first update, the policy is the one that sampled
             logp = token_logprobs(model, ids, mask)  # [B, T]
-            old_logp = logp.detach() if old_logp is None else old_logp
+            if update == 0:
+                old_logp = logp.detach()
             # 6. loss and gradient
             grpo_loss(logp, old_logp, A, mask, ref_logp, KL_COEF).backward()
             # 7. optimizer step; the learning rate rises, then falls to 0
@@ -222,10 +220,10 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
-        line = f"step {step + 1:3d}  {time.time() - began:3.0f} s  reward {rewards.mean():.3f}"
+        seconds = time.time() - began
+        print(f"step {step + 1:3}  {seconds:3.0f} s  reward {rewards.mean():.3f}", flush=True)
         if (step + 1) % EVAL_EVERY == 0:
-            line += f"  exact match: {evaluate(model, task, tokenizer)}"
-        print(line, flush=True)
+            print(evaluate(model, task, tokenizer))
 
 
 if __name__ == "__main__":
