@@ -1,14 +1,15 @@
-"""What memory a step takes: `python benchmark.py memory`.
+"""Memory of a step: `python benchmark.py memory`.
 
-Four ways of writing k completions of each prompt, each with all logits at once and in chunks:
+Four ways of sampling k completions per prompt, each with all logits at once and in chunks:
 
-    prompts repeated         each prompt runs once, its keys and values are copied for every completion
+    prompts repeated         each prompt runs once; every completion gets a copy of its KV cache
     one after the other      k passes over the prompts, one completion each
-    repeated by the loader   k times as many prompts, as a data loader that repeats them gives them
-    stored once              ours, --share-prompt-kv: one copy of a prompt's keys and values; each prompt once in the update
+    repeated by the loader   k times as many prompts, as a loader that repeats them would send
+    stored once (ours)       --share-prompt-kv: a prompt's KV cache is stored once, and the update
+                             runs each prompt once
 
-The first three train on repeated rows. All sample the same tokens and have the same loss on the
-same rollouts, or it stops.
+The first three train on repeated rows. All four sample the same tokens and must have the same loss
+on the same rollout; otherwise the benchmark fails.
 """
 
 import threading
@@ -33,15 +34,19 @@ from minigrpo.sampling.generate import SamplingParams
 from minigrpo.types import Completions, Example
 
 from . import probe
-from .report import write_memory
-from .workload import BenchStep, Workload, WorkloadFlags
+from .bench_step import BenchStep
+from .memory_report import write_memory
+from .workload import Workload, WorkloadFlags
 
-LOOKS_PER_S = 500  # at the memory in use, for the timeline
-POINTS = 100  # of a timeline that are kept
-CLOSE = 1e-4  # relative difference of losses that are the same but for rounding
+READINGS_PER_S = 500  # of the memory in use, for the timeline
+POINTS_KEPT = 100  # per timeline
+ROUNDING = 1e-4  # relative difference up to which two losses count as equal
+FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
 
 
-class InTurn(Sampler):
+class OneAfterTheOther(Sampler):
+    """Samples one completion of all prompts, then the next one."""
+
     def complete(
         self,
         examples: Sequence[Example],
@@ -61,7 +66,9 @@ class InTurn(Sampler):
         yield _regroup(Completions.join(passes), num_samples, by_sample=True)
 
 
-class ByLoader(Sampler):
+class RepeatedByLoader(Sampler):
+    """Samples as if every completion had a prompt of its own."""
+
     def complete(
         self,
         examples: Sequence[Example],
@@ -79,7 +86,7 @@ class ByLoader(Sampler):
 
 
 def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Completions:
-    """One completion each of P * G prompts, as G each of P."""
+    """One completion for each of P * G prompts -> G completions for each of P prompts."""
     prompts = len(one_each) // num_samples
     first = torch.arange(prompts) if by_sample else torch.arange(prompts) * num_samples
 
@@ -103,18 +110,19 @@ def _regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Com
 REPEATED: dict[str, Any] = {"packing": "repeated"}
 WAYS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "prompts repeated": (Sampler, REPEATED),
-    "one after the other": (InTurn, REPEATED),
-    "repeated by the loader": (ByLoader, REPEATED),
+    "one after the other": (OneAfterTheOther, REPEATED),
+    "repeated by the loader": (RepeatedByLoader, REPEATED),
     "stored once (ours)": (Sampler, {"packing": "shared-prompt", "share_prompt_kv": True}),
 }
 
 
 class Timeline(PhaseTimer):
-    """A phase timer that also watches the memory in use: `seen` are (seconds, MiB, phase)."""
+    """A phase timer that also records the memory in use."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.now, self.seen = "", list[tuple[float, float, str]]()
+        self.now = ""  # the phase
+        self.readings = list[tuple[float, float, str]]()  # seconds, MiB, phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -124,20 +132,19 @@ class Timeline(PhaseTimer):
         self.now = ""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        self.seen.clear()
-        done, start, least = (
-            threading.Event(),
-            time.perf_counter(),
-            probe.memory_in_use(self.device),
-        )
+    def recording(self) -> Iterator[None]:
+        """Read the memory in use, above what it is now, from a thread."""
+        self.readings.clear()
+        done, start = threading.Event(), time.perf_counter()
+        before = probe.memory_in_use(self.device)
 
-        def watch() -> None:
-            while not done.wait(1 / LOOKS_PER_S):
-                used = probe.memory_in_use(self.device) - least
-                self.seen.append((round(time.perf_counter() - start, 4), round(used, 1), self.now))
+        def record() -> None:
+            while not done.wait(1 / READINGS_PER_S):
+                used = probe.memory_in_use(self.device) - before
+                seconds = time.perf_counter() - start
+                self.readings.append((round(seconds, 4), round(used, 1), self.now))
 
-        thread = threading.Thread(target=watch, daemon=True)
+        thread = threading.Thread(target=record, daemon=True)
         thread.start()
         try:
             yield
@@ -148,14 +155,14 @@ class Timeline(PhaseTimer):
 
 @dataclass(frozen=True)
 class Memory(WorkloadFlags):
-    """Peak memory and seconds a step over group sizes, for four ways of sampling, and memory over
+    """Peak memory and seconds per step by group size, for four ways of sampling, and memory over
     time.
     """
 
     group_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
-    """Completions of each prompt; --group-size is not used."""
+    """Completions per prompt; --group-size is not used."""
     repeats: int = 2
-    """Timings of each, after one step that is not counted."""
+    """Timed steps per row, after two that warm up."""
     out_dir: Path | None = None
     """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
     json: Path | None = None
@@ -171,13 +178,13 @@ class Memory(WorkloadFlags):
             bar = progress.add_task("group sizes", total=2 * len(WAYS) * len(self.group_sizes))
             for size in self.group_sizes:
                 work = replace(first, config=first.config.replace(group_size=size))
-                same = _Same()
+                baseline = _Baseline()
                 for way in WAYS:
                     for chunked in (False, True):
-                        row, seen = _measure(work, way, chunked, self.repeats, same)
+                        row, readings = _measure(work, way, chunked, self.repeats, baseline)
                         rows.append(row)
-                        if not chunked and seen:
-                            timelines[way] = {"group_size": size, "seen": seen}
+                        if not chunked and readings:
+                            timelines[way] = {"group_size": size, "readings": readings}
                         progress.advance(bar)
         result = {**probe.describe_machine(device), "measures": probe.PeakMemory(device).measures}
         result["work"] = first.to_dict() | {"text": text}
@@ -190,8 +197,8 @@ class Memory(WorkloadFlags):
 def logprobs_alone(
     device: torch.device, tokens: int = 2048, vocab_size: int = 50257, width: int = 768
 ) -> dict[str, Any]:
-    """Peak memory and seconds of log-probs and their gradient at GPT-2's sizes, all logits at once
-    and in chunks.
+    """Peak memory and seconds of log-probs and their gradient, with all logits at once and in
+    chunks; by default at GPT-2's sizes.
     """
     generator = torch.Generator().manual_seed(0)
     hidden, head = (
@@ -223,63 +230,54 @@ def logprobs_alone(
     }
 
 
-class _Same:
+class _Baseline:
     """Holds all ways of one group size to the first one's tokens and loss."""
 
     def __init__(self) -> None:
         self.first: Any = None
 
-    def check(self, machine: BenchStep, name: str) -> int:
-        """How many completions differ from the first way's; raises AssertionError if a loss
-        does."""
+    def check(self, bench: BenchStep, name: str) -> int:
+        """How many completions differ from the first way's. Raises AssertionError if the loss on
+        the same rollout does.
+        """
         if self.first is None:
-            self.first = machine.tokens(), machine.batch, machine.gradient(machine.batch)[0]
+            self.first = bench.tokens(), bench.batch, bench.gradient(bench.batch)[0]
         tokens, batch, loss = self.first
-        if abs(machine.gradient(batch)[0] - loss) > CLOSE * abs(loss):
+        if abs(bench.gradient(batch)[0] - loss) > ROUNDING * abs(loss):
             raise AssertionError(f"{name}: the loss differs")
-        return int((machine.tokens() != tokens).any(-1).sum())
+        return int((bench.tokens() != tokens).any(-1).sum())
 
 
 def _measure(
-    work: Workload, way: str, chunked: bool, repeats: int, same: _Same
+    work: Workload, way: str, chunked: bool, repeats: int, baseline: _Baseline
 ) -> tuple[dict[str, Any], list[tuple[float, float, str]]]:
-    """A row, and the memory over time of one step."""
+    """A row, and the memory over time of one step; a row that runs out of memory says so."""
     sampler, flags = WAYS[way]
-    flags = {
-        **flags,
-        "chunked_logprobs": chunked,
-        "speculative_decoding": False,
-        "learning_rate": 1e-30,
-    }
+    changes = {"chunked_logprobs": chunked, "speculative_decoding": False}
+    config = work.config.replace(**flags, **changes, learning_rate=FROZEN_LR)
     row: dict[str, Any] = {
         "name": way,
         "logits": "in chunks" if chunked else "all",
         "group_size": work.config.sampling.group_size,
     }
-    machine: BenchStep | None = None
+    bench: BenchStep | None = None
     try:
         with probe.PeakMemory(work.device) as built:
-            machine = BenchStep(work.config.replace(**flags), work, sampler=sampler)
-            machine.timer = machine.source.timer = Timeline(work.device)
-            machine.step(0)
+            bench = BenchStep(config, work, sampler)
+            timeline = bench.timer = bench.source.timer = Timeline(work.device)
+            bench.step(0)
         resident = probe.memory_in_use(work.device) - built.before
-        steps, timeline = list[dict[str, float]](), machine.timer
-        with probe.PeakMemory(work.device) as peak, timeline.watching():
-            machine.step(1)
-        peak_mib = peak.mib + (resident if work.device.type == "cuda" else 0)
-        for turn in range(
-            2, repeats + 2
-        ):  # apart: looking gives freed memory back, which takes time
-            steps.append(machine.step(turn))
-        times = {
-            name: median(step.get(name, 0.0) for step in steps)
-            for name in ("seconds", "rollout", "update")
-        }
-        row |= {"peak_mib": peak_mib, "s_per_step": times.pop("seconds"), **times}
-        row |= {"different_completions": same.check(machine, way), "status": "ok"}
-        return row, timeline.seen[:: max(1, len(timeline.seen) // POINTS)]
+        with probe.PeakMemory(work.device) as peak, timeline.recording():
+            bench.step(1)
+        # timed apart from that: measuring the peak gives freed memory back, which takes time
+        steps = [bench.step(turn) for turn in range(2, repeats + 2)]
+        row["peak_mib"] = peak.mib + (resident if work.device.type == "cuda" else 0)
+        for key, name in (("s_per_step", "seconds"), ("rollout", "rollout"), ("update", "update")):
+            row[key] = median(step.get(name, 0.0) for step in steps)
+        row |= {"different_completions": baseline.check(bench, way), "status": "ok"}
+        return row, timeline.readings[:: max(1, len(timeline.readings) // POINTS_KEPT)]
     except (torch.OutOfMemoryError, MemoryError):
-        pass  # outside of the handler nothing holds on to the machine any more
-    machine = None
+        pass  # the handler's traceback would keep the model's memory; below it is free
+    bench = None
     torch.cuda.empty_cache()
     return {**row, "status": "out of memory"}, []

@@ -1,6 +1,4 @@
-"""What a machine is and can do, for benchmarks: names and versions, matmul rate, bandwidth, peak
-memory, energy.
-"""
+"""What a machine is and can do: names and versions, matmul rate, bandwidth, peak memory."""
 
 import ctypes
 import os
@@ -15,12 +13,8 @@ import torch
 
 from minigrpo.runtime.run_dir import versions
 
-STATUS, CLEAR, PEAK = (
-    Path("/proc/self/status"),
-    Path("/proc/self/clear_refs"),
-    "5",
-)  # Linux: 5 resets the peak
-RAPL = Path("/sys/class/powercap/intel-rapl:0/energy_uj")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
+RESET_PEAK = "5"  # written to clear_refs
 
 
 def device_name(device: torch.device) -> str:
@@ -37,7 +31,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(function: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median of some runs after one that is not counted."""
+    """Median seconds of a call, after one call that warms up."""
     times = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -49,25 +43,24 @@ def seconds(function: Callable[[], object], device: torch.device, repeats: int =
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product, in the precision that float32 products have just now."""
+    """FLOP/s of a large square product; float32 has the precision that torch is set to."""
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / seconds(lambda: a @ a, device)
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes/s of reading a large tensor and writing it elsewhere, both counted."""
+    """Bytes/s of copying a large tensor; a byte that is read and written counts twice."""
     x = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device)
     y = torch.empty_like(x)
     return 2 * 4 * x.numel() / seconds(lambda: y.copy_(x), device)
 
 
 class PeakMemory:
-    """The most memory that something took, above what was in use before it: `with
-    PeakMemory(device) as peak: ...`, peak.mib.
+    """The peak of memory in use within a `with`, above what was in use before: `.mib`.
 
-    Allocated on the CUDA device; elsewhere the growth of the process's resident memory, on Linux
-    only.
+    Counts allocations on a CUDA device. Elsewhere it is the growth of the process's resident
+    memory, and NaN where there is no Linux.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,8 +75,10 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device) / 2**20
         elif CLEAR.exists():
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed must not hide what comes
-            CLEAR.write_text(PEAK)
+            ctypes.CDLL(None).malloc_trim(
+                0
+            )  # new allocations in memory that was freed before would not show
+            CLEAR.write_text(RESET_PEAK)
             self.before = _resident("VmRSS")
         return self
 
@@ -95,7 +90,7 @@ class PeakMemory:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """MiB, now: allocated on the CUDA device, else resident (Linux only, elsewhere 0)."""
+    """MiB in use now: allocated on a CUDA device, else resident (0 where there is no Linux)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**20
     return _resident("VmRSS") if STATUS.exists() else 0.0
@@ -104,23 +99,6 @@ def memory_in_use(device: torch.device) -> float:
 def _resident(field: str) -> float:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 2**10
-
-
-def energy_joules(device: torch.device) -> float | None:
-    """A counter that only grows, where the device has one that may be read."""
-    try:
-        if device.type == "cuda":
-            import pynvml  # type: ignore[import-not-found]
-
-            pynvml.nvmlInit()
-            # not by index: the library does not know which devices are visible here
-            handle = pynvml.nvmlDeviceGetHandleByUUID(
-                f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            )
-            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-        return int(RAPL.read_text()) / 1e6
-    except Exception:  # no such library, no such counter, no right to read it
-        return None
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

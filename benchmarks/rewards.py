@@ -1,8 +1,8 @@
 """How long scoring takes: `python benchmark.py rewards`.
 
-Completions are what the model that ships really writes at temperature 1. Every variant must give
-the same rewards as the naive one, or the benchmark stops. Medians of alternating repeats; the memo
-of ranks is warmed by *other* completions of the same size, as the step before would have done.
+The completions are samples of the shipped model at temperature 1. Every variant must give the same
+rewards as the plain one, or the benchmark fails. Times are medians of repeats that take turns. The
+cache of ranks is warmed by *other* completions of the same size, as by the step before.
 """
 
 import platform
@@ -48,14 +48,14 @@ Batch = tuple[list[Example], Texts]
 
 @dataclass(frozen=True)
 class Rewards:
-    """Time of scoring by itself, and what overlapping it with the rollout saves of a step."""
+    """Time of scoring by itself, and what a step saves by overlapping it with the rollout."""
 
     sizes: tuple[int, ...] = (64, 1024, 16384)
     """Numbers of completions; multiples of 8."""
     repeats: int = 7
-    """Timings of each variant."""
+    """Timed runs per variant."""
     steps: int = 12
-    """Training steps with and without --overlap-rewards; 0: leave that out."""
+    """Training steps with and without --overlap-rewards; 0: none."""
     json: Path | None = None
     """Write the figures here."""
 
@@ -90,7 +90,7 @@ class Rewards:
 
 
 def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) -> Batch:
-    """What the model writes: GROUP completions of each of so many training prompts."""
+    """GROUP completions by the model for each of so many training prompts."""
     examples: list[Example] = []
     texts: Texts = []
     for block in track(
@@ -109,8 +109,8 @@ def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) ->
     return examples, texts
 
 
-def naive(example: Example, text: str) -> dict[str, float]:
-    """The parts as one would write them down first: python-chess parses and writes every FEN."""
+def plain_score(example: Example, text: str) -> dict[str, float]:
+    """The parts in the plainest way: python-chess parses and writes every FEN."""
     true_fen, true_ending = example.answer.split("+", 1)
     fen, *rest = text[:200].split("+", 1)
     truth, found = (
@@ -150,7 +150,7 @@ def _one_by_one(score: Callable[[Example, str], Any], batch: Batch) -> dict[str,
 
 
 def _all_at_once(task: ChessEnv, batch: Batch) -> dict[str, np.ndarray]:
-    """Every text, repeated or not."""
+    """Score every text, also those that repeat."""
     examples, texts = batch
     asked = [example for example, group in zip(examples, texts, strict=True) for _ in group]
     columns = task.score_batch(asked, [text for group in texts for text in group])
@@ -163,7 +163,7 @@ def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
     task = ChessEnv(0)
     scorers = {workers: RewardScorer(task, workers=workers) for workers in (0, 1, 2, 4)}
     variants: dict[str, Callable[[Batch], Any]] = {
-        "naive: python-chess parses every FEN": lambda batch: _one_by_one(naive, batch),
+        "plain: python-chess parses every FEN": lambda batch: _one_by_one(plain_score, batch),
         "+ cheap rejection, bit boards, distances in one call": lambda batch: _all_at_once(
             task, batch
         ),
@@ -172,7 +172,7 @@ def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
         "the same in a pool of 2": lambda batch: scorers[2].score(*batch).parts,
         "the same in a pool of 4": lambda batch: scorers[4].score(*batch).parts,
     }
-    expected = _one_by_one(naive, now)
+    expected = _one_by_one(plain_score, now)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, variant in variants.items():
@@ -182,7 +182,7 @@ def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
             found = variant(now)
             seconds[name].append(time.perf_counter() - start)
             if any(not np.array_equal(found[part], expected[part]) for part in expected):
-                raise AssertionError(f"{name}: rewards differ from the naive ones")
+                raise AssertionError(f"{name}: rewards differ from the plain ones")
     for scorer in scorers.values():
         scorer.close()
     texts = now[1]
@@ -194,7 +194,7 @@ def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
 
 
 def _time_waiting(examples: list[Example], texts: Texts) -> dict[str, Any]:
-    """Where threads pay: a reward that waits for something else, an engine or a subprocess."""
+    """Where threads help: a reward that waits, for an engine or a subprocess."""
 
     def wait(example: Example, text: str) -> float:
         time.sleep(0.005)
@@ -232,9 +232,7 @@ def _worst_hostile() -> float:
 
 
 def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
-    """Seconds a step, alternating, with four rollout batches a step and a reference to overlap
-    with.
-    """
+    """Seconds per step in turns, with four rollout batches and a reference model to overlap."""
     options: dict[str, Any] = {
         "group_size": GROUP,
         "rollout_batch_size": 4,
@@ -259,7 +257,7 @@ def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
             if step >= 2:
                 seconds[name].append(time.perf_counter() - start)
     result = {
-        "title": "a step of 16 prompts x 8 with 4 rollout batches and a KL",
+        "title": "a step of 16 prompts x 8 completions, 4 rollout batches, with a KL",
         "ms": {name: 1e3 * median(s) for name, s in seconds.items()},
     }
     console.print(_table(result))
@@ -270,7 +268,7 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(title=result["title"], title_justify="left")
     table.add_column("variant")
     table.add_column("ms", justify="right")
-    table.add_column("times as fast as the first", justify="right")
+    table.add_column("speedup", justify="right")
     first = next(iter(result["ms"].values()))
     for name, milliseconds in result["ms"].items():
         table.add_row(name, f"{milliseconds:.2f}", f"{first / milliseconds:.2f}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import _dynamo
 
-from benchmarks.steps import _stacked
+from benchmarks.layers import stacked
 from minigrpo import Config, Trainer
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
@@ -324,7 +324,7 @@ def test_without_a_compiler_nothing_is_begun(
     with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
         accel.check_compiler(Config.of(compile_model=True).speed, torch.device("cuda"))
     assert [
-        row.status for row in _stacked(torch.device("cpu")) if row.name == "(compiled blocks)"
+        row.status for row in stacked(torch.device("cpu")) if row.name == "(torch.compile)"
     ] != ["ok"]
 
 

@@ -1,5 +1,5 @@
-"""The benchmark measures what it says: the naive step is the same step, and rows, tables and charts
-come out whole.
+"""The benchmarks measure what they say: grpo.py's step and the library's are the same step, and
+tables, charts and figures come out whole.
 """
 
 import json
@@ -9,79 +9,89 @@ import pytest
 import torch
 from rich.console import Console
 
-import benchmark
+from benchmarks import cli
+from benchmarks.bench_step import BenchStep
+from benchmarks.grpo_step import GrpoPyStep, from_columns, to_columns
+from benchmarks.layers import GRPO_PY, LAYERS, PLAIN, stacked
 from benchmarks.memory import WAYS, Memory
-from benchmarks.steps import LAYERS, NAIVE, PLAIN, Steps, _stacked
-from benchmarks.workload import BenchStep, Workload, WorkloadFlags
+from benchmarks.steps import Steps
+from benchmarks.workload import FIXED_BY_GRPO_PY, Workload, WorkloadFlags
+from minigrpo.config import Config
 from minigrpo.model.transformer import LogprobPacking, PackedTokens, Transformer
-from minigrpo.runtime.flags import parse
+from minigrpo.runtime.flags import flag, parse
 
-TINY = [
-    *(
-        "--layers",
-        "1",
-        "--width",
-        "16",
-        "--heads",
-        "2",
-        "--vocab-size",
-        "300",
-        "--prompts-per-step",
-        "2",
-    ),
-    *(
-        "--group-size",
-        "3",
-        "--prompt-len",
-        "9",
-        "--max-new-tokens",
-        "7",
-        "--repeats",
-        "1",
-        "--device",
-        "cpu",
-    ),
-]
+TINY_SIZES = {
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "vocab_size": 300,
+    "prompts_per_step": 2,
+    "group_size": 3,
+    "prompt_len": 9,
+    "max_new_tokens": 7,
+}
+TINY = [word for name, size in TINY_SIZES.items() for word in (flag(name), str(size))]
+TINY += ["--repeats", "1", "--device", "cpu"]
 CPU = torch.device("cpu")
 
 
-def machine(work: Workload, naive: frozenset[str] = frozenset(), **flags: object) -> BenchStep:
-    return BenchStep(work.config.replace(**{**PLAIN, "learning_rate": 1e-30, **flags}), work, naive)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("options", [{}, {"natural": True, "group_size": 4, "prompts_per_step": 2}])
-def test_the_naive_step_is_the_same_step(options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"natural": True, "group_size": 4, "prompts_per_step": 2, "kl_coef": 0.1}]
+)
+def test_the_step_of_grpo_py_is_the_librarys_step(options: dict[str, object]) -> None:
     """Same tokens, rewards and log-likelihood, and the same gradient, in float64."""
-    asked = WorkloadFlags(**options) if options else parse(Steps, TINY)  # type: ignore[arg-type]
-    work = Workload.of(asked, CPU)
+    flags = WorkloadFlags(**options) if options else parse(Steps, TINY)  # type: ignore[arg-type]
+    work = Workload.of(flags, CPU)
     work.model.double()
-    naive, ours = (
-        machine(work, NAIVE),
-        machine(
-            work, packing="prefix-tree", speculative_decoding=True, skip_zero_variance_groups=True
-        ),
-    )
+    plain = {**PLAIN, "learning_rate": 1e-30}
+    fast = plain | {
+        "packing": "prefix-tree",
+        "speculative_decoding": True,
+        "skip_zero_variance_groups": True,
+    }
+    theirs = GrpoPyStep(work.config.replace(**plain), work)
+    ours = BenchStep(work.config.replace(**fast), work)
     for number in range(2):
-        a, b = naive.step(number), ours.step(number)
-        assert torch.equal(naive.tokens(), ours.tokens())
-        assert naive.batch.rewards is not None and ours.batch.rewards is not None
-        assert (naive.batch.rewards.total == ours.batch.rewards.total).all()
+        a, b = theirs.step(number), ours.step(number)
+        assert torch.equal(theirs.tokens(), ours.tokens())
+        assert theirs.batch.rewards is not None and ours.batch.rewards is not None
+        assert theirs.batch.rewards.total == pytest.approx(ours.batch.rewards.total, rel=1e-6)
         assert a["completions"] == b["completions"] and a["completion_len"] == b["completion_len"]
         assert b["tokens/run"] < a["tokens/run"]
     if not work.natural:
-        assert (naive.batch.completions.completion_mask.sum(-1) == 7).all()
-    (loss, gradient), (other, theirs) = naive.gradient(naive.batch), ours.gradient(naive.batch)
+        assert (theirs.batch.completions.completion_mask.sum(-1) == 7).all()
+    (loss, gradient), (other, others) = theirs.gradient(theirs.batch), ours.gradient(theirs.batch)
     assert other == pytest.approx(loss, rel=1e-10)
     scale = max(g.abs().max() for g in gradient)
     assert scale > 0
-    for x, y in zip(gradient, theirs, strict=True):
+    for x, y in zip(gradient, others, strict=True):
         assert (x - y).abs().max() <= 1e-9 * scale
 
 
+def test_micro_batches_of_grpo_py_add_up_to_the_same_gradient() -> None:
+    work = Workload.of(parse(Steps, [*TINY, "--micro-batch-size", "0"]), CPU)
+    work.model.double()
+    config = work.config.replace(learning_rate=1e-30)
+    whole = GrpoPyStep(config, work)
+    parts = GrpoPyStep(config.replace(micro_batch_size=1), work)
+    whole.step(0)
+    for x, y in zip(whole.gradient(whole.batch)[1], parts.gradient(whole.batch)[1], strict=True):
+        assert x.abs().max() > 0
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+def test_columns_begin_where_the_prompts_end() -> None:
+    values, starts = torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 1])
+    columns = to_columns(values, starts, 4)
+    assert columns.tolist() == [[0, 0, 1, 2], [0, 3, 4, 0]]
+    assert torch.equal(from_columns(columns, starts, 2), values)
+
+
 def test_each_row_adds_one_layer_and_brackets_are_not_kept() -> None:
-    rows = _stacked(CPU)
+    rows = stacked(CPU)
     assert [row.name.strip("()") for row in rows] == [layer.name for layer in LAYERS]
     kept = rows[0]
+    assert kept.is_grpo_py and not any(row.is_grpo_py for row in rows[1:])
     for row in rows[1:]:
         if row.status != "ok":
             assert row.status == "needs cuda"
@@ -93,49 +103,30 @@ def test_each_row_adds_one_layer_and_brackets_are_not_kept() -> None:
         }
         if not row.name.startswith("("):
             kept = row
-    assert not kept.naive
 
 
 def test_the_steps_benchmark_writes_tables_charts_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "figures.json"
-    only = ["--only", "one batch", "tree", "TF32", "autocast", "lean"]
-    benchmark.main(
-        [*TINY, *only, "--full", "--out-dir", str(tmp_path / "out"), "--json", str(file)]
-    )
-    out = capsys.readouterr().out
-    assert (
-        "all rows sampled the same tokens" in out
-        or "completions that are not the naive ones" in out
-    )
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "steps.md",
-        "steps.json",
-        "steps.png",
-    }
+    file, out = tmp_path / "figures.json", tmp_path / "out"
+    only = ["--only", "no speed", "tree", "TF32", "autocast", "lean"]
+    cli.main([*TINY, *only, "--full", "--out-dir", str(out), "--json", str(file)])
+    printed = capsys.readouterr().out
+    assert "all rows sampled the same tokens" in printed or "completions that differ" in printed
+    assert {path.name for path in out.iterdir()} == {"steps.md", "steps.json", "steps.png"}
     result = json.loads(file.read_text())
     rows = {row["name"].strip("()"): row for row in result["rows"]}
-    assert result["rows"][0]["name"] == "naive" and result["rows"][0]["speedup"] == 1
+    assert result["rows"][0]["name"] == GRPO_PY and result["rows"][0]["speedup"] == 1
     assert rows["TF32"]["status"] == "needs cuda" and rows["TF32"]["s_per_step"] is None
-    assert (
-        rows["tree packing"]["grad_difference"]
-        < 1e-4
-        < rows["bfloat16 autocast"]["grad_difference"]
-    )
-    assert (
-        rows["tree packing"]["loss_difference"]
-        < 1e-5
-        < rows["bfloat16 autocast"]["loss_difference"]
-        < 0.05
-    )
-    assert rows["tree packing"]["tokens_update"] < rows["naive"]["tokens_update"]
+    tree, autocast = rows["prefix-tree packing"], rows["bfloat16 autocast"]
+    assert tree["grad_difference"] < 1e-4 < autocast["grad_difference"]
+    assert tree["loss_difference"] < 1e-5 < autocast["loss_difference"] < 0.05
+    assert tree["tokens_update"] < rows[GRPO_PY]["tokens_update"]
     for row in rows.values():
         if row["status"] == "ok":
-            assert (
-                row["s_per_step"] > 0 and row["roofline_multiple"] > 1 and len(row["samples"]) == 1
-            )
-    assert {row["name"] for row in result["alone"]} > {"naive", "plain"} - {"plain"}
+            assert row["s_per_step"] > 0 and row["roofline_multiple"] > 1
+            assert len(row["samples"]) == 1
+    assert {row["name"] for row in result["alone"]} > {GRPO_PY, "the library, no speed layers"}
 
 
 def test_the_memory_benchmark_holds_all_ways_to_the_same_tokens(
@@ -170,8 +161,7 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
 
     monkeypatch.setattr(Transformer, "forward", small)
     asked = parse(
-        Steps,
-        [*TINY, "--only", "completion-only", "tree", "one prompt", "--out-dir", str(tmp_path)],
+        Steps, [*TINY, "--only", "no speed", "tree", "one prompt", "--out-dir", str(tmp_path)]
     )
     result = asked.run(Console(quiet=True))
     assert [row["status"] for row in result["rows"]] == ["ok", "ok", "out of memory", "ok"]
@@ -191,7 +181,16 @@ def test_bad_input_is_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        benchmark.main(words)
+        cli.main(words)
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("setting", ["temperature = 0.8", 'loss = "dapo"', "num_iterations = 2"])
+def test_a_job_that_grpo_py_cannot_do_is_refused(tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(setting + "\n")
+    with pytest.raises(ValueError, match=r"--(temperature|loss|num-iterations) must be .*grpo\.py"):
+        Workload.of(WorkloadFlags(config=file), CPU)
+    assert set(FIXED_BY_GRPO_PY) <= set(Config().flat())

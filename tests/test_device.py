@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import benchmark
-from benchmarks import probe
-from benchmarks.steps import LEAN
+from benchmarks import cli, probe
+from benchmarks.layers import LEAN
 from minigrpo import Config, Trainer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime import accel
@@ -115,7 +114,7 @@ def test_a_benchmark_has_nothing_on_two_devices(
         monkeypatch.setattr(probe, rate, lambda *args: 1e12)
     only = ["--only", "tree", "lean"] if what == ["steps"] else []
     with pretend_cuda(monkeypatch):
-        benchmark.main([*what, *TINY_WORK[:-1], "cuda", *only, "--out-dir", str(tmp_path)])
+        cli.main([*what, *TINY_WORK[:-1], "cuda", *only, "--out-dir", str(tmp_path)])
     rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
     assert {row["status"] for row in rows} == {"ok"}
 

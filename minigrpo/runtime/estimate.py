@@ -1,8 +1,6 @@
 """What a step will take, before anything is run: parameters, tokens, FLOPs, and memory by kind.
 
 Completions are taken to be as long as the true answers, and all different: what repeats costs less.
-A forward takes 2 FLOPs per parameter and token, and 4 * width per layer and pair of tokens that
-attend. A backward pass takes twice as many.
 """
 
 from collections.abc import Mapping
@@ -18,6 +16,7 @@ from ..model.transformer import ModelShape, Transformer
 from ..types import Task
 from .accel import pick_device
 from .build import make_model, make_task, make_tokenizer
+from .flops import forward_flops
 
 MIB = 2**20
 # bytes that autograd keeps per token, layer and unit of width, counted with saved-tensor hooks:
@@ -173,10 +172,13 @@ class _Job:
 
 def _work(job: _Job) -> tuple[dict[str, float], dict[str, float]]:
     """Tokens and FLOPs by phase."""
-    config, shape = job.config, job.shape
-    seen = job.prompt_len + job.answer_len / 2  # tokens that a token attends to, about
-    per_token = 2 * job.blocks + 4 * shape.layers * shape.width * seen
-    forward = per_token * job.update_tokens + 2 * job.head * job.completion_tokens
+    config = job.config
+    forward = forward_flops(
+        job.shape,
+        tokens=job.update_tokens,
+        attended=job.prompt_len + job.answer_len / 2,  # about
+        head_tokens=job.completion_tokens,
+    )
     updates = config.optimizer.num_iterations
     tokens = {"update": job.update_tokens * updates}
     flops = {"update": 3 * forward * updates}

@@ -1,0 +1,187 @@
+"""grpo.py, the algorithm in one file, does what the library does."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo
+from minigrpo import losses
+from minigrpo.config import Config
+from minigrpo.learner import Learner
+from minigrpo.model.packing import PACKINGS
+from minigrpo.model.transformer import Transformer
+from minigrpo.types import Completions, Example, RolloutBatch
+
+from .conftest import EOS, make_completions
+
+SOURCE = Path(grpo.__file__).read_text()
+LIBRARY_AS_DATA = {
+    "minigrpo.model.tokenizer",
+    "minigrpo.model.transformer",
+    "minigrpo.tasks.chess_env",
+    "minigrpo.types",
+}
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5]]
+
+
+def in_rows(completions: Completions) -> tuple[Tensor, Tensor]:
+    """The library's completions as grpo.py has them: `ids [B, T]` and `mask [B, T]`."""
+    ids, mask = list[Tensor](), list[Tensor]()
+    for p, length in enumerate(completions.prompt_len.tolist()):
+        prompt = completions.prompt_ids[p, :length]
+        for tokens, kept in zip(
+            completions.completion_ids[p], completions.completion_mask[p], strict=True
+        ):
+            ids.append(torch.cat([prompt, tokens[kept]]))
+            mask.append(torch.cat([torch.zeros_like(prompt), torch.ones_like(tokens[kept])]))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(ids, batch_first=True), pad(mask, batch_first=True).bool()
+
+
+def perturbed(model: Transformer, seed: int) -> Transformer:
+    other = Transformer(model.shape).double()
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(0.05 * noise)
+    return other
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("policy_has_moved", [False, True])
+@pytest.mark.parametrize("packing", ["repeated", "prefix-tree"])
+def test_the_gradient_is_the_librarys(
+    model: Transformer,
+    completions: Completions,
+    kl_coef: float,
+    policy_has_moved: bool,
+    packing: str,
+) -> None:
+    """With a reference that is not the policy, and with old log-probs that let the clip act."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(completions.completion_mask.shape[:2], generator=generator).double()
+    ids, mask = in_rows(completions)
+    old, reference = perturbed(model, 1), perturbed(model, 2)
+
+    logp = grpo.token_logprobs(model, ids, mask)
+    A = grpo.advantages(rewards).flatten()
+    with torch.no_grad():
+        old_logp = grpo.token_logprobs(old, ids, mask) if policy_has_moved else logp.detach()
+        ref_logp = grpo.token_logprobs(reference, ids, mask) if kl_coef else None
+    loss = grpo.grpo_loss(logp, old_logp, A, mask, ref_logp, kl_coef)
+    gradient = torch.autograd.grad(loss, list(model.parameters()))
+    if policy_has_moved:
+        ratio = (logp - old_logp).exp()[mask]
+        assert ratio.min() < 1 - grpo.CLIP and ratio.max() > 1 + grpo.CLIP
+
+    packed = PACKINGS[packing](completions)
+    with torch.no_grad():
+        batch = RolloutBatch(
+            examples=[Example("", "")] * len(completions),
+            completions=completions,
+            texts=[[]] * len(completions),
+            advantages=losses.advantages(rewards),
+            ref_logp=reference(packed.tokens, packed)[0] if kl_coef else None,
+        )
+        if policy_has_moved:
+            batch = replace(batch, old_logp=old(packed.tokens, packed)[0])
+    learner = Learner(Config.of(loss="grpo", kl_coef=kl_coef, packing=packing), model)
+    metrics = learner.gradient(*learner.prepare(batch))
+
+    assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-10, abs=1e-14)
+    scale = max(float(g.abs().max()) for g in gradient)
+    assert scale > 1e-3
+    for ours, parameter in zip(gradient, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-10 * scale)
+
+
+def test_advantages_are_the_librarys() -> None:
+    rewards = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    rewards[2] = 0.1  # a group of equal rewards
+    torch.testing.assert_close(
+        grpo.advantages(rewards), losses.advantages(rewards), rtol=1e-10, atol=1e-10
+    )
+
+
+def one_at_a_time(model: Transformer, prompt: list[int], u: Tensor | None, limit: int) -> list[int]:
+    """The completion of one prompt, with a full forward per token and no cache."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + limit:
+        logits = model.logits(torch.tensor([ids]))[:, -1]
+        ids.append(int(grpo.pick_token(logits, None if u is None else u[len(ids)].view(1))))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_sample_depends_on_nothing_but_its_prompt_and_its_numbers(
+    model: Transformer, greedy: bool
+) -> None:
+    with torch.no_grad():
+        model.wte.weight[EOS].mul_(6)  # some completions end early, at different lengths
+    u = torch.rand(len(PROMPTS), 20, generator=torch.Generator().manual_seed(3)).double()
+    ids, mask = grpo.sample(model, PROMPTS, EOS, None if greedy else u, 9)
+    lengths = mask.sum(1).tolist()
+    assert ids.shape == mask.shape
+    for b, prompt in enumerate(PROMPTS):
+        expected = one_at_a_time(model, prompt, None if greedy else u[b], 9)
+        end = len(prompt) + lengths[b]
+        assert ids[b, :end].tolist() == prompt + expected
+        assert not ids[b, end:].any()
+        assert mask[b].nonzero()[:, 0].tolist() == list(range(len(prompt), end))
+    if not greedy:
+        assert min(lengths) < 9
+
+
+def test_a_completion_ends_with_the_end_of_text_or_at_the_limit(model: Transformer) -> None:
+    u = torch.full((len(PROMPTS), 20), 0.999999)
+    last = int(grpo.sample(model, PROMPTS, -1, u, 1)[0][0, len(PROMPTS[0])])
+    ids, mask = grpo.sample(model, PROMPTS, last, u, 6)
+    assert mask[0].sum() == 1 and ids[0, len(PROMPTS[0])] == last
+    _, mask = grpo.sample(model, PROMPTS, -1, u, 6)  # no such token
+    assert mask.sum(1).tolist() == [6] * len(PROMPTS)
+
+
+def test_the_loss_sees_completions_only(model: Transformer) -> None:
+    """The end of text is trained on; prompts and what follows the end are not."""
+    ids, mask = in_rows(make_completions(0))
+    junk = torch.where(mask | (mask.cumsum(1) == 0), ids, 7)
+    logp = grpo.token_logprobs(model, ids, mask)
+    torch.testing.assert_close(logp, grpo.token_logprobs(model, junk, mask))
+    assert (logp[mask] < 0).all() and not logp[~mask].any()
+
+
+def test_it_trains_and_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"STEPS": 2, "PROMPTS_PER_STEP": 2, "GROUP_SIZE": 3, "EVAL_EVERY": 2, "EVAL_SIZE": 4}
+    for name, value in (small | {"KL_COEF": 0.1, "UPDATES_PER_ROLLOUT": 2}).items():
+        monkeypatch.setattr(grpo, name, value)
+    grpo.main()
+    first, *steps = capsys.readouterr().out.splitlines()
+    assert first.startswith("exact match on 4 held-out prompts: sampled ")
+    assert [line.split()[:2] for line in steps[:2]] == [["step", "1"], ["step", "2"]]
+    assert len(steps) == 3 and steps[2].startswith("exact match on 4 held-out prompts: sampled ")
+
+
+def test_it_takes_nothing_else_from_the_library() -> None:
+    imported = set[str]()
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None
+            imported.add(node.module)
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    assert {name for name in imported if name.startswith("minigrpo")} == LIBRARY_AS_DATA
+
+
+def test_it_is_read_in_one_sitting() -> None:
+    assert len(SOURCE.splitlines()) <= 230
