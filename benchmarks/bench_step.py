@@ -10,14 +10,14 @@ from torch import Tensor
 
 from minigrpo.config import Config
 from minigrpo.learner import Learner
-from minigrpo.model.packing import PACKINGS
-from minigrpo.reference import FrozenReference, NoReference, Reference
-from minigrpo.rewards import RewardScorer
-from minigrpo.rollout import ExamplePrefetcher, RolloutBatches, Sampler
+from minigrpo.rollout import RolloutBatches
 from minigrpo.runtime import accel
+from minigrpo.runtime.build import make_reference, make_scorer
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import PhaseTimer
 from minigrpo.runtime.oom import OOMBackoff
+from minigrpo.runtime.prefetch import ExamplePrefetcher
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, RolloutBatch
 
 from .workload import Workload
@@ -45,12 +45,9 @@ class NoBackoff(OOMBackoff):
     """Lets an out-of-memory error through: a row must not run in smaller pieces than it says."""
 
     def run(
-        self,
-        function: Callable[[int], T],
-        there_are: int,
-        forget: Callable[[], object] = lambda: None,
+        self, function: Callable[[int], T], total: int, free: Callable[[], object] = lambda: None
     ) -> T:
-        return function(self.of(there_are))
+        return function(self.size_of(total))
 
 
 class BenchStep:
@@ -59,44 +56,30 @@ class BenchStep:
     def __init__(self, config: Config, work: Workload, sampler: type[Sampler] = Sampler) -> None:
         self.config, self.device = config, work.device
         self.model = copy.deepcopy(work.model)
-        accel.chunk_logprobs(config, self.model)
+        self.model.logprob_chunk = accel.logprob_chunk(config.memory, self.model)
         self.learner = Learner(config, self.model)
         self.learner.backoff = NoBackoff("update", "", config.memory.micro_batch_size)
         self.sampler = sampler(config, self.model, work.tokenizer, self.learner.autocast)
         self.sampler.backoffs.default_factory = lambda: NoBackoff("sampling", "", 0)
         if work.forced:
-            self.sampler.eos = -1  # no token has this number, so no completion ends early
-        scorer = RewardScorer(
-            work.task,
-            workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
-            timeout_s=config.task.reward_timeout,
-        )
-        reference = self._make_reference()
-        accel.checkpoint_blocks(config, self.model)
-        accel.compile_blocks(config, self.model)
+            # no token has this number, so no completion ends early
+            self.sampler.eos = -1
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
-        examples = ExamplePrefetcher(work.task, config, dist, 0)
         self.source = RolloutBatches(
-            config, examples, self.sampler, scorer, reference, self.timer, dist
+            config,
+            ExamplePrefetcher(work.task, config, dist, 0),
+            self.sampler,
+            make_scorer(config, work.task),
+            make_reference(config, copy.deepcopy(self.model), self.learner),
+            self.timer,
+            dist,
         )
         self.batch: RolloutBatch
 
-    def _make_reference(self) -> Reference:
-        if not self.config.loss.kl_coef:
-            return NoReference()
-        return FrozenReference(
-            accel.low_precision_copy(self.config, self.model),
-            packing=PACKINGS[self.config.speed.packing],
-            temperature=self.config.sampling.temperature,
-            backoff=self.learner.backoff,
-            autocast=self.learner.autocast,
-            offload=self.config.memory.offload_reference,
-        )
-
     def step(self, number: int) -> dict[str, float]:
         """One training step: its seconds, those of its phases, and how much work it was."""
-        accel.use_tf32(self.config)  # process-wide, so every step sets it again
+        accel.use_tf32(self.config.speed)  # process-wide, so every step sets it again
         self.timer.take()
         start = time.perf_counter()
         self.batch = self.source.batch(number)
@@ -122,10 +105,10 @@ class BenchStep:
 
         Not the loss itself: at a ratio of 1 the advantages cancel, and only rounding is left of it.
         """
-        accel.use_tf32(self.config)
+        accel.use_tf32(self.config.speed)
         with torch.no_grad():
             parts = batch.split(self.config.memory.micro_batch_size or len(batch))
-            logps = [self.learner.forward(part.completions)[0] for part in parts]
+            logps = [self.learner.forward(self.learner.pack(part.completions))[0] for part in parts]
             total = sum(float(logp.double().sum()) for logp in logps)
         nll = -total / int(batch.completions.completion_mask.sum())
         self.learner.gradient(*self.learner.prepare(batch))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from minigrpo.config import Config
+from minigrpo.config import SpeedConfig
 from minigrpo.runtime import accel
 from minigrpo.runtime.flags import ConfigError
 
@@ -125,7 +125,7 @@ def _status(layer: Layer, device: torch.device) -> str:
         return f"needs {layer.needs}"
     if layer.flags.get("compile_model"):
         try:
-            accel.check_compiler(Config.of(compile_model=True), device)
+            accel.check_compiler(SpeedConfig(compile_model=True), device)
         except ConfigError as error:
             return str(error)
     return "ok"

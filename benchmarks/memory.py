@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from minigrpo.model.logprobs import chunk_size, token_logprobs
-from minigrpo.rollout import GREEDY, Sampler
 from minigrpo.runtime import accel
 from minigrpo.runtime.logging import PhaseTimer
-from minigrpo.sampling.generate import SamplingParams
+from minigrpo.sampling.params import SamplingParams
+from minigrpo.sampling.sampler import GREEDY, Sampler
 from minigrpo.types import Completions, Example
 
 from . import probe

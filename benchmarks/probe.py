@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minigrpo.runtime.run_dir import versions
+from minigrpo.runtime.environment import versions
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
 RESET_PEAK = "5"  # written to clear_refs

@@ -17,13 +17,12 @@ import torch
 
 from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
-from minigrpo.model.pretrained import build_model
-from minigrpo.model.tokenizer import END_OF_TEXT, load_tokenizer
+from minigrpo.model.tokenizer import END_OF_TEXT
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rewards import similarities, similarity
+from minigrpo.runtime.build import make_model, make_task, make_tokenizer
 from minigrpo.runtime.flags import ConfigError, flag
 from minigrpo.runtime.rng import stream
-from minigrpo.tasks.registry import load_task
 from minigrpo.types import Example, Task
 
 # a natural job brings its own model and prompts, so it takes none of these
@@ -225,11 +224,8 @@ def _natural_job(flags: WorkloadFlags) -> Job:
                 f"--config {flags.config}: {flag(name)} must be {default[name] or 'unset'}, as "
                 f"grpo.py has no other, got {given[name]}"
             )
-    tokenizer = load_tokenizer(config.model.tokenizer)
-    task = load_task(
-        config.task.name, seed=config.run.seed, history=config.task.history, data=config.task.data
-    )
-    return config, build_model(config, tokenizer), tokenizer, task
+    tokenizer = make_tokenizer(config)
+    return config, make_model(config, tokenizer), tokenizer, make_task(config)
 
 
 def _made_up_job(flags: WorkloadFlags) -> Job:

@@ -110,7 +110,7 @@ class LossConfig(Group):
     scale: Literal["auto", "group", "batch", "none"] = "auto"
     """Which standard deviation divides advantages; auto: the loss's own."""
     kl: Literal[(*KL_ESTIMATORS, KL_IN_REWARD)] = "k3"  # type: ignore[valid-type]
-    """KL estimator; k1_reward subtracts the KL from the rewards instead of adding it to the loss."""
+    """KL estimator; k1_reward takes the KL off the rewards instead of adding it to the loss."""
     kl_coef: PositiveOrZero = 0.0
     """Weight of the KL to the initial model; above 0 a frozen copy of it is kept."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
@@ -146,7 +146,7 @@ class SpeedConfig(Group):
     """Speed layers, one flag each. None of them changes what is computed."""
 
     fast: bool = False
-    """Turn on the layers that help on this device, except those that are set; the run lists them."""
+    """Turn on the layers that help on this device, unless they are set; the run lists them."""
     device: str = "auto"
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     use_amp: bool = False
@@ -222,7 +222,7 @@ class RunConfig(Group):
     out_dir: str = ""
     """The run's folder; empty: runs/<time>-<loss>."""
     resume: str = ""
-    """auto: from the newest whole checkpoint in --out-dir, or afresh; or the step to resume from."""
+    """auto (the newest whole checkpoint in --out-dir, if any), or the step to resume from."""
     plan: bool = False
     """Print what a step would take (tokens, FLOPs, memory), and run nothing."""
     profile: bool = False

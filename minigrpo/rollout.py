@@ -226,7 +226,7 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
 
 
 def has_zero_variance(rewards: RewardTable) -> np.ndarray:
-    """`[P]` whether all completions of a prompt have the same reward, so that it teaches nothing."""
+    """`[P]` whether all completions of a prompt have the same reward: nothing to learn from."""
     return rewards.total.max(1) == rewards.total.min(1)
 
 

@@ -85,7 +85,8 @@ def test_a_bad_toml_file_is_an_error_that_names_the_key(
 def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(
-        'group_size = 4\nlayout = "repeated"\nclip_high = 1\n[reward_weights]\nvalid = 0.5\nexact_fen = 2\n'
+        'group_size = 4\nlayout = "repeated"\nclip_high = 1\n'
+        "[reward_weights]\nvalid = 0.5\nexact_fen = 2\n"
     )
     config = Config.from_cli(
         ["--packing", "shared-prompt", "--config", str(path), "--use-amp", "--no-kv-cache"]

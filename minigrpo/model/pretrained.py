@@ -8,7 +8,7 @@ SHIPPED = "warm-start.safetensors"
 
 
 def load_pretrained(name: str) -> Transformer:
-    """The model that ships (`shipped`), or one by path. Raises ValueError with what does not fit."""
+    """The model that ships (`shipped`), or one by path. Raises ValueError if it does not fit."""
     if name == "shipped":
         name = str(files("minigrpo.assets").joinpath(SHIPPED))
     return Transformer.from_pretrained(name)

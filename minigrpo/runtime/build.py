@@ -1,4 +1,4 @@
-"""The parts of a run, made from its config. The trainer, the tools and the benchmarks build here."""
+"""The parts of a run, made from its config, for the trainer, the tools and the benchmarks."""
 
 from collections.abc import Callable
 

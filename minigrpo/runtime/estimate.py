@@ -197,7 +197,7 @@ def _work(job: _Job) -> tuple[dict[str, float], dict[str, float]]:
 
 def _memory(job: _Job) -> dict[str, float]:
     """Bytes by kind."""
-    config, shape = job.config, job.shape
+    config = job.config
     low, low_weights = config.speed.use_amp, config.speed.low_precision_weights
     samples_anything = LOSSES[config.loss.name].needs_group
     frozen = 4.0 * job.parameters - (2.0 * job.blocks if low_weights else 0)

@@ -82,9 +82,10 @@ class Group:
             value = getattr(self, field.name)
             _check_type(name, value, hint)
             for extra in extras:
-                if isinstance(extra, CONSTRAINTS) and value is not None:
-                    if complaint := extra.complaint(value):
-                        raise ConfigError(f"{flag(name)} must be {complaint}, got {value}")
+                if value is None or not isinstance(extra, CONSTRAINTS):
+                    continue
+                if complaint := extra.complaint(value):
+                    raise ConfigError(f"{flag(name)} must be {complaint}, got {value}")
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
@@ -160,8 +161,8 @@ def find_preset(path: str) -> Path:
 def read_settings(config: type, path: str | Path) -> dict[str, Any]:
     """The settings of a TOML file under flat names; its tables are the groups, or it has none.
 
-    A table `reward_weights` is read as its text form, and `versions`, which a run's own config.toml
-    has, is skipped. Raises ConfigError, in one line, for a file that does not read or a key unknown.
+    A table `reward_weights` is read as its text form. The table `versions` of a run's own
+    config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key.
     """
     try:
         values = tomllib.loads(find_preset(str(path)).read_text())

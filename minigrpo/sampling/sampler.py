@@ -38,7 +38,7 @@ class Sampler:
         self.graphs = CUDAGraphCache()
         self.decoder = self._choose_decoder()
         self.low_precision = accel.low_precision_copy(config.speed, model)
-        # how many prompts fit depends on the number of samples, which evaluation and training differ in
+        # by number of samples, because training and evaluation fit different numbers of prompts
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
             lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
         )
