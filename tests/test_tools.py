@@ -281,7 +281,7 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     runs = tmp_path / "a", tmp_path / "b"
-    call(curves, *runs, "--out", tmp_path / "c.png", "--difference")
+    call(curves, *runs, "--out", tmp_path / "c.png", "--difference", "--metric", "exact")
     assert "+50.0" in capsys.readouterr().out
     curve, apart = drawn[0].axes
     assert [line.get_ydata()[-1] for line in curve.lines[::2]] == [
@@ -292,7 +292,19 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
     for arguments, words in (
         ([tmp_path], "no readable eval.jsonl"),
         ([*runs, "--out", "c.gif"], "--out must end with"),
+        ([*runs, "--out", "c.png"], "--metric exact_sampled: "),
     ):
         with pytest.raises(SystemExit):
             call(curves, *arguments)
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_pooled_curves_are_means_of_the_runs_that_differ_in_their_last_number() -> None:
+    runs = {
+        Path("GRPO-0"): [{"step": 0, "exact": 0.25}, {"step": 9, "exact": 0.5}],
+        Path("GRPO-1"): [{"step": 0, "exact": 0.75}],
+        Path("nll-0"): [{"step": 0, "exact": 0.0}],
+    }
+    lines = curves.pooled(runs)
+    assert {name: len(records) for name, records in lines.items()} == {"GRPO": 2, "nll": 1}
+    assert curves.points(lines["GRPO"], "exact") == {0: [25.0, 75.0], 9: [50.0]}

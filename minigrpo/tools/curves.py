@@ -4,10 +4,12 @@ minigrpo curves runs/a runs/b --out curves.png
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import tyro
@@ -18,6 +20,10 @@ from rich.table import Table
 from ..runtime.flags import ConfigError, exit_with, parse
 
 FORMATS = (".png", ".svg", ".pdf")
+METRICS = {
+    "exact_sampled": "held-out examples exactly right, sampled",
+    "exact": "held-out examples exactly right, greedy",
+}
 
 Records = Sequence[Mapping[str, Any]]  # the evaluations of a run, as eval.jsonl has them
 
@@ -28,8 +34,10 @@ class Arguments:
     """Folders of runs."""
     out: Path | None = None
     """Write a figure here (PNG, SVG or PDF); needs matplotlib."""
-    metric: str = "exact"
+    metric: str = "exact_sampled"
     """What the figure shows: a key of eval.jsonl."""
+    pool: bool = False
+    """Draw the runs NAME-0, NAME-1, ... as one line: their mean, with their range shaded."""
     difference: bool = False
     """Add a panel with the difference of each run from the first."""
     kinds: bool = False
@@ -48,25 +56,20 @@ def read(run: Path) -> Records:
 
 
 def table(runs: Mapping[Path, Records]) -> Table:
-    """The first and the last evaluation, one row per run."""
+    """The first and the last evaluation, sampled and greedy exact-match, one row per run."""
     out = Table(box=box.SIMPLE_HEAD)
     out.add_column("run", overflow="fold")  # on a narrow terminal names fold, figures do not
-    names = "steps", "n", "exact\nbefore", "after", "change", "valid\nbefore", "after", "seconds"
-    for name in names:
+    ends = "after", "change"
+    for name in ("steps", "n", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
         out.add_column(name, justify="right", no_wrap=True)
     for run, records in runs.items():
         first, last = records[0], records[-1]
-        out.add_row(
-            run.name,
-            str(last["step"]),
-            f"{last['n']:.0f}",
-            f"{first['exact']:.1%}",
-            f"{last['exact']:.1%}",
-            f"{100 * (last['exact'] - first['exact']):+.1f}",
-            f"{first.get('valid', nan):.1%}",
-            f"{last.get('valid', nan):.1%}",
-            f"{_seconds(run):.0f}",
-        )
+        shares = []
+        for metric in ("exact_sampled", "exact"):
+            before, after = first.get(metric, nan), last.get(metric, nan)
+            shares += [f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f}"]
+        steps, n, seconds = str(last["step"]), f"{last['n']:.0f}", f"{_seconds(run):.0f}"
+        out.add_row(run.name, steps, n, *shares, seconds)
     return out
 
 
@@ -96,11 +99,30 @@ def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
     return out
 
 
-def draw(runs: Mapping[Path, Records], metric: str, out: Path, *, difference: bool = False) -> None:
-    """Draw one line per run, and if asked for, below it, its difference from the first run.
+def pooled(runs: Mapping[Path, Records]) -> dict[str, list[Records]]:
+    """Runs by name, without the number that ends it: grpo-0 and grpo-1 are both grpo."""
+    out: dict[str, list[Records]] = {}
+    for run, records in runs.items():
+        out.setdefault(re.sub(r"-\d+$", "", run.name), []).append(records)
+    return out
 
-    The first and the last evaluation are marked, because they are on more examples. Raises
-    ConfigError without matplotlib.
+
+def points(runs: Sequence[Records], metric: str) -> dict[int, list[float]]:
+    """Percentages by step, one per run that was evaluated at that step."""
+    out: dict[int, list[float]] = {}
+    for records in runs:
+        for record in records:
+            out.setdefault(record["step"], []).append(100 * record[metric])
+    return dict(sorted(out.items()))
+
+
+def draw(
+    lines: Mapping[str, Sequence[Records]], metric: str, out: Path, *, difference: bool = False
+) -> None:
+    """Draw one line per name, the mean of its runs, with their range shaded.
+
+    With `difference`, a panel below has the difference from the first line. The first and the last
+    evaluation are marked, because they are on more examples. Raises ConfigError without matplotlib.
     """
     try:
         import matplotlib
@@ -115,10 +137,14 @@ def draw(runs: Mapping[Path, Records], metric: str, out: Path, *, difference: bo
     figure, panels = plt.subplots(len(ratios), figsize=size, height_ratios=ratios, **options)
     axes, bottom = panels[0, 0], panels[-1, 0]
     first: dict[int, float] = {}
-    for run, records in runs.items():
-        x, y = [record["step"] for record in records], [100 * record[metric] for record in records]
-        (line,) = axes.plot(x, y, linewidth=1.2, label=f"{run.name}: {y[0]:.1f} → {y[-1]:.1f}")
+    for name, runs in lines.items():
+        found = points(runs, metric)
+        x, y = list(found), [mean(values) for values in found.values()]
+        label = f"{name}: {y[0]:.1f} → {y[-1]:.1f}"
+        (line,) = axes.plot(x, y, linewidth=1.4, label=label)
         axes.plot([x[0], x[-1]], [y[0], y[-1]], "o", color=line.get_color())
+        low, high = ([end(values) for values in found.values()] for end in (min, max))
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         first = first or dict(zip(x, y, strict=True))
         if difference:
             steps = [step for step in x if step in first]
@@ -126,7 +152,7 @@ def draw(runs: Mapping[Path, Records], metric: str, out: Path, *, difference: bo
             bottom.plot(steps, apart, linewidth=1.2, color=line.get_color())
     if difference:
         bottom.set(ylabel="difference, points")
-    axes.set(ylabel=f"{metric}, % of held-out examples")
+    axes.set(ylabel=f"{METRICS.get(metric, metric)}, %")
     bottom.set(xlabel="step")
     for panel in panels[:, 0]:
         panel.grid(alpha=0.3)
@@ -141,12 +167,17 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         if arguments.out and arguments.out.suffix not in FORMATS:
             raise ConfigError(f"--out must end with {', '.join(FORMATS)}, got {arguments.out}")
         runs = {run: read(run) for run in arguments.runs}
+        for run, records in runs.items():
+            if arguments.out and any(arguments.metric not in record for record in records):
+                there = ", ".join(sorted(records[0].keys() - {"step", "n"}))
+                raise ConfigError(f"--metric {arguments.metric}: {run} has {there}")
         console = Console()
         console.print(table(runs))
         if arguments.kinds:
             console.print(table_of_kinds(runs))
         if arguments.out:
-            draw(runs, arguments.metric, arguments.out, difference=arguments.difference)
+            lines = pooled(runs) if arguments.pool else {run.name: [runs[run]] for run in runs}
+            draw(lines, arguments.metric, arguments.out, difference=arguments.difference)
             console.print(f"wrote {arguments.out}")
     except ConfigError as error:
         exit_with(error)
