@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
@@ -22,6 +22,12 @@ Count = Annotated[int, AtLeast(1)]
 CountOrZero = Annotated[int, AtLeast(0)]
 Positive = Annotated[float, Above(0)]
 PositiveOrZero = Annotated[float, AtLeast(0)]
+if TYPE_CHECKING:  # a type checker cannot read the table
+    LossName = str
+    KLName = str
+else:
+    LossName = Literal[tuple(LOSSES)]
+    KLName = Literal[(*KL_ESTIMATORS, KL_IN_REWARD)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,7 @@ class SamplingConfig(Group):
 class LossConfig(Group):
     """What is minimised."""
 
-    name: Annotated[Literal[tuple(LOSSES)], tyro.conf.arg(name="loss")] = "grpo"  # type: ignore[valid-type]
+    name: Annotated[LossName, tyro.conf.arg(name="loss")] = "grpo"
     """A row of the loss table; nll is the supervised warm start on true answers."""
     clip_low: Annotated[float | None, AtLeast(0)] = None
     """The ratio is clipped at 1 - this; None: the loss's own."""
@@ -109,7 +115,7 @@ class LossConfig(Group):
     """Baseline of the advantage; auto: the loss's own."""
     scale: Literal["auto", "group", "batch", "none"] = "auto"
     """Which standard deviation divides advantages; auto: the loss's own."""
-    kl: Literal[(*KL_ESTIMATORS, KL_IN_REWARD)] = "k3"  # type: ignore[valid-type]
+    kl: KLName = "k3"
     """KL estimator; k1_reward takes the KL off the rewards instead of adding it to the loss."""
     kl_coef: PositiveOrZero = 0.0
     """Weight of the KL to the initial model; above 0 a frozen copy of it is kept."""

@@ -162,7 +162,8 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """
     try:
         with safe_open(file, framework="pt") as tensors:
-            names = {name: name.removeprefix("transformer.") for name in tensors.keys()}  # noqa: SIM118
+            keys = list(tensors.keys())
+            names = {name: name.removeprefix("transformer.") for name in keys}
             kept = {
                 short: tensors.get_tensor(name)
                 for name, short in names.items()
