@@ -377,7 +377,7 @@ def test_asked_twice_it_stops_at_once_and_what_was_saved_is_whole(tmp_path: Path
     time.sleep(1.3)
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=20)[1]
-    assert "SIGINT: finishing this step, then saving; once more stops at once" in stderr
+    assert "SIGINT: finishing this step, then saving; a second signal stops at once" in stderr
     assert process.returncode != 0
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert load_checkpoint(manifest.parent)["step"] == 12
