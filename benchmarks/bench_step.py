@@ -1,4 +1,4 @@
-"""A training step of the library, put together from its parts so that each phase can be timed."""
+"""A training step of the library, assembled from its parts so that each phase can be timed."""
 
 import copy
 import time
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 class MeasuredStep(Protocol):
-    """What the benchmarks ask of a training step."""
+    """The interface that the benchmarks need of a training step."""
 
     device: torch.device
     batch: RolloutBatch  # of the last step
 
     def step(self, number: int) -> dict[str, float]:
-        """One training step: its seconds, those of its phases, and how much work it was."""
+        """Run one training step; return its seconds, total and by phase, and its token counts."""
 
     def tokens(self) -> Tensor:
         """What the last step sampled, `[P * G, S]`; -1 beyond the end."""
@@ -42,7 +42,7 @@ class MeasuredStep(Protocol):
 
 
 class NoBackoff(OOMBackoff):
-    """Lets an out-of-memory error through: a row must not run in smaller pieces than it says."""
+    """Raises out-of-memory errors: a row must not silently run in smaller pieces."""
 
     def run(
         self, function: Callable[[int], T], total: int, free: Callable[[], object] = lambda: None
@@ -62,7 +62,7 @@ class BenchStep:
         self.sampler = sampler(config, self.model, work.tokenizer, self.learner.autocast)
         self.sampler.backoffs.default_factory = lambda: NoBackoff("sampling", "", 0)
         if work.forced:
-            # no token has this number, so no completion ends early
+            # no token has this id, so no completion ends early
             self.sampler.eos = -1
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
@@ -78,7 +78,7 @@ class BenchStep:
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:
-        """One training step: its seconds, those of its phases, and how much work it was."""
+        """Run one training step; return its seconds, total and by phase, and its token counts."""
         accel.use_tf32(self.config.speed)  # process-wide, so every step sets it again
         self.timer.take()
         start = time.perf_counter()
@@ -103,7 +103,7 @@ class BenchStep:
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
         """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss.
 
-        Not the loss itself: at a ratio of 1 the advantages cancel, and only rounding is left of it.
+        Not the loss itself: at a ratio of 1 the advantages cancel, and only rounding error remains.
         """
         accel.use_tf32(self.config.speed)
         with torch.no_grad():

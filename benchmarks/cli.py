@@ -1,4 +1,4 @@
-"""`python benchmark.py [NAME] [flags]`: NAME is steps if left out, `NAME --help` lists flags."""
+"""`python benchmark.py [NAME] [flags]`: NAME defaults to steps; `NAME --help` lists its flags."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ from .steps import Steps
 
 
 class Benchmark(Protocol):
-    """Flags as fields, and what runs with them."""
+    """A benchmark, with its flags as fields."""
 
     @property
     def json(self) -> Path | None:
-        """A file for the figures, besides the terminal."""
+        """A file to write the figures to, besides the terminal."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Measure, print tables, and return the figures. Raises ValueError for bad flags."""
@@ -35,7 +35,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
 
 
 def main(argv: list[str]) -> None:
-    """Run one benchmark. Bad input is printed as one line, and the process exits with code 2."""
+    """Run one benchmark. Invalid input gives one line on stderr and exit code 2."""
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         allowed = ", ".join(BENCHMARKS)

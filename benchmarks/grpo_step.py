@@ -1,6 +1,6 @@
 """The first row of the steps benchmark: a training step made of grpo.py's own functions.
 
-It samples with the uniform numbers of the library, so that all rows write the same completions.
+It samples with the library's uniform numbers, so that all rows produce the same completions.
 """
 
 import copy
@@ -24,7 +24,7 @@ from .workload import Workload
 
 
 def to_columns(x: Tensor, starts: Tensor, columns: int) -> Tensor:
-    """Values per new token `[B, S]` -> `[B, columns]`: row b's first one in column `starts[b]`.
+    """Values per new token `[B, S]` -> `[B, columns]`; row b's values begin at column `starts[b]`.
 
     Prompts [a b] and [c], starts [2, 1]: values [[1, 2], [3, 4]] -> [[0, 0, 1, 2], [0, 3, 4, 0]].
     """
@@ -39,7 +39,7 @@ def from_columns(x: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 class GrpoPyStep:
-    """The same interface as BenchStep, with grpo.py behind it."""
+    """The same interface as BenchStep, implemented with grpo.py."""
 
     def __init__(self, config: Config, work: Workload) -> None:
         self.config, self.work, self.device = config, work, work.device
@@ -54,7 +54,7 @@ class GrpoPyStep:
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:
-        """One training step: its seconds, those of its phases, and how much work it was."""
+        """Run one training step; return its seconds, total and by phase, and its token counts."""
         accel.use_tf32(self.config.speed)
         timer, prompts = self.timer, self.config.sampling.prompts_per_step
         timer.take()
@@ -152,7 +152,7 @@ class GrpoPyStep:
         return self.config.memory.micro_batch_size * self.config.sampling.group_size or rows
 
     def _backward(self, ids: Tensor, mask: Tensor, A: Tensor, ref_logp: Tensor | None) -> float:
-        """Add up the gradient, as many rows at a time as the workload asks for.
+        """Accumulate the gradient, with as many rows at a time as the workload sets.
 
         Returns the log-likelihood of all completions.
         """
@@ -177,7 +177,7 @@ class GrpoPyStep:
         A: Tensor,
         ref_logp: Tensor | None,
     ) -> RolloutBatch:
-        """The rollout as the library has it, on the host."""
+        """The rollout as the library's RolloutBatch, on the host."""
         prompts, groups = rewards.shape
         longest = int(mask.sum(1).max())
 

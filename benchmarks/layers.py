@@ -13,7 +13,7 @@ from minigrpo.runtime.flags import ConfigError
 
 GRPO_PY = "grpo.py"
 EVERYWHERE = ("cpu", "cuda")
-# every speed layer off, whatever the defaults and the config say
+# every speed layer off, regardless of defaults and config
 PLAIN: dict[str, Any] = {
     "packing": "repeated",
     "kv_cache": True,
@@ -47,8 +47,8 @@ class Layer:
 
     name: str
     flags: dict[str, Any] = field(default_factory=dict)
-    needs: str = ""  # the only kind of device that has it
-    not_kept_on: tuple[str, ...] = ()  # kinds of devices on which the rows below go without it
+    needs: str = ""  # the only kind of device that supports it
+    not_kept_on: tuple[str, ...] = ()  # kinds of devices on which the rows below leave it off
 
 
 LAYERS = (

@@ -4,7 +4,7 @@ Four ways of sampling k completions per prompt, each with all logits at once and
 
     prompts repeated         each prompt runs once; every completion gets a copy of its KV cache
     one after the other      k passes over the prompts, one completion each
-    repeated by the loader   k times as many prompts, as a loader that repeats them would send
+    repeated by the loader   k times as many prompts, as from a data loader that repeats them
     stored once (ours)       --share-prompt-kv: a prompt's KV cache is stored once, and the update
                              runs each prompt once
 
@@ -38,7 +38,7 @@ from .bench_step import BenchStep
 from .memory_report import write_memory
 from .workload import Workload, WorkloadFlags
 
-READINGS_PER_S = 500  # of the memory in use, for the timeline
+READINGS_PER_S = 500  # memory readings per second, for the timeline
 POINTS_KEPT = 100  # per timeline
 ROUNDING = 1e-4  # relative difference up to which two losses count as equal
 FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
@@ -67,7 +67,7 @@ class OneAfterTheOther(Sampler):
 
 
 class RepeatedByLoader(Sampler):
-    """Samples as if every completion had a prompt of its own."""
+    """Samples as if every completion had its own prompt."""
 
     def complete(
         self,
@@ -231,14 +231,15 @@ def logprobs_alone(
 
 
 class _Baseline:
-    """Holds all ways of one group size to the first one's tokens and loss."""
+    """Compares the tokens and loss of every way with those of the first way, per group size."""
 
     def __init__(self) -> None:
         self.first: Any = None
 
     def check(self, bench: BenchStep, name: str) -> int:
-        """How many completions differ from the first way's. Raises AssertionError if the loss on
-        the same rollout does.
+        """How many completions differ from the first way's.
+
+        Raises AssertionError if the loss on the same rollout differs.
         """
         if self.first is None:
             self.first = bench.tokens(), bench.batch, bench.gradient(bench.batch)[0]
@@ -269,7 +270,7 @@ def _measure(
         resident = probe.memory_in_use(work.device) - built.before
         with probe.PeakMemory(work.device) as peak, timeline.recording():
             bench.step(1)
-        # timed apart from that: measuring the peak gives freed memory back, which takes time
+        # timed separately: measuring the peak returns freed memory to the system, which takes time
         steps = [bench.step(turn) for turn in range(2, repeats + 2)]
         row["peak_mib"] = peak.mib + (resident if work.device.type == "cuda" else 0)
         for key, name in (("s_per_step", "seconds"), ("rollout", "rollout"), ("update", "update")):
@@ -277,7 +278,7 @@ def _measure(
         row |= {"different_completions": baseline.check(bench, way), "status": "ok"}
         return row, timeline.readings[:: max(1, len(timeline.readings) // POINTS_KEPT)]
     except (torch.OutOfMemoryError, MemoryError):
-        pass  # the handler's traceback would keep the model's memory; below it is free
+        pass  # the traceback holds the model's memory until the handler ends; free it below
     bench = None
     torch.cuda.empty_cache()
     return {**row, "status": "out of memory"}, []

@@ -105,4 +105,4 @@ def _plot_timelines(
             top = axes.get_ylim()[1]
             axes.text(times[i], top, f" {phase}", fontsize=7, rotation=90, va="top")
     axes.set_xlabel(f"seconds within a step, {line['group_size']} completions per prompt")
-    axes.set_ylabel("MiB above the beginning")
+    axes.set_ylabel("MiB above the start of the step")

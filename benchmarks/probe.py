@@ -1,4 +1,4 @@
-"""What a machine is and can do: names and versions, matmul rate, bandwidth, peak memory."""
+"""Properties of the machine: name and versions, matmul rate, bandwidth, peak memory."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ import torch
 from minigrpo.runtime.environment import versions
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
-RESET_PEAK = "5"  # written to clear_refs
+RESET_PEAK = "5"  # written to clear_refs, it resets the peak
 
 
 def device_name(device: torch.device) -> str:
@@ -60,7 +60,7 @@ class PeakMemory:
     """The peak of memory in use within a `with`, above what was in use before: `.mib`.
 
     Counts allocations on a CUDA device. Elsewhere it is the growth of the process's resident
-    memory, and NaN where there is no Linux.
+    memory, or NaN on other systems than Linux.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,9 +75,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device) / 2**20
         elif CLEAR.exists():
-            ctypes.CDLL(None).malloc_trim(
-                0
-            )  # new allocations in memory that was freed before would not show
+            # otherwise allocations that reuse freed memory would not show as growth
+            ctypes.CDLL(None).malloc_trim(0)
             CLEAR.write_text(RESET_PEAK)
             self.before = _resident("VmRSS")
         return self
@@ -90,7 +89,7 @@ class PeakMemory:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """MiB in use now: allocated on a CUDA device, else resident (0 where there is no Linux)."""
+    """MiB in use now: allocated on a CUDA device, else resident (0 if not on Linux)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**20
     return _resident("VmRSS") if STATUS.exists() else 0.0

@@ -50,8 +50,8 @@ COSTS: tuple[Column, ...] = (
 
 
 def gains(rows: Sequence[dict[str, Any]]) -> None:
-    """Give each row its gain over the row that it adds a layer to: the last one above it whose
-    layer was kept.
+    """Set each row's gain over the row that it adds a layer to, the last one above it whose layer
+    was kept.
     """
     before = None
     for row in rows:
@@ -87,7 +87,7 @@ def print_table(
     table = Table(title=title, title_justify="left")
     headings, lines = cells(rows, columns)
     for i, heading in enumerate(headings):
-        words = not i or heading == "gain"  # a status may be a long line; numbers never break
+        words = not i or heading == "gain"  # a status may be a long line; numbers never wrap
         table.add_column(
             heading,
             justify="right" if i else "left",
@@ -118,14 +118,14 @@ def write_report(result: dict[str, Any], out_dir: Path | None, console: Console)
     name = "steps-natural" if result["work"]["natural"] else "steps"
     texts = [f"# {result['device']}\n\n{work['text']}\n"]
     for key, title in (
-        ("rows", "Each row adds a layer to the rows above; in brackets: not kept in those below"),
+        ("rows", "Each row adds a layer to the rows above; a layer in brackets is not kept below"),
         ("alone", "Each layer alone"),
     ):
         if key in result:
             gains(result[key])
             for heading, columns in (
                 (title, TIMES),
-                ("Its costs, and its effect on loss and gradient", COSTS),
+                ("Cost, and effect on loss and gradient", COSTS),
             ):
                 print_table(console, heading, result[key], columns)
                 texts.append(markdown(heading, result[key], columns))

@@ -2,7 +2,7 @@
 
 The completions are samples of the shipped model at temperature 1. Every variant must give the same
 rewards as the plain one, or the benchmark fails. Times are medians of repeats that take turns. The
-cache of ranks is warmed by *other* completions of the same size, as by the step before.
+rank cache is warmed by *other* completions of the same number, as it would be by the previous step.
 """
 
 import platform
@@ -48,7 +48,7 @@ Batch = tuple[list[Example], Texts]
 
 @dataclass(frozen=True)
 class Rewards:
-    """Time of scoring by itself, and what a step saves by overlapping it with the rollout."""
+    """Time of scoring alone, and what a step saves by overlapping it with the rollout."""
 
     sizes: tuple[int, ...] = (64, 1024, 16384)
     """Numbers of completions; multiples of 8."""
@@ -90,7 +90,7 @@ class Rewards:
 
 
 def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) -> Batch:
-    """GROUP completions by the model for each of so many training prompts."""
+    """GROUP completions by the model for each of `prompts` training prompts."""
     examples: list[Example] = []
     texts: Texts = []
     for block in track(
@@ -110,7 +110,7 @@ def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) ->
 
 
 def plain_score(example: Example, text: str) -> dict[str, float]:
-    """The parts in the plainest way: python-chess parses and writes every FEN."""
+    """The straightforward implementation: python-chess parses and writes every FEN."""
     true_fen, true_ending = example.answer.split("+", 1)
     fen, *rest = text[:200].split("+", 1)
     truth, found = (
@@ -150,7 +150,7 @@ def _one_by_one(score: Callable[[Example, str], Any], batch: Batch) -> dict[str,
 
 
 def _all_at_once(task: ChessEnv, batch: Batch) -> dict[str, np.ndarray]:
-    """Score every text, also those that repeat."""
+    """Score every text, including duplicates."""
     examples, texts = batch
     asked = [example for example, group in zip(examples, texts, strict=True) for _ in group]
     columns = task.score_batch(asked, [text for group in texts for text in group])
@@ -194,7 +194,7 @@ def _time_variants(now: Batch, before: Batch, repeats: int) -> dict[str, Any]:
 
 
 def _time_waiting(examples: list[Example], texts: Texts) -> dict[str, Any]:
-    """Where threads help: a reward that waits, for an engine or a subprocess."""
+    """A case where threads help: a reward that waits for an engine or a subprocess."""
 
     def wait(example: Example, text: str) -> float:
         time.sleep(0.005)
@@ -232,7 +232,7 @@ def _worst_hostile() -> float:
 
 
 def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
-    """Seconds per step in turns, with four rollout batches and a reference model to overlap."""
+    """Seconds per step, interleaved, with four rollout batches and a reference model to overlap."""
     options: dict[str, Any] = {
         "group_size": GROUP,
         "rollout_batch_size": 4,
@@ -257,7 +257,7 @@ def _time_overlap(folder: Path, steps: int, console: Console) -> dict[str, Any]:
             if step >= 2:
                 seconds[name].append(time.perf_counter() - start)
     result = {
-        "title": "a step of 16 prompts x 8 completions, 4 rollout batches, with a KL",
+        "title": "a step of 16 prompts x 8 completions, 4 rollout batches, with a KL term",
         "ms": {name: 1e3 * median(s) for name, s in seconds.items()},
     }
     console.print(_table(result))

@@ -1,8 +1,8 @@
-"""The least time that a training step could take on this machine.
+"""A lower bound on the time of a training step on this machine.
 
     seconds = rounds * (weight bytes + KV bytes) / bandwidth + FLOPs / matmul rate
 
-Both rates are probed. The output head is counted only for the tokens that need it.
+Both rates are measured. The output head is counted only for the tokens that need it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .workload import Workload
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step ran, from its measurements."""
+    """The amount of work in a measured step."""
 
     completions: float
     completion_len: float  # tokens, mean
@@ -49,12 +49,12 @@ class Roofline:
         return cls(work, probe.bandwidth(work.device), rates)
 
     def seconds(self, step: StepWork) -> tuple[float, float]:
-        """For the whole step, and for its FLOPs alone."""
+        """The bound for the whole step, and for its FLOPs alone."""
         flops = self._flops(step) / self.flops_per_s[step.precision]
         return self._bytes(step) / self.bytes_per_s + flops, flops
 
     def _attended(self, step: StepWork) -> float:
-        """How many tokens a token attends to, about."""
+        """About how many tokens a token attends to."""
         return self.work.prompt_len + step.completion_len / 2
 
     def _flops(self, step: StepWork) -> float:
@@ -75,7 +75,7 @@ class Roofline:
             attended=attended,
             head_tokens=min(completion_tokens, step.tokens_update),
         )
-        # a backward pass takes twice as much as its forward; the reference is one more forward
+        # a backward pass takes twice the FLOPs of its forward; the reference is one more forward
         return rollout + (3 + bool(config.loss.kl_coef)) * forward
 
     def _bytes(self, step: StepWork) -> float:

@@ -1,9 +1,9 @@
-"""How a step scales with processes: `python benchmark.py scaling`.
+"""How a step scales with the number of processes: `python benchmark.py scaling`.
 
-It runs the same global batch on 1, 2, ... processes of one machine, started by torchrun as users
-start them. Efficiency is the time with one process over n times the time with n. Without GPUs all
-processes share the same cores, so this shows the cost of several processes there, not the gain
-from a second card.
+It runs the same global batch on 1, 2, ... processes of one machine, started by torchrun as a user
+would. Efficiency is the time with one process over n times the time with n. Without GPUs all
+processes share the same cores, so the result shows the overhead of several processes, not the gain
+from a second GPU.
 """
 
 import json

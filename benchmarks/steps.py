@@ -1,8 +1,8 @@
 """What each speed layer gains: `python benchmark.py`, or `python benchmark.py steps`.
 
 The first row is grpo.py's step, the second the library without its speed layers, and each further
-row adds one layer. All rows sample the same tokens for the same prompts. A learning rate of next to
-nothing keeps their weights equal: everything runs, nothing moves. On CPU the rows take turns, A B C
+row adds one layer. All rows sample the same tokens for the same prompts. A learning rate close to
+zero keeps their weights equal, although the whole step runs. On CPU the rows are interleaved, A B C
 A B C, so that a machine that slows down slows all of them.
 """
 
@@ -41,7 +41,7 @@ PHASES = ("rollout", "reward", "reference", "update")
 
 @dataclass
 class Row:
-    """What was measured of a row."""
+    """The measurements of a row."""
 
     spec: RowSpec
     status: str
@@ -55,7 +55,7 @@ class Row:
     grad_difference: float = math.nan
 
     def median(self, name: str) -> float:
-        """Over the timed steps; NaN if the row did not run."""
+        """The median over the timed steps; NaN if the row did not run."""
         if self.status != "ok" or not self.steps:
             return math.nan
         return median(step.get(name, 0.0) for step in self.steps)
@@ -68,10 +68,10 @@ class Steps(WorkloadFlags):
     """
 
     full: bool = False
-    """A second table with each layer alone."""
+    """Print a second table, with each layer alone."""
     only: tuple[str, ...] = ()
-    """Run grpo.py and the rows whose names contain one of these words; rows keep the layers of the
-    rows left out.
+    """Run only grpo.py and the rows whose names contain one of these words; each row still has the
+    layers of the omitted rows above it.
     """
     repeats: int = 5
     """Timed steps per row, after two that warm up."""
@@ -117,7 +117,7 @@ class Steps(WorkloadFlags):
 
 
 def _attempt(row: Row, job: Callable[[Row], None]) -> None:
-    """Run a job of a row; a row that runs out of memory gets that as its status."""
+    """Run a job of a row; running out of memory becomes the row's status."""
     if row.status != "ok":
         return
     try:
@@ -147,7 +147,7 @@ def _warm_up(row: Row, work: Workload, baseline: "Baseline") -> None:
     resident = 0.0
     if work.device.type == "cuda":
         resident = torch.cuda.memory_allocated(work.device) / 2**20 - memory.before
-    # not in a timed step: measuring the peak gives freed memory back, which takes time
+    # not in a timed step: measuring the peak returns freed memory to the system, which takes time
     with probe.PeakMemory(work.device) as peak:
         row.bench.step(0)
     row.peak_mib = peak.mib + resident
@@ -163,7 +163,7 @@ def _time_step(row: Row, turn: int, baseline: "Baseline") -> None:
 
 
 class Baseline:
-    """What the first row that ran has sampled and computed, to hold the other rows against."""
+    """Tokens, loss and gradient of the first row that ran; the others are compared with them."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, Tensor] = {}  # by turn
@@ -203,7 +203,7 @@ def _work_of(row: Row, group_size: int) -> StepWork:
 
 
 def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
-    """A row's figures as plain JSON, null for what was not measured."""
+    """The figures of each row as plain JSON; what was not measured is null."""
     default, first = Config().flat(), rows[0].median("seconds")
     for row in rows:
         step = _work_of(row, roof.work.config.sampling.group_size)

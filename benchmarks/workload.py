@@ -1,7 +1,7 @@
 """The job that a benchmark measures: a model, prompts with rewards, and sizes.
 
-Either made up (the default): random text and random weights, every completion as long as allowed.
-Or natural (--natural, --config): a real job with its own model, prompts, lengths and rewards.
+It is made up by default: random text and random weights, every completion of the maximum length.
+With --natural or --config it is a real job with its own model, prompts, lengths and rewards.
 """
 
 import itertools
@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, float]] = {
     # two prompts at a time: with all at once, grpo.py's step would not fit into 24 GB
     "gpt2": dict(zip(SIZES, (12, 768, 12, 50257, 80, 8, 8, 144, 0.04, 2), strict=True)),
 }
-# settings that grpo.py has no choice of: with another value its row would be a different job
+# settings that are fixed in grpo.py: with another value its row would be a different job
 FIXED_BY_GRPO_PY = (
     "loss",
     "temperature",
@@ -54,7 +54,7 @@ FIXED_BY_GRPO_PY = (
     "shuffle_rewards",
     "num_iterations",
 )
-ANSWER_TAIL = 32  # tokens by which made-up answers outlast completions, so that proposals never end
+ANSWER_TAIL = 32  # tokens by which made-up answers exceed completions, so proposals never run out
 LENGTHS_MEASURED = 64  # prompts whose mean length is reported
 
 
@@ -113,7 +113,7 @@ class WorkloadFlags:
     natural: bool = False
     """The default job with its own model, prompts and rewards; completions end with end of text."""
     config: Path | None = None
-    """The same with the job of a TOML file."""
+    """Like --natural, with the job of a TOML file."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     layers: int | None = None
@@ -133,7 +133,7 @@ class WorkloadFlags:
     max_new_tokens: int | None = None
     """Longest completion in tokens."""
     forced_length: bool | None = None
-    """Every completion is as long as that. Default: yes, but no with --natural and --config."""
+    """Every completion has --max-new-tokens tokens. Default: only for made-up work."""
     kl_coef: float | None = None
     """Weight of the KL term; above 0 there is a reference model."""
     micro_batch_size: int | None = None
@@ -181,7 +181,7 @@ class Workload:
         return self.model.shape
 
     def describe(self, group_size: str = "") -> str:
-        """In words; `group_size` if there are several."""
+        """A description in one line; `group_size` replaces the config's, if there are several."""
         sampling, shape = self.config.sampling, self.shape
         parameters = sum(p.numel() for p in self.model.parameters()) / 1e6
         ends = "forced length" if self.forced else "until end of text"
@@ -213,7 +213,8 @@ def _natural_job(flags: WorkloadFlags) -> Job:
     sizes = flags.sizes()
     if wrong := [name for name in MODEL_SIZES if name in sizes]:
         raise ConfigError(
-            f"{flag(wrong[0])} goes with made-up work: a job has a model and prompts of its own"
+            f"{flag(wrong[0])} goes with made-up work: --natural and --config have their own model "
+            "and prompts"
         )
     base = Config.from_toml(flags.config) if flags.config else Config()
     config = base.replace(**sizes, max_steps=10**6)
@@ -221,8 +222,8 @@ def _natural_job(flags: WorkloadFlags) -> Job:
     for name in FIXED_BY_GRPO_PY:
         if given[name] != default[name]:
             raise ConfigError(
-                f"--config {flags.config}: {flag(name)} must be {default[name] or 'unset'}, as "
-                f"grpo.py has no other, got {given[name]}"
+                f"--config {flags.config}: {flag(name)} must be {default[name] or 'unset'}, "
+                f"because grpo.py has no other, got {given[name]}"
             )
     tokenizer = make_tokenizer(config)
     return config, make_model(config, tokenizer), tokenizer, make_task(config)
@@ -231,7 +232,7 @@ def _natural_job(flags: WorkloadFlags) -> Job:
 def _made_up_job(flags: WorkloadFlags) -> Job:
     given = flags.sizes()
     sizes: dict[str, Any] = {**PRESETS[flags.preset], **given}
-    if "micro_batch_size" not in given:  # the preset's need not divide the prompts asked for
+    if "micro_batch_size" not in given:  # the preset's may not divide the given number of prompts
         sizes["micro_batch_size"] = math.gcd(sizes["micro_batch_size"], sizes["prompts_per_step"])
     vocab_size, prompt_len = sizes.pop("vocab_size"), sizes.pop("prompt_len")
     context = prompt_len + sizes["max_new_tokens"]

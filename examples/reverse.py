@@ -8,7 +8,7 @@ r"""A task of your own in one file: write a word backwards.
 
 The first command trains on true answers, because a model with random weights would never earn a
 reward. The second one continues with GRPO. A task is a class with `parts`, `train`, `held_out` and
-`score`; the library makes one with the run's seed.
+`score`; the library creates an instance with the run's seed.
 """
 
 import numpy as np

@@ -8,8 +8,8 @@ r"""Reward functions of your own, added to the parts that a task has.
 
 The first command trains on true answers, the second one with these rewards. `example.prompt` is the
 question, `example.answer` the truth, and `text` what the model wrote. A function that raises, takes
-too long or returns no finite number does not stop the run: the completion gets the function's
-floor, and the failure is counted in the metrics.
+too long or does not return a finite number does not stop the run: the completion gets the
+function's floor, and the failure is counted in the metrics.
 """
 
 from minigrpo import reward
@@ -18,14 +18,14 @@ from minigrpo.types import Example
 
 @reward(weight=0.5)
 def close(example: Example, text: str) -> float:
-    """How near a number is to the true one. Other text raises, and so earns the floor of 0."""
+    """1 for the true number, less for others. Non-numbers raise, and so get the floor of 0."""
     return 1 / (1 + abs(int(text) - int(example.answer)))
 
 
 @reward(weight=0.1, batched=True)
 def brevity(examples: list[Example], texts: list[str]) -> list[float]:
-    """Shorter is better. Batched, as a reward model would be: one call, one value per text.
+    """Higher for shorter text. Batched, like a reward model: one call, one value per text.
 
-    A value must depend on its own text only, because which texts share a call is not fixed.
+    A value must depend on its own text only, because the grouping of texts into calls is not fixed.
     """
     return [1 / (1 + len(text)) for text in texts]

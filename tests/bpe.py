@@ -1,4 +1,4 @@
-"""A byte-pair encoding that a test learns in no time, and its files in GPT-2's format."""
+"""A byte-pair encoding that a test can train quickly, and its files in GPT-2's format."""
 
 import base64
 import itertools

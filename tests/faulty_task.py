@@ -1,7 +1,7 @@
 """A task that fails once, in one process, when it is asked for one example.
 
 Environment variables say how: FAULT (kill, raise, hang or wait), FAULT_RANK (the rank that fails),
-FAULT_AFTER (seconds to wait first), FAULT_MARKER (a file that marks that it has happened).
+FAULT_AFTER (seconds to wait first), FAULT_MARKER (a file whose existence shows that it has failed).
 """
 
 import os

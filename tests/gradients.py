@@ -1,5 +1,6 @@
-"""The gradient of a run's first step, in float64, for the invariance suite. As a program: one of
-several processes.
+"""The gradient of a run's first step, in float64, for the invariance suite.
+
+Run as a program, it is one of several processes.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""A pretended CUDA device: it refuses what CUDA would refuse, on a machine without a GPU.
+"""A simulated CUDA device: it rejects what CUDA would reject, on a machine without a GPU.
 
 All tensors stay in host memory, but each storage is marked as on the host or on the device, and
 `x.device` answers accordingly. An operation whose inputs are in both places is an error, and its
-outputs are where its inputs are. As in CUDA, tensors of no dimension may be anywhere. Index tensors
-may not, although CUDA would copy them. A CUDA graph is a list of operations on the very tensors
-that it was captured with.
+outputs are where its inputs are. As in CUDA, zero-dimensional tensors may be anywhere. Index
+tensors may not, although CUDA would copy them. A CUDA graph is a list of operations on the same
+tensors that it was captured with.
 """
 
 import functools

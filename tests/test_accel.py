@@ -1,4 +1,4 @@
-"""Speed layers: each gives the numbers of the plain path, or says that it cannot."""
+"""Speed layers: each gives the same numbers as the plain path, or stops with an error."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Annotation by a real engine, and the messages where there is none."""
+"""Annotation by a real engine, and the error messages if there is none."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The rooms of the house: which may import which, and how large their files may be."""
+"""Which packages may import which, and how large files may be."""
 
 import ast
 import subprocess

@@ -1,5 +1,5 @@
 """The benchmarks measure what they say: grpo.py's step and the library's are the same step, and
-tables, charts and figures come out whole.
+tables, charts and figures are complete.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""The same runs with everything on a device that is not the host: what CUDA would refuse is an
-error here too.
+"""Whole runs on a simulated device that is not the host: what CUDA would reject
+is an error here too.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""`torchrun distributed_train.py` as people start it, and on bad days. Gradients are compared in
-test_invariance.py.
+"""`torchrun distributed_train.py` as a user starts it, and with failing processes.
+
+Gradients are compared in test_invariance.py.
 """
 
 import contextlib

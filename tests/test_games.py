@@ -1,4 +1,4 @@
-"""PGN files: a small one with everything that may occur, and games played by a real engine."""
+"""PGN files: a small one that covers every case, and games played by a real engine."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""grpo.py, the algorithm in one file, does what the library does."""
+"""grpo.py, the algorithm in one file, computes the same as the library."""
 
 import ast
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """The gradient of a step does not depend on how the step is run.
 
-In float64, relative to its largest entry, to 1e-10: for any micro-batch size, any accumulation, any
-packing, chunked log-probs on or off, checkpointing on or off, the reference offloaded or not, cache
-and drafts on or off, one process or two. bnpo is the exception that its definition makes it: it
-averages over the micro-batch at hand.
+In float64 it is equal to 1e-10, relative to its largest entry: for any micro-batch size,
+accumulation and packing, with and without chunked log-probs, checkpointing, an offloaded reference,
+a KV cache and drafts, and on one to three processes. bnpo is the exception, because by definition
+it averages over the micro-batch.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""RookWorld's text lines: kept exactly as they stand, refused if the rules of chess forbid them."""
+"""RookWorld's text lines: kept verbatim, and skipped if they contradict the rules of chess."""
 
 import json
 from pathlib import Path

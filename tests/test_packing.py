@@ -1,4 +1,4 @@
-"""Packings: all give the log-probs of the plain forward, and each runs only what it says."""
+"""Packings: all give the log-probs of the plain forward, and each runs only the tokens it needs."""
 
 import dataclasses
 import doctest

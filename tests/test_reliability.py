@@ -1,5 +1,4 @@
-"""Bad days of one process: kills, full disks, two runs in one folder, numbers that are not
-finite."""
+"""Failures of one process: kills, full disks, two runs in one folder, non-finite numbers."""
 
 import json
 import resource

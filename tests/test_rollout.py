@@ -1,4 +1,4 @@
-"""What becomes of a step's prompts: dead groups, overlong completions, truncated sampling."""
+"""Rollouts: zero-variance groups, overlong completions, truncated sampling."""
 
 import numpy as np
 import pytest

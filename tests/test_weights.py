@@ -1,5 +1,6 @@
-"""GPT-2 files: which are read and which refused. Against transformers (-m peer): both compute the
-same function.
+"""GPT-2 files: which are loaded and which rejected.
+
+Against transformers (-m peer): both compute the same function.
 """
 
 import json

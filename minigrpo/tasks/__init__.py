@@ -4,6 +4,6 @@
 a move), `best_move` (write what an engine would play), `pairs` (prompts and answers from a JSONL
 file) and `mixed` (chess questions of both kinds in one batch). Their examples come from `self_play`
 or from files: `games` reads PGN, `lines` reads text and JSONL, `files` holds what they share.
-`transitions` and `fen` know the rules of chess, `splits` decides what is held out for evaluation,
-and `scoring` is the base class of tasks that score a batch at once.
+`transitions` and `fen` implement the rules of chess, `splits` decides what is held out, and
+`scoring` is the base class of tasks that score a batch at once.
 """

@@ -1,4 +1,4 @@
-"""What to play: given a position, write the best moves, their evaluations, and the best of them.
+"""The best-move task: given a position, write good moves, their evaluations, and the best move.
 
     prompt       P: <FEN>
     completion    M: <moves> E: <evaluations> B: <best move>
@@ -8,8 +8,8 @@ same order, in pawns, **from the point of view of the side to move**. A mate in 
 1000 - n / 100 pawns, and being mated in n moves the negative of that: 999.98 is mate in two.
 
 A completion begins with the space between it and the prompt. So prompt and completion together are
-one line of text in RookWorld-LM's format, and give the same tokens as that line. Truth comes from a
-chess engine and is computed beforehand, by `minigrpo.tools.annotate`.
+one line of text in RookWorld-LM's format, and give the same tokens as that line. The true answers
+are computed in advance by a chess engine, with `minigrpo.tools.annotate`.
 """
 
 import re
@@ -97,8 +97,8 @@ class BestMove(BatchScored):
 
     Reward parts, each in [0, 1]:
         best: the move after B: is the true best move.
-        moves: how many of the true moves are listed, over the longer of the two lists.
-        evals: the sum of 1 / (1 + error in pawns) over those moves, over the longer list.
+        moves: how many of the true moves are listed, divided by the length of the longer list.
+        evals: the sum of 1 / (1 + error in pawns) over those moves, divided by the same length.
         legal: the share of legal, distinct moves among all that are written.
         format: the text has the form above, with as many evaluations as moves.
     """
@@ -124,10 +124,10 @@ def _score(example: Example, text: str) -> tuple[float, ...]:
     true_moves, true_evals, true_best = _truth(example.answer)
     advice, legal = read(text), legal_moves(example.prompt.removeprefix(PROMPT_PREFIX))
     moves = set(advice.moves)
-    # shares are of the longer list, so that writing more moves, or one twice, costs something
+    # divided by the longer list, so that extra and repeated moves lower the score
     longest = max(len(advice.moves), len(true_moves))
     evals = dict(zip(advice.moves, advice.evals, strict=False))
-    # sorted, because the order of a set differs from process to process, and so would the sum
+    # sorted, because the order of a set, and so the rounding of the sum, differs between processes
     both = sorted(true_moves & evals.keys())
     closeness = sum(_closeness(evals[move], true_evals[move]) for move in both)
     return (

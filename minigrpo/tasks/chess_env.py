@@ -5,8 +5,8 @@
 
 With --history the prompt ends in `<earlier moves, separated by commas>+`. A completion ends in
 `0.001+0+0` while the game goes on, `1.0+1+0` for checkmate, `0.5+1+0` for a draw, and `0.0+0+1` for
-an illegal move, which leaves the position as it is. Truth comes from python-chess (`transitions`),
-positions from seeded self-play (`self_play`).
+an illegal move, which leaves the position as it is. The true answers come from python-chess
+(`transitions`), the positions from seeded self-play (`self_play`).
 """
 
 import re
@@ -40,8 +40,8 @@ class ChessEnv(BatchScored):
 
     num_held_out = None  # endless
     prompt_prefixes = (PROMPT_PREFIX,)
-    # The first two are the goal. The others only break ties: with more weight they would drown the
-    # signal as long as no completion is exact.
+    # The first two are the objective. The others only break ties: with more weight they would drown
+    # the signal as long as no completion is exact.
     parts: Mapping[str, float] = {
         "exact_fen": 1.0,
         "similarity": 1.0,
@@ -57,7 +57,7 @@ class ChessEnv(BatchScored):
         self._held_out = Positions(seed, "held-out", history)
 
     def train(self, number: int) -> Example:
-        """Return training example `number`; neighbours come from different games."""
+        """Return training example `number`; consecutive ones come from different games."""
         return self._train.draw(number)
 
     def held_out(self, number: int) -> Example:

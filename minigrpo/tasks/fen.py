@@ -1,7 +1,7 @@
-"""Which texts are positions: a check of FENs that is fast enough for thousands of calls per step.
+"""FEN validation that is fast enough for thousands of calls per step.
 
-python-chess judges the pieces but does not parse the text. A regular expression rejects malformed
-texts, the parse of each rank is cached, and the board that python-chess checks is set up directly
+python-chess checks the position but does not parse the text. A regular expression rejects malformed
+texts, the parse of each rank is cached, and the board that python-chess checks is built directly
 from bit masks.
 """
 
@@ -78,7 +78,7 @@ def is_valid_fen(text: object) -> bool:
     for row in placement.split("/"):
         if (rank := _rank(row)) is None:
             return False
-        boards = boards << 8 | rank  # a FEN begins with rank 8, so each row moves those above it up
+        boards = boards << 8 | rank  # a FEN begins with rank 8, so each row shifts earlier rows up
     board, own = _local.board, _local.board.occupied_co
     board.castling_rights, board.ep_square = chess.BB_EMPTY, None
     (

@@ -1,7 +1,7 @@
-"""What all files of examples share: reading errors, skipped records, two splits, a derived order.
+"""What all example files share: read errors, skipped records, splits and a seeded order.
 
-A file is read once. That pass keeps where or what each example is, but not its text. Damaged
-records are skipped, counted, and reported in one warning.
+A file is read once. That pass keeps the location or a compact form of each example, but not its
+text. Invalid records are skipped, counted, and reported in one warning.
 """
 
 import zlib
@@ -39,7 +39,7 @@ class ExampleSource(Protocol):
 
 
 class Listener(Protocol):
-    """Is told what happens while a file is read; `runtime.logging.Screen` is one."""
+    """Receives warnings and progress while a file is read; `runtime.logging.Screen` is one."""
 
     def warn(self, text: str) -> None: ...
 
@@ -57,7 +57,7 @@ class SilentListener:
 
 
 class SkippedRecords:
-    """Counts the games or lines of a file that were skipped, and remembers the first reasons."""
+    """Counts the skipped games or lines of a file, and keeps the first reasons."""
 
     def __init__(self, path: Path, unit: str) -> None:
         """`unit`: what a record is called in the warning, "game" or "line"."""
@@ -66,7 +66,7 @@ class SkippedRecords:
         self.named: list[str] = []
 
     def add(self, number: int, reason: object) -> None:
-        """Count record `number`, the first of the file being 1."""
+        """Count record `number`; the first record of a file is 1."""
         self.count += 1
         if self.count <= MAX_NAMED:
             short = " ".join(str(reason).split())[:MAX_REASON_CHARS]
@@ -99,10 +99,10 @@ def readable(path: Path) -> Iterator[None]:
 
 
 class ShuffledExamples(ABC):
-    """Two splits of finitely many examples, the base class of what reads a file.
+    """The base class of file readers: finitely many examples in two splits.
 
-    Each epoch of training shows every example once, in an order of its own. A question that occurs
-    often in the file (an opening, say) is trained on as often, but evaluated only once.
+    Each training epoch visits every example once, in a different order. A question that occurs
+    several times in the file (an opening, say) is trained on as often, but evaluated only once.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class ShuffledExamples(ABC):
         """
         Args:
             train, held_out: `[n]` int, the keys that `example` takes, one per example.
-            questions: `[n]` int, a hash of the question of each held-out example; of those with
-                equal hashes only the first is kept.
+            questions: `[n]` int, a hash of the question of each held-out example; among equal
+                hashes only the first is kept.
 
         Raises:
             ValueError: a split is empty.

@@ -1,11 +1,11 @@
 """Real games: each ply of each main line of a PGN file is an example of the chess-env task.
 
-Comments, clocks and variations are ignored. A game that was broken off contributes the moves that
-were played. A game is skipped as a whole if it has an illegal move, a null move, an impossible
-starting position, or rules of its own (Chess960, Crazyhouse).
+Comments, clocks and variations are ignored. An unfinished game contributes the moves that were
+played. A whole game is skipped if it has an illegal move, a null move or an impossible starting
+position, or if it is a chess variant (Chess960, Crazyhouse).
 
 The text is read once, so the file may be compressed. Games are kept as moves, two bytes per ply,
-and are replayed up to the ply that is asked for.
+and are replayed up to the requested ply.
 """
 
 import gzip
@@ -26,7 +26,7 @@ from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, r
 from .splits import fingerprint, is_held_out, position_key
 from .transitions import PROMPT_PREFIX, move_kind, ply_kind, prompt_of, render, transition
 
-# a header, and not a clock at the start of a line in a comment: [%clk 0:01]
+# matches a header, but not a clock at the start of a line in a comment: [%clk 0:01]
 HEADER = re.compile(r'\[[A-Za-z0-9_]+ +"')
 
 
@@ -63,7 +63,7 @@ class MainLine(chess.pgn.BaseVisitor["MainLine"]):
             return chess.pgn.SKIP
         fen = render(board)
         if type(board) is not chess.Board or board.chess960:
-            self.error = f"the rules are those of {self.headers.get('Variant', 'Chess960')}"
+            self.error = f"it is a chess variant: {self.headers.get('Variant', 'Chess960')}"
         elif not is_valid_fen(fen):
             self.error = f"starts from an impossible position: {fen}"
         elif fen != chess.STARTING_FEN:
@@ -142,7 +142,7 @@ class Games(ShuffledExamples):
         """
         Args:
             history: how many earlier moves each prompt contains.
-            listener: is told of progress and of skipped games.
+            listener: receives progress and skipped games.
 
         Raises:
             ValueError: in one line, for a file that cannot be read, or a split without positions.

@@ -6,14 +6,15 @@
 
 In the second form the prefix `A: ` and the history may be missing.
 
-**Text is kept exactly as it stands in the file**: the padding of P lines, the way a history is
-written, the en passant convention, the reward of an illegal move (0.0 or -1.0). A model that comes
-with the file has learned these. But what a line claims must be true by the rules of chess, or the
-line is skipped. An en passant square may stand behind every double step, or only where a pawn can
-capture. A draw by repetition cannot be seen in a single position; it is believed if enough moves
-without capture or pawn move came before.
+**Text is kept exactly as written in the file**: the padding of P lines, the format of the history,
+the en passant convention, the reward for an illegal move (0.0 or -1.0). A model that was trained on
+such lines has learned these. A line that contradicts the rules of chess is skipped. An en passant
+square may be given after every double pawn step, or only where a pawn can capture. A draw by
+repetition cannot be seen in a single position; it is accepted if enough moves without capture or
+pawn move came before.
 
-One pass notes where the good lines are. A line is read again when its example is asked for.
+One pass records the offsets of the valid lines. A line is read from the file when its example is
+requested.
 """
 
 import json
@@ -37,15 +38,15 @@ MAX_LINE_BYTES = 4096
 # plies without capture or pawn move before a position can occur for the fifth time
 PLIES_TO_FIFTH_OCCURRENCE = 16
 EN_PASSANT: tuple[Literal["fen", "legal", "xfen"], ...] = ("fen", "legal", "xfen")
-PROGRESS_BYTES = 1 << 16  # between two reports of progress
+PROGRESS_BYTES = 1 << 16  # between progress reports
 
 
 class Line(NamedTuple):
-    """A good line."""
+    """A valid line."""
 
     prompt: str
     answer: str
-    position: str  # decides the split; a FEN in one en passant convention, whatever the line has
+    position: str  # decides the split; a FEN in a fixed en passant convention
     kind: str
 
 
@@ -128,8 +129,8 @@ class Lines(ShuffledExamples):
         """
         Args:
             parse: `text_line` or `json_line`.
-            prompt_prefixes: how the wanted prompts begin; other good lines are ignored.
-            listener: is told of progress and of skipped lines.
+            prompt_prefixes: how the wanted prompts begin; other valid lines are ignored.
+            listener: receives progress and skipped lines.
 
         Raises:
             ValueError: in one line, for a file that cannot be read, or a split without examples.

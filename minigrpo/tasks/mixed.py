@@ -1,9 +1,9 @@
-"""Chess questions of both kinds, from any number of sources, in turns.
+"""Chess questions of both kinds, taken in turn from any number of sources.
 
-The prefix of a prompt decides what scores its completions. A reward part that does not apply to a
+The prefix of a prompt selects the scorer of its completions. A reward part that does not apply to a
 question is 1 for every completion: constant within the group, it cancels in the advantages. (The
 true answer then scores 1 in every part, as `Task` requires. A part's mean over a mixed batch
-includes these ones.)
+includes these values.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ class Mixed(BatchScored):
     def __init__(
         self, sources: Sequence[ExampleSource], scored_by: Mapping[str, BatchScored]
     ) -> None:
-        """`scored_by`: prompt prefix -> what scores the completions of such prompts."""
+        """`scored_by`: prompt prefix -> the scorer of such prompts' completions."""
         self.sources, self.scored_by = sources, scored_by
         self.parts = {
             name: weight for scorer in scored_by.values() for name, weight in scorer.parts.items()
         }
-        # the shortest source sets the number, so that no question is evaluated twice
+        # the smallest source limits the number, so that no question is evaluated twice
         sizes = [source.num_held_out for source in sources if source.num_held_out]
         self.num_held_out = len(sources) * min(sizes) if sizes else None
 

@@ -1,6 +1,6 @@
 """Prompts and answers from a JSONL file: one `{"prompt": ..., "answer": ...}` per line.
 
-The prompt and the answer are used as they stand, without a separator between them. One prompt in
+The prompt and the answer are used verbatim, without a separator between them. One prompt in
 ten, chosen by a hash of the prompt, is held out for evaluation. The rewards are `exact` and
 `similarity`; --rewards adds functions of your own.
 """
@@ -21,8 +21,8 @@ from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
 
 
 class Pairs(BatchScored):
-    """The task of `--data FILE.jsonl`. Each epoch of training shows every pair once, in an order of
-    its own.
+    """The task of `--data FILE.jsonl`. Each training epoch visits every pair once, in a different
+    order.
 
     Reward parts, each in [0, 1]:
         exact: the completion is the answer.

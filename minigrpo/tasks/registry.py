@@ -1,7 +1,7 @@
-"""From --task and --data to a task: one that ships, on self-play or files, or one of your own.
+"""Turns --task and --data into a task: a built-in one on self-play or files, or one of your own.
 
 The protocol that a task implements is `minigrpo.types.Task`. A Python file given as --task or
---rewards is imported, which runs it: only give files that you trust.
+--rewards is imported, which runs it: use only files that you trust.
 """
 
 import importlib.util
@@ -25,9 +25,9 @@ from .pairs import Pairs
 CHESS_ENV, BEST_MOVE, BOTH = "chess-env", "best-move", "chess-env+best-move"
 NEXT_POSITION, WHAT_TO_PLAY = transitions.PROMPT_PREFIX, best_move.PROMPT_PREFIX
 ALL_PREFIXES = (NEXT_POSITION, WHAT_TO_PLAY)
-# which questions a task takes from a file; what the file has of them decides the reward parts
+# which questions a task takes from a file; the kinds that are found decide the reward parts
 WANTED = {CHESS_ENV: ALL_PREFIXES, BEST_MOVE: (WHAT_TO_PLAY,), BOTH: ALL_PREFIXES}
-MAY_HAVE_BEST_MOVES = (".txt", ".jsonl")  # files that may say what to play
+MAY_HAVE_BEST_MOVES = (".txt", ".jsonl")  # files that may hold best-move questions
 ANNOTATE = "python -m minigrpo.tools.annotate"
 
 # (path, seed, history, wanted prompt prefixes, listener) -> the examples of a file
@@ -53,7 +53,7 @@ def load_task(
         history: how many earlier moves a chess-env prompt contains.
         data: files of questions, separated by commas, which take turns; "" for self-play. With
             chess-env, a single .jsonl file holds prompts and answers of any kind (`Pairs`).
-        listener: is told what is skipped in a file, and how far the reading is.
+        listener: receives reading progress and skipped records.
 
     Raises:
         ValueError: in one line that names the flag.
@@ -89,7 +89,7 @@ def _pairs(data: str, seed: int, listener: Listener | None) -> Pairs:
 def _task_of_files(
     name: str, paths: Sequence[str], seed: int, history: int, listener: Listener | None
 ) -> Task:
-    for path in paths:  # all of them before the first is read, which may take minutes
+    for path in paths:  # check all paths first: reading one file may take minutes
         reader_of(path)
         check_readable(Path(path))
     if name != CHESS_ENV and not any(path.endswith(MAY_HAVE_BEST_MOVES) for path in paths):
@@ -127,7 +127,7 @@ def read_file(
     prompt_prefixes: Sequence[str] = ALL_PREFIXES,
     listener: Listener | None = None,
 ) -> ExampleSource:
-    """Return the examples of a file, read as its name's ending says.
+    """Return the examples of a file; its extension determines the format.
 
     Args:
         prompt_prefixes: how the wanted prompts begin; other questions in the file are ignored.
@@ -140,7 +140,7 @@ def read_file(
 
 
 def _own_task(name: str, seed: int) -> Task:
-    """The task in a Python file, after asking it for one example of each split."""
+    """The task in a Python file, after checking one example of each split."""
     module = _load(name, "--task")
     found = [
         x

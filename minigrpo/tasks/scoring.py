@@ -9,7 +9,7 @@ from ..types import Example
 
 
 class BatchScored(ABC):
-    """Scores completions with `score_batch`, and a single one through it.
+    """Scores completions with `score_batch`; a single one is a batch of one.
 
     The scorer trusts `score_batch`: it is called without a time limit, and an error ends the run.
     """
@@ -23,8 +23,8 @@ class BatchScored(ABC):
         """Score n texts, each against the example at its place.
 
         Returns:
-            For every part of `parts`, n scores in [0, 1], for any texts whatsoever; the true answer
-            scores 1 in each.
+            For every part of `parts`, n scores in [0, 1], for any text; the true answer scores 1 in
+            each.
         """
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """Positions and moves from seeded self-play: an endless supply of chess-env examples.
 
-They cost nothing, and their answers cannot be wrong, because python-chess computes them. Moves are
-random, with a bias: purely random play hardly ever castles, promotes or mates. A game yields
+They are cheap, and python-chess computes their answers, so these cannot be wrong. Moves are random
+with a bias, because purely random play hardly ever castles, promotes or mates. A game yields
 `PLIES_PER_GAME` examples; it is played once and cached.
 """
 
@@ -18,9 +18,9 @@ from .splits import is_held_out
 from .transitions import move_kind, ply_kind, prompt_of, render, transition
 
 PLIES_PER_GAME = 16  # examples per game
-GAMES_BETWEEN_SLOTS = 4  # how many games later the next example of a game is drawn
+GAMES_BETWEEN_SLOTS = 4  # distance in games between two draws from the same game
 MAX_PLIES = 140
-PLIES_TO_PICK_FROM = 40  # candidates per game; with fewer, rare kinds could not be preferred
+PLIES_TO_PICK_FROM = 40  # candidates per game, enough to prefer rare kinds
 ILLEGAL_SHARE = 0.05  # of the examples
 MATE_IF_POSSIBLE = 0.3  # how often a mating move is played if there is one
 SPARSE_START_SHARE = 0.2  # of the games: endgames, the source of promotions, mates and draws
@@ -133,7 +133,7 @@ class Positions:
         return self.game(game)[slot]
 
     def draw(self, number: int) -> Example:
-        """Return the same examples in another order, in which neighbours are not alike.
+        """Return the same examples in another order, in which consecutive ones are unrelated.
 
         `PLIES_PER_GAME` consecutive draws come from as many different games, and no example comes
         twice. The games are staggered: every `PLIES_PER_GAME` draws need one new game, so the cost
@@ -145,7 +145,7 @@ class Positions:
 
     @lru_cache(maxsize=2048)  # noqa: B019 - equal Positions are values and share the entries
     def game(self, game: int) -> tuple[Example, ...]:
-        """Return the examples of one game. Cached, because self-play takes some 17 ms."""
+        """Return the examples of one game. Cached, because self-play takes about 17 ms."""
         usable: list[tuple[Ply, str]] = []  # with the moves before each
         attempt = 0
         while len(usable) < PLIES_TO_PICK_FROM:  # short games have too few plies of one split

@@ -16,7 +16,7 @@ def fingerprint(text: str) -> int:
 
 
 def position_key(fen: str) -> str:
-    """Return a FEN without its clocks: the same position later in the game is the same position."""
+    """Return a FEN without its clocks: a position that recurs later counts as the same."""
     return " ".join(fen.split(" ")[:4])
 
 

@@ -1,4 +1,4 @@
-"""What a chess move leads to, as text: the truth of the chess-env task, by python-chess.
+"""The result of a chess move as text: the true answers of the chess-env task, from python-chess.
 
 En passant follows `fen(en_passant="fen")`: the square behind every double step is written, whether
 or not a pawn can capture there.
@@ -6,7 +6,7 @@ or not a pawn can capture there.
 
 import chess
 
-PROMPT_PREFIX = "A: "  # of questions about what a move leads to
+PROMPT_PREFIX = "A: "  # of questions about the position after a move
 
 
 def render(board: chess.Board) -> str:
@@ -68,7 +68,7 @@ def ply_kind(board: chess.Board, kind: str) -> str:
 
     Args:
         board: the position after the move.
-        kind: what `move_kind` said of the move.
+        kind: the result of `move_kind` for the move.
     """
     if board.is_check():
         return "check" if any(board.legal_moves) else "checkmate"

@@ -4,8 +4,8 @@
     minigrpo train --task best-move --data annotated.jsonl --init-from scratch --loss nll
 
 Each worker runs one engine with one thread, and clears its memory before each position, so that an
-annotation depends on the position and the limit alone. Positions that the file already has are not
-analysed a second time: an interrupted command continues where it stopped.
+annotation depends on the position and the limit alone. Positions that are already in the file are
+not analysed a second time: an interrupted command continues where it stopped.
 """
 
 import json
@@ -41,7 +41,7 @@ from ..tasks.splits import POSITIONS_PER_HELD_OUT
 PLACES = ("stockfish", "/usr/games/stockfish")  # where to look for an engine
 TRAIN_SHARE = POSITIONS_PER_HELD_OUT - 1  # training positions per held-out one
 INSTALL = "apt-get install stockfish, or --engine PATH"
-AHEAD = 8  # positions per engine that are queued before the first answer is waited for
+AHEAD = 8  # positions per engine that are queued at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,13 @@ class Arguments:
     out: Path
     """The .jsonl file to write, or to continue."""
     n: int = 2000
-    """Positions that the file should have in the end."""
+    """Total number of positions in the file, including those that it already has."""
     positions: str = ""
-    """Where positions come from: a file as for --data (.pgn, .pgn.gz, .txt, .jsonl); empty:
-    self-play.
-    """
+    """A file of positions, as for --data (.pgn, .pgn.gz, .txt, .jsonl); empty: self-play."""
     nodes: int = 20_000
     """Nodes to search per position."""
     depth: int = 0
-    """Depth to search to instead of --nodes; 0: --nodes."""
+    """Search depth per position, instead of --nodes; 0: use --nodes."""
     multipv: int = 5
     """Moves to evaluate per position, at most."""
     workers: int = 1
@@ -65,7 +63,7 @@ class Arguments:
     engine: str = ""
     """A UCI engine; empty: stockfish on the PATH, or /usr/games/stockfish."""
     seed: int = 0
-    """Fixes which positions are taken."""
+    """Seed that selects the positions."""
 
     def check(self) -> None:
         """Raises ConfigError, in one line, for a value out of range."""
@@ -78,7 +76,7 @@ class Arguments:
 
     @property
     def limit(self) -> chess.engine.Limit:
-        """How long the engine thinks about one position."""
+        """The search limit for one position."""
         if self.depth:
             return chess.engine.Limit(depth=self.depth)
         return chess.engine.Limit(nodes=self.nodes)
@@ -131,7 +129,7 @@ class Engines:
             for info in infos
             if info.get("pv") and "score" in info
         ]
-        # A limit may end the search between two of its lines, and then they are not sorted.
+        # The limit may end the search between two lines, which leaves them unsorted.
         return write(sorted(lines, key=lambda line: -line[1])) if lines else ""
 
     def close(self) -> None:
@@ -145,14 +143,14 @@ def pawns(score: chess.engine.Score) -> float:
 
 
 def key(fen: str) -> str:
-    """A position without its two move counters, by which repeats are recognised."""
+    """A position without its two move counters, used to recognise repeats."""
     return " ".join(fen.split(" ")[:4])
 
 
 def positions(source: ExampleSource) -> Iterator[str]:
     """Distinct FENs from both splits of a source, in the splits' own proportion.
 
-    Ends when a finite source has no more.
+    Ends when a finite source is exhausted.
     """
     seen: set[str] = set()
     num_train = getattr(source, "num_train", None)
@@ -172,7 +170,7 @@ def positions(source: ExampleSource) -> Iterator[str]:
 def read_done(path: Path, made_by: str) -> set[str]:
     """The positions that a file already has. An incomplete last line is cut off.
 
-    Raises ConfigError if the file is another tool's, or was made with other flags.
+    Raises ConfigError if another tool wrote the file, or if it was made with other flags.
     """
     if not path.exists():
         return set()
@@ -200,7 +198,7 @@ def read_done(path: Path, made_by: str) -> set[str]:
 
 
 def run(arguments: Arguments) -> None:
-    """Annotate until the file has `n` positions, or the source has no more."""
+    """Annotate until the file has `n` positions or the source is exhausted."""
     arguments.check()
     console = Console(highlight=False, soft_wrap=True)
     path = find_engine(arguments.engine)
@@ -224,8 +222,8 @@ def _annotate(
 ) -> None:
     """Append a line per new position to the file, and add its key to `done`.
 
-    Lines are written in the order of the source, whatever the number of workers, so that the file
-    does not depend on it.
+    Lines are written in the order of the source, so the file does not depend on the number of
+    workers.
     """
     times = TimeElapsedColumn(), TimeRemainingColumn()
     progress = Progress(BarColumn(bar_width=None), MofNCompleteColumn(), *times, console=console)

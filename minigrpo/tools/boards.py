@@ -24,7 +24,7 @@ Squares = list[list[str]]  # ranks, the eighth first
 
 
 def ranks(text: str) -> Squares:
-    """The ranks that a completion begins with: as many as it has, each as wide as it is."""
+    """The ranks at the start of a completion, with its own number of ranks and widths."""
     placement = text.split("+")[0].split(" ")[0].split("/")
     return [
         [square for c in rank for square in (NO_PIECE * int(c) if c in "12345678" else c)]
@@ -33,7 +33,7 @@ def ranks(text: str) -> Squares:
 
 
 def squares(text: str) -> Squares:
-    """The same as eight ranks of eight squares: cut off, or filled up with NO_SQUARE."""
+    """The same as eight ranks of eight squares, truncated or padded with NO_SQUARE."""
     rows = [row[:8] for row in ranks(text)[:8]]
     return [row + [NO_SQUARE] * (8 - len(row)) for row in rows + [[]] * (8 - len(rows))]
 
@@ -79,7 +79,7 @@ def differences(truth: str, text: str) -> list[str]:
 
 
 def fields(text: str) -> list[str]:
-    """The parts of a completion behind the board, one per name in FIELDS; "" for a missing one."""
+    """The parts of a completion after the board, one per name in FIELDS; "" for a missing one."""
     fen, *ending = text.split("+", 4)
     rest = fen.split(" ", 5)[1:]
     return [*rest, *[""] * (5 - len(rest)), *ending, *[""] * (4 - len(ending))]

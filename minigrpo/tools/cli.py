@@ -14,17 +14,17 @@ from ..runtime.flags import ConfigError, did_you_mean, exit_with
 COMMANDS = {
     "train": "train a model with GRPO, or warm it up on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
-    "sample": "ask a model questions, and show its answers beside the truth",
+    "sample": "prompt a model, and show its completions beside the true answers",
     "curves": "compare the learning curves of runs, as a table and a figure",
     "export": "write a model as a folder that transformers loads",
     "annotate": "make training data: chess positions with Stockfish's best moves",
     "plan": "estimate the tokens, FLOPs and memory of one training step",
-    "benchmark": "measure on this machine what each speed layer buys",
+    "benchmark": "measure the gain of each speed layer on this machine",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command. Exits with code 2 and one line on stderr for a command that is unknown."""
+    """Run one command. For an unknown command, exits with code 2 and one line on stderr."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(usage())
@@ -53,10 +53,10 @@ def usage() -> str:
 
 
 def _benchmarks() -> str:
-    """The package of the benchmarks: in a checkout the folder beside this package, else installed.
+    """The package of the benchmarks: the folder of the checkout, else the installed package.
 
-    A wheel installs it under a longer name, because `benchmarks` at the top level of an
-    environment could be anybody's.
+    A wheel installs it under a longer name, because a top-level package named `benchmarks` could
+    clash with another one.
     """
     checkout = Path(__file__).parents[2]
     if not (checkout / "pyproject.toml").is_file():

@@ -58,7 +58,7 @@ def read(run: Path) -> Records:
 def table(runs: Mapping[Path, Records]) -> Table:
     """The first and the last evaluation, sampled and greedy exact-match, one row per run."""
     out = Table(box=box.SIMPLE_HEAD)
-    out.add_column("run", overflow="fold")  # on a narrow terminal names fold, figures do not
+    out.add_column("run", overflow="fold")  # on a narrow terminal names wrap and numbers do not
     ends = "after", "change"
     for name in ("steps", "n", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
         out.add_column(name, justify="right", no_wrap=True)
@@ -100,7 +100,7 @@ def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
 
 
 def pooled(runs: Mapping[Path, Records]) -> dict[str, list[Records]]:
-    """Runs by name, without the number that ends it: grpo-0 and grpo-1 are both grpo."""
+    """Runs by name without the trailing number: grpo-0 and grpo-1 are both grpo."""
     out: dict[str, list[Records]] = {}
     for run, records in runs.items():
         out.setdefault(re.sub(r"-\d+$", "", run.name), []).append(records)
@@ -119,10 +119,12 @@ def points(runs: Sequence[Records], metric: str) -> dict[int, list[float]]:
 def draw(
     lines: Mapping[str, Sequence[Records]], metric: str, out: Path, *, difference: bool = False
 ) -> None:
-    """Draw one line per name, the mean of its runs, with their range shaded.
+    """Draw one line per name: the mean of its runs, with their range shaded.
 
-    With `difference`, a panel below has the difference from the first line. The first and the last
-    evaluation are marked, because they are on more examples. Raises ConfigError without matplotlib.
+    With `difference`, a second panel shows the difference from the first line. The first and the
+    last evaluation are marked, because they use more examples.
+
+    Raises ConfigError without matplotlib.
     """
     try:
         import matplotlib
@@ -170,7 +172,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         for run, records in runs.items():
             if arguments.out and any(arguments.metric not in record for record in records):
                 there = ", ".join(sorted(records[0].keys() - {"step", "n"}))
-                raise ConfigError(f"--metric {arguments.metric}: {run} has {there}")
+                raise ConfigError(f"--metric {arguments.metric}: {run} has only {there}")
         console = Console()
         console.print(table(runs))
         if arguments.kinds:

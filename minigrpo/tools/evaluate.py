@@ -1,4 +1,4 @@
-"""Score a model's greedy answers to held-out examples, all of them and by kind of question.
+"""Score a model's greedy completions of held-out examples, in total and by kind of question.
 
 minigrpo evaluate RUN --n 2000
 
@@ -25,7 +25,7 @@ from ..runtime.logging import Screen
 from ..tasks.registry import load_rewards
 from .loading import Loaded, ModelSelection, load
 
-Z = 1.959964  # 95 % of a normal distribution is within this many standard deviations
+Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Estimate:
 def share(hits: np.ndarray) -> Estimate:
     """The share of ones among `[n]` zeros and ones, with Wilson's interval (Wilson 1927).
 
-    Unlike the normal approximation it stays within [0, 1], and has a width at shares of 0 and 1.
+    Unlike the normal approximation, it stays within [0, 1] and is not empty at shares of 0 and 1.
     """
     n, p = len(hits), float(hits.mean())
     scale = 1 + Z**2 / n
@@ -64,7 +64,7 @@ def share(hits: np.ndarray) -> Estimate:
 
 
 def mean(values: np.ndarray) -> Estimate:
-    """The mean of `[n]` values in [0, 1], with the normal interval; one value has none."""
+    """The mean of `[n]` values in [0, 1], with the normal interval; a single value has none."""
     center = float(values.mean())
     if len(values) < 2:
         return Estimate(center, math.nan, math.nan)
@@ -125,7 +125,7 @@ def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
 
 
 def write_json(path: Path, loaded: Loaded, rows: dict[str, dict[str, float | Estimate]]) -> None:
-    """Write the estimates, with the model and the seed that they belong to."""
+    """Write the estimates with their model and seed."""
     kinds = {
         kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()}
         for kind, row in rows.items()

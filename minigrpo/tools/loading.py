@@ -1,4 +1,4 @@
-"""What the tools share: load the model of a run, or of a file, so that it can be asked."""
+"""What the tools share: load the model of a run or a file, with its task and a sampler."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from ..types import Task
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """The model to use, and the settings to use it with.
+    """The model to load, and settings that override those of its run.
 
     A setting that is None keeps the run's value, or the default where there is no run.
     """
@@ -39,20 +39,20 @@ class ModelSelection:
     data: str | None = None
     """Files of questions, as for minigrpo train."""
     history: int | None = None
-    """Earlier moves that a chess prompt tells."""
+    """Number of earlier moves in a chess prompt."""
     max_new_tokens: int | None = None
     """Longest completion in tokens, end of text included."""
     seed: int | None = None
-    """Fixes the held-out examples and the samples."""
+    """Seed of the held-out examples and the samples."""
     device: str = "auto"
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that can be asked."""
+    """A model, ready to sample from."""
 
-    name: str  # the file or checkpoint that the weights are from
+    name: str  # the file or checkpoint of the weights
     config: Config
     task: Task
     sampler: Sampler
@@ -104,13 +104,13 @@ def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transfor
 def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
     """A run's newest whole checkpoint, else its model.safetensors.
 
-    A damaged checkpoint is passed over, with a warning that names it.
+    A damaged checkpoint is skipped with a warning that names it.
     """
     for path in checkpoints(folder / "checkpoints")[::-1]:
         try:
             state = load_checkpoint(path)
         except CheckpointError as error:
-            warn(f"{error}; trying what there is before it")
+            warn(f"{error}; trying an older one")
             continue
         if "shape" in state:
             model = Transformer(ModelShape(**state["shape"]))

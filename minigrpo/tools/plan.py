@@ -1,6 +1,6 @@
-"""Estimate what one training step takes, and run nothing: `minigrpo plan [flags of train]`.
+"""Estimate the cost of one training step without running it: `minigrpo plan [flags of train]`.
 
-`minigrpo train --plan` prints the same table; under torchrun it is that of each process.
+`minigrpo train --plan` prints the same table; under torchrun, the table is for each process.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def print_plan(config: Config, dist: DistContext) -> None:
     """Print the estimate of one step, from the main process. Raises ValueError in one line."""
     plan = estimate_run(config, dist.world_size)
     each = f", in each of {dist.world_size} processes" if dist.world_size > 1 else ""
-    title = f"estimate for one step in which no two completions begin alike{each}"
+    title = f"estimate for one step whose completions share no prefix{each}"
     Screen(rank=dist.rank).table(title, ["", ""], plan.rows())
 
 

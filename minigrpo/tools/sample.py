@@ -1,4 +1,4 @@
-"""Ask a model a question of your own, or held-out examples, and compare its answers to the truth.
+"""Prompt a model with a position of your own or held-out examples, and check its completions.
 
 minigrpo sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --move a7a8q
 
@@ -32,21 +32,21 @@ PROMPTS_AT_ONCE = 32
 @dataclass(frozen=True)
 class Arguments(ModelSelection):
     fen: str = ""
-    """A position to ask about, with --move; empty: held-out examples."""
+    """A position, together with --move; empty: held-out examples."""
     move: str = ""
-    """A move in that position, as e2e4 or e7e8q; it need not be legal."""
+    """A move in that position, such as e2e4 or e7e8q; it need not be legal."""
     before: str = ""
-    """The moves before it, separated by commas; --history says how many the prompt tells."""
+    """The moves before it, separated by commas; the prompt has the last --history of them."""
     examples: int = 3
-    """Held-out examples to ask."""
+    """Number of held-out examples."""
     n: int = 0
-    """Completions to sample for each; 0: one, greedily."""
+    """Completions to sample per example; 0: a single greedy one."""
     temperature: float | None = None
     """Sampling temperature, with --n."""
 
 
 def question(arguments: Arguments, history: int) -> Example:
-    """The example for --fen and --move. Raises ConfigError for a position or move that is none."""
+    """The example for --fen and --move. Raises ConfigError for an invalid position or move."""
     try:
         board = chess.Board(arguments.fen)
     except ValueError as error:
@@ -61,15 +61,14 @@ def question(arguments: Arguments, history: int) -> Example:
         raise ConfigError(f"--move and --before take moves as e2e4 or e7e8q: {error}") from None
     if moves and not history:
         raise ConfigError(
-            "--before goes with --history N, the number of earlier moves that the prompt tells; "
-            "here it is 0"
+            "--before goes with --history N, the number of earlier moves in the prompt; it is 0"
         )
     fen, before = render(board), ",".join(moves[-history:]) if history else None
     return Example(prompt_of(fen, arguments.move, before), transition(fen, arguments.move))
 
 
 def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
-    """What to ask the model. Raises ConfigError for flags that do not go together."""
+    """The examples to complete. Raises ConfigError for flags that do not go together."""
     if arguments.n < 0 or arguments.examples < 1:
         raise ConfigError(
             f"--n must be at least 0 and --examples at least 1, got {arguments.n} and "
@@ -89,7 +88,7 @@ def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
 
 
 def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> list[list[str]]:
-    """The completions of each example: `num_samples` samples, or for 0 a greedy one."""
+    """The completions of each example: `num_samples` samples, or one greedy completion for 0."""
     u, params = None, GREEDY
     if num_samples:
         seed, sampling = loaded.config.run.seed, loaded.config.sampling
@@ -103,7 +102,7 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
 
 
 def show(console: Console, example: Example, texts: Sequence[str], *, boards: bool) -> None:
-    """Print a question, its truth, and each distinct completion with its count."""
+    """Print a prompt, its true answer, and each distinct completion with its count."""
     kind = f"   ({example.kind})" if example.kind else ""
     console.print(Text(f"prompt      {plain(example.prompt)}{kind}"))
     console.print(Text(f"truth       {plain(example.answer)}"))
@@ -121,7 +120,7 @@ def show(console: Console, example: Example, texts: Sequence[str], *, boards: bo
 
 
 def plain(text: str) -> str:
-    """The text with control characters escaped: a model's output must not steer the terminal."""
+    """The text with control characters escaped: a model's output must not control the terminal."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 

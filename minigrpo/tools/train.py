@@ -1,7 +1,7 @@
 """Train a model: `minigrpo train [flags]`, or `python train.py [flags]` in a checkout.
 
-Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`. torchrun sets
-WORLD_SIZE, and then this process joins the others.
+Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`. If torchrun has set
+WORLD_SIZE, this process joins the others.
 """
 
 import sys
@@ -17,9 +17,9 @@ from .plan import print_plan
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Train as the flags say. What is wrong with them is one line on stderr, and exit code 2.
+    """Train with the given flags. Invalid ones give one line on stderr and exit code 2.
 
-    A run that diverges, or an error of its own, exits with code 1.
+    A run that diverges, or fails with any other error, exits with code 1.
     """
     config = Config.from_cli(argv, prog=prog or Path(sys.argv[0]).name)
     try:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         exit_with(error)
     try:
         trainer.fit()
-    except ConfigError as error:  # an error that only the data shows, such as a prompt too long
+    except ConfigError as error:  # one that depends on the data, such as a prompt that is too long
         exit_with(error)
     except Diverged as error:
         sys.exit(f"error: {error}")
