@@ -1,27 +1,27 @@
 """GRPO in one file: a small language model learns from rewards, in plain PyTorch.
 
-Group Relative Policy Optimization comes from DeepSeekMath (arXiv 2402.03300). One step of it:
+Group Relative Policy Optimization comes from DeepSeekMath (arXiv 2402.03300). One training step:
 
     1. Draw a few prompts.
     2. Sample a group of completions per prompt from the model as it is now, the policy.
     3. Score every completion: its reward.
     4. Advantage = (reward - mean of its group) / standard deviation of its group.
     5. Compute the log-probability of every sampled token under the policy.
-    6. Loss: make tokens with a positive advantage likelier and the others less likely. The ratio
-       to the policy that sampled is clipped. A KL term can hold the policy to the first model.
+    6. Loss: raise the probability of tokens with a positive advantage, lower that of the others.
+       Clip the ratio to the sampling policy. Optionally penalise the KL to the initial model.
     7. Take an optimizer step. Now and then, evaluate on prompts that are never trained on.
 
 The task: given a chess position and a move, write the position after the move. The model that
 comes with the library gets it exactly right in about 30 % of its samples; `python grpo.py` raises
 that within a few minutes on a CPU.
 
-What this file leaves out, and where the library has it:
+What this file leaves out, and where the library does it:
 
-    each distinct token runs only once       minigrpo/model/packing.py
+    running shared prefixes only once        minigrpo/model/packing.py
     speculative decoding, CUDA graphs        minigrpo/sampling/
     DAPO, Dr. GRPO, GSPO, CISPO, RLOO        minigrpo/losses.py
     micro-batches, non-finite gradients      minigrpo/learner.py
-    reward functions in a pool of threads    minigrpo/rewards.py
+    reward functions in a thread pool        minigrpo/rewards.py
     AMP, DDP, checkpoints, run folders       minigrpo/runtime/
     other tasks, prompts from files          minigrpo/tasks/
 
@@ -45,13 +45,13 @@ from minigrpo.types import Example, Task
 
 PROMPTS_PER_STEP = 8  # P
 GROUP_SIZE = 8  # G
-MAX_NEW_TOKENS = 80  # the longest completion; the true ones have about 50 tokens
+MAX_NEW_TOKENS = 80  # limit per completion; true answers have about 50 tokens
 STEPS = 160
-UPDATES_PER_ROLLOUT = 1  # optimizer steps on the same completions; clipping acts from 2 on
+UPDATES_PER_ROLLOUT = 1  # optimizer steps per batch; with only 1 the ratio stays 1: no clipping
 LEARNING_RATE = 2e-4
 WARMUP_STEPS = 10
 CLIP = 0.2  # the ratio is clipped to [1 - CLIP, 1 + CLIP]
-KL_COEF = 0.0  # weight of the KL to the initial model; 0 keeps no copy of it
+KL_COEF = 0.0  # weight of the KL to the initial model; 0: no reference model
 EVAL_EVERY = 40
 EVAL_SIZE = 256  # held-out prompts
 SEED = 0
@@ -65,14 +65,14 @@ class KVCache:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [B, heads, columns, head size]
 
     def layer(self, n: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The model asks this how layer n attends; its tokens are one flat list, [B * columns]."""
+        """The attention function of layer n; the model passes a flat list of B * columns tokens."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B * columns, heads, head size]
             q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
             if n in self.kv:
                 k, v = torch.cat([self.kv[n][0], k], dim=2), torch.cat([self.kv[n][1], v], dim=2)
             self.kv[n] = k, v
-            # only the first call brings several columns, and nothing comes before those
+            # only the first call has several columns, and they begin the sequence: plain causal
             out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
             return out.transpose(1, 2).flatten(0, 1)
 
@@ -80,7 +80,7 @@ class KVCache:
 
 
 def next_token_logits(model: Transformer, ids: Tensor, start: int, cache: KVCache) -> Tensor:
-    """Logits `[B, V]` of what follows `ids [B, t]`, which are the columns from `start` on."""
+    """Next-token logits `[B, V]` after `ids [B, t]`, which are the columns from `start` on."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
     hidden = model.forward_hidden(PackedTokens(ids.flatten(), positions.flatten()), cache)
     return model.lm_head(hidden.unflatten(0, ids.shape)[:, -1])
@@ -88,10 +88,10 @@ def next_token_logits(model: Transformer, ids: Tensor, start: int, cache: KVCach
 
 def pick_token(logits: Tensor, u: Tensor | None) -> Tensor:
     """Sample a token per row, `[B, V]` -> `[B]`: the first whose cumulative probability exceeds
-    the uniform number `u [B]`. Without `u`, take the likeliest token."""
+    the uniform number `u [B]`. Without `u`, take the most likely token."""
     if u is None:
         return logits.argmax(-1)
-    cdf = logits.softmax(-1).cumsum(-1)  # [B, V]; rounding leaves its last entry off 1
+    cdf = logits.softmax(-1).cumsum(-1)  # [B, V]; with rounding, its last entry is not exactly 1
     token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]  # [B]
     return token.clamp(max=logits.shape[-1] - 1)
 
@@ -102,8 +102,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """One completion per prompt, up to and including `eos`, from uniform numbers `u [B, T]`.
 
-    All rows advance one column at a time: where a row's prompt goes on, its token stays, and
-    otherwise the picked token is written. So prompts of different lengths need no left padding.
+    All rows advance one column at a time. A row still inside its prompt keeps its own token; the
+    others take the sampled one. So prompts of different lengths need no left padding.
     Returns `ids [B, T]` (prompt, completion, zeros) and `mask [B, T]`, True on the completion.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)  # [B]
@@ -131,7 +131,7 @@ def decode(tokenizer: tiktoken.Encoding, ids: Tensor, mask: Tensor) -> list[str]
 
 
 def reward(task: Task, example: Example, text: str) -> float:
-    """The weighted sum of the task's scores: above all, is the position right, and how similar."""
+    """The weighted sum of the task's scores; exact match and edit similarity weigh the most."""
     scores = task.score(example, text)
     return sum(weight * scores[part] for part, weight in task.parts.items())
 
@@ -146,7 +146,7 @@ def token_logprobs(model: Transformer, ids: Tensor, mask: Tensor) -> Tensor:
     """log pi(ids[b, t] | ids[b, :t]) where `mask` is True, 0 elsewhere, `[B, T]` -> `[B, T]`."""
     logp = model.logits(ids[:, :-1]).log_softmax(-1)  # [B, T - 1, V]
     logp = logp.gather(2, ids[:, 1:, None])[..., 0]  # [B, T - 1]
-    return F.pad(logp, (1, 0)) * mask  # [B, T]; column 0 has no prediction, and is no completion
+    return F.pad(logp, (1, 0)) * mask  # [B, T]; nothing predicts column 0, which is prompt
 
 
 def grpo_loss(
@@ -170,7 +170,7 @@ def grpo_loss(
 
 
 def evaluate(model: Transformer, task: Task, tokenizer: tiktoken.Encoding) -> str:
-    """The share of held-out prompts that are answered exactly right, sampled and greedy."""
+    """The share of held-out prompts answered exactly right, sampled and greedy."""
     examples = [task.held_out(i) for i in range(EVAL_SIZE)]
     prompts = [tokenizer.encode_ordinary(example.prompt) for example in examples]
     always_the_same = torch.Generator().manual_seed(SEED)
@@ -194,7 +194,7 @@ def main() -> None:
     began = time.time()
     print(evaluate(model, task, tokenizer))
     for step in range(STEPS):
-        # 1. prompts, each one repeated for its group
+        # 1. prompts, each repeated for its group
         examples = [task.train(step * PROMPTS_PER_STEP + i) for i in range(PROMPTS_PER_STEP)]
         rows = [example for example in examples for _ in range(GROUP_SIZE)]  # B of them
         prompts = [tokenizer.encode_ordinary(example.prompt) for example in rows]
@@ -214,7 +214,7 @@ def main() -> None:
                 old_logp = logp.detach()
             # 6. loss and gradient
             grpo_loss(logp, old_logp, A, mask, ref_logp, KL_COEF).backward()
-            # 7. optimizer step; the learning rate rises, then falls to 0
+            # 7. optimizer step; linear warm-up, then linear decay
             lr = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - step / STEPS)
             optimizer.param_groups[0]["lr"] = lr
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

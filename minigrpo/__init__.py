@@ -1,4 +1,9 @@
-"""minigrpo: Group Relative Policy Optimization, small enough to read in an afternoon."""
+"""minigrpo: Group Relative Policy Optimization, small enough to read in an afternoon.
+
+trainer.py is the place to start. The modules at this level are the algorithm. The packages around
+it are model/ (GPT-2 and packing), sampling/ (decoding), tasks/ (prompts and scores), runtime/
+(speed, processes, checkpoints, settings) and tools/ (the commands).
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -19,7 +24,7 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """Import a name when it is first used: `minigrpo --help` should not wait for torch."""
+        """Import a name on first use, so that `minigrpo --help` does not wait for torch."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""`python -m minigrpo` is the command `minigrpo`."""
+"""Makes `python -m minigrpo` the same as the command `minigrpo`."""
 
 from .tools.cli import main
 

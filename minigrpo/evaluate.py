@@ -1,4 +1,7 @@
-"""How good a model is: sampled and greedy answers to held-out examples."""
+"""How good a model is: sampled and greedy answers to held-out examples.
+
+The trainer calls `evaluate`. `grade` also returns the answers themselves, for the evaluation tool.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ class Graded:
     rewards: RewardTable  # [n, 1]
 
     def by_kind(self) -> dict[str, np.ndarray]:
-        """`[n]` bool per kind of question: which examples are of it."""
+        """For each kind of question, a `[n]` bool mask of its examples."""
         kinds = np.array([example.kind for example in self.examples])
         return {str(kind): kinds == kind for kind in np.unique(kinds) if kind}
 
@@ -38,7 +41,7 @@ def answer(
 ) -> list[str]:
     """One completion per example: greedy, or sampled at temperature 1 if a seed is given.
 
-    `advance` is called with the number of examples of each part that is done.
+    After each batch, `advance` is called with the number of examples in it.
     """
     u = None
     if seed is not None:
@@ -68,14 +71,14 @@ def grade(
 def evaluate(
     sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int
 ) -> dict[str, float]:
-    """Score the first `size` held-out examples, or all that there are.
+    """Score the first `size` held-out examples, or all if there are fewer.
 
     Returns:
-        n: how many that was.
-        exact_sampled: share of completions, sampled at temperature 1, that equal the true answer.
+        n: the number of examples.
+        exact_sampled: share of completions sampled at temperature 1 that equal the true answer.
         exact: the same for greedy completions.
-        The reward parts, and reward: means over the greedy completions.
-        exact/<kind>, count/<kind>: greedy, by kind of question.
+        The reward parts, and their weighted sum `reward`: means over the greedy completions.
+        exact/<kind>, count/<kind>: `exact` and `n` by kind of question.
     """
     size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]

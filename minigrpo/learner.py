@@ -1,11 +1,11 @@
-"""From a batch to new weights.
+"""The update: from a batch of completions to new weights.
 
     prepare     leave out what has no gradient, count the whole step, compute old log-probs
-    gradient    forward and backward in micro-batches; their gradients add up to the step's
-    update      clip the gradient, guard against values that are not finite, step AdamW
+    gradient    forward and backward in micro-batches, whose gradients add up to the step's
+    update      clip the gradient, skip the step if it is not finite, step AdamW
 
-The objective itself is `Learner.objective` here and `policy_loss` in losses.py. The learner samples
-nothing, and writes and prints nothing.
+The objective is `Learner.objective` here and `policy_loss` in losses.py. Sampling is in rollout.py;
+the learner writes no files and prints nothing, but calls `warn` and `dump`.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ from .runtime.optim import learning_rate_at, make_optimizer
 from .types import Completions, RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
-LARGEST = "gap/max"  # of metrics, the one whose micro-batches combine by maximum
+LARGEST = "gap/max"  # the only metric that combines over micro-batches by maximum, not by sum
 
 
 class Learner:
-    """A model, its optimizer, and the one way in which batches change them."""
+    """A model, its optimizer, and the update that batches make to them."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Learner:
         warn: Callable[[str], object] = lambda text: None,
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
     ) -> None:
-        """`warn` is told what went wrong; `dump` keeps a batch whose step was skipped."""
+        """`warn` receives messages; `dump` saves a batch whose step was skipped."""
         accel.check_compiler(config.speed, model.device)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.dump, self.device = warn, dump, model.device
-        # the same parameters in modules of their own, so that the sampler's stay uncompiled
+        # separate modules that share the parameters: the sampler's modules must not be compiled
         self.trained = accel.with_training_layers(config, model)
         self.wrapped = self.dist.wrap(self.trained)
         self.scaler = accel.grad_scaler(config.speed, self.device)
@@ -69,7 +69,8 @@ class Learner:
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
 
-        Returns the metrics of the last one, over all processes. Raises Diverged.
+        Returns the metrics of the last one, over all processes. Raises Diverged if too
+        many steps in a row had a loss or gradient that is not finite.
         """
         learning_rate = self._set_learning_rate(step)
         prepared, normalizer = self.prepare(batch)
@@ -91,9 +92,9 @@ class Learner:
     # --- prepare --------------------------------------------------------------------------------
 
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
-        """The part of a batch that has a gradient, with old log-probs if the loss needs them.
+        """The part of a batch that has a gradient, with old log-probs if there are several updates.
 
-        The normalizer counts the whole step over all processes, with what is left out.
+        The normalizer counts the whole step over all processes, skipped groups included.
         """
         batch = batch.with_loss_mask_applied()
         mask = batch.completions.completion_mask
@@ -107,7 +108,7 @@ class Learner:
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
         every = list(range(len(batch)))
-        # bnpo divides by the tokens of the micro-batch, so leaving some out would change it
+        # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
         local = LOSSES[self.config.loss.name].reduce is per_local_token
         has_kl = batch.ref_logp is not None
         skip = self.config.speed.skip_zero_variance_groups
@@ -126,41 +127,41 @@ class Learner:
     # --- gradient -------------------------------------------------------------------------------
 
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
-        """Leave the whole step's gradient in the parameters; metrics over all processes.
+        """Compute the whole step's gradient, and return metrics over all processes.
 
-        If memory runs out, it starts over with smaller micro-batches.
+        If a single process runs out of memory, it starts over with smaller micro-batches.
         """
 
         def afresh(size: int) -> Metrics:
             self.optimizer.zero_grad(set_to_none=True)
             return self._accumulate(batch, normalizer, size)
 
-        if self.dist.world_size > 1:  # the others would wait for gradients that are not sent
+        if self.dist.world_size > 1:  # no retry: the other processes would wait in the all-reduce
             return self._accumulate(batch, normalizer, self.backoff.size_of(len(batch)))
         return self.backoff.run(afresh, len(batch))
 
     def _accumulate(self, batch: RolloutBatch, normalizer: LossNormalizer, size: int) -> Metrics:
-        """Forward and backward of `size` prompts at a time; gradients and metrics add up."""
+        """Forward and backward on `size` prompts at a time; gradients and metrics add up."""
         sums: Metrics = {}
         *first, last = batch.split(size)
         with self.dist.accumulating(self.wrapped):
             for part in first:
                 _add(sums, self._backward(part, normalizer))
-        _add(sums, self._backward(last, normalizer))  # DDP sends gradients in this one
+        _add(sums, self._backward(last, normalizer))  # DDP reduces gradients only in this one
         return self._over_processes(sums)
 
     def _backward(self, part: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         packing = self.pack(part.completions)
         part = part.to(self.device)
         loss, metrics = self.objective(part, packing, normalizer)
-        # DDP averages over processes, and the loss is already this process's share of the sum
+        # undo DDP's averaging: the loss is already this process's share of the sum
         self.scaler.scale(loss * self.dist.world_size).backward()
         return metrics
 
     def objective(
         self, part: RolloutBatch, packing: Packing, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, as its share of the whole step's.
+        """A micro-batch's share of the whole step's loss.
 
         log-probs -> ratio to the old policy -> clipped surrogate -> KL -> normalise.
         """
@@ -190,18 +191,18 @@ class Learner:
         return loss, metrics
 
     def pack(self, completions: Completions) -> Packing:
-        """Built on the host, from lengths; then on the device."""
+        """Build the packing on the host, then move it to the device."""
         return PACKINGS[self.config.speed.packing](completions).to(self.device)
 
     def forward(self, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies `[P, G, S]` of the policy, on its device."""
+        """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.trained
             logp, entropy = model(packing.tokens, packing, self.config.sampling.temperature)
         return logp, entropy
 
     def autocast(self) -> AbstractContextManager[object]:
-        """--use-amp, until the guard has fallen back to float32."""
+        """The autocast of --use-amp, unless the guard has fallen back to float32."""
         if self.guard.halvings:
             return nullcontext()
         return accel.autocast(self.config.speed, self.device)
@@ -237,13 +238,13 @@ class Learner:
         return learning_rate
 
     def _update(self, loss: Tensor, norm: Tensor) -> bool:
-        """Step the optimizer, unless loss or gradient is not finite; False if that is a fault.
+        """Step the optimizer if loss and gradient are finite; return False for a bad step.
 
-        Loss and norm are the same in all processes, and so is the verdict. With a loss scaler, an
-        infinite gradient of a finite loss is no fault: it is how the scaler finds its scale.
+        Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
+        an infinite gradient of a finite loss is not a bad step: that is how it finds its scale.
         """
         finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if finite or self.scaler.is_enabled():  # which looks at the gradient itself
+        if finite or self.scaler.is_enabled():  # the scaler checks the gradient itself
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -262,7 +263,7 @@ class Learner:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that cannot be derived: plain types and tensors."""
+        """Everything that cannot be recomputed, as plain types and tensors."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -271,9 +272,9 @@ class Learner:
         return state | ({"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises RuntimeError, ValueError or KeyError for the state of another model."""
+        """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         self.model.load_state_dict(state["model"])
-        # a speed flag of this run, not of the checkpoint
+        # a speed flag comes from this run, not from the checkpoint
         fused = {"fused": self.config.speed.fused_optimizer}
         groups = [group | fused for group in state["optimizer"]["param_groups"]]
         self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})

@@ -1,4 +1,4 @@
-"""Advantages, policy losses and KL estimators: tensors in, tensors out.
+"""Advantages, policy losses and KL estimators, as pure functions of tensors.
 
 Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`; m the mask; n_i = sum_t m;
 B completions; N tokens.
@@ -7,10 +7,11 @@ B completions; N tokens.
     l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl  term, per token
     L  = sum(w * l)                                                        loss
 
-Each loss is a row of LOSSES: how it forms the ratio, the term and the weights w. The weights come
-from counts over the whole optimizer step, so the gradient does not depend on the micro-batch size
-or on the number of processes (except for bnpo, by definition). Everything is computed in float32
-or wider.
+Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w. The
+weights come from counts over the whole optimizer step, so the gradient does not depend on the
+micro-batch size or on the number of processes (except for bnpo, by definition). Everything is
+computed in float32 or wider. Nothing here knows the model, the config or the other processes:
+learner.py calls `policy_loss`, rollout.py calls `advantages`.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         scale: what divides the result. `group`: the group's std + 1e-4. `batch`: the std of the
             whole batch + 1e-4. `none`: nothing (Dr. GRPO, arXiv 2503.20783). ddof = 1.
 
-    A group with equal rewards has advantage exactly 0. Raises ValueError for groups of one.
+    A group with equal rewards has advantages of exactly 0. Raises ValueError for groups of one.
     """
     if rewards.shape[-1] < 2:
         raise ValueError(
@@ -60,10 +61,10 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """What an optimizer step averages over, counted over all micro-batches and processes."""
+    """The counts that a loss divides by, over all micro-batches and processes of a step."""
 
     completions: int | Tensor  # B
-    tokens: int | Tensor  # N, completion tokens
+    tokens: int | Tensor  # N, completion tokens in the loss
 
     @classmethod
     def of(cls, mask: Tensor) -> "LossNormalizer":
@@ -94,7 +95,7 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clip:
-    """The ratio is clipped to [low, high]; `cap` bounds the unclipped ratio, if given."""
+    """Bounds of the ratio: clipped to [low, high]; `cap`, if given, bounds the unclipped ratio."""
 
     low: float
     high: float
@@ -107,7 +108,7 @@ Term = tuple[Tensor, dict[str, Tensor]]
 def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
     """-min(r A, clip(r) A), as in PPO (arXiv 1707.06347).
 
-    With a cap, the unclipped r is capped first: the two-sided clip of arXiv 2505.07291.
+    With a cap, r in the first term is capped too: the two-sided clip of arXiv 2505.07291.
     """
     low, high = clip.low, clip.high
     capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
@@ -128,7 +129,7 @@ def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
 
 
 def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
-    """-logp: supervised training on true answers."""
+    """-log p: supervised training on true answers."""
     return -logp, {}
 
 
@@ -157,7 +158,7 @@ def constant(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tenso
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A row of the loss table, with the defaults of its paper."""
+    """A row of the loss table, with the defaults of the loss's paper."""
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, Clip], Term]
@@ -189,8 +190,8 @@ LOSSES = {
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, the gradient of k2 and
 # k3_is is that of KL(pi||ref), and the gradient of k3 is that of KL(ref||pi) (arXiv 2506.09477,
-# 2510.01555, 2512.21852). The gradient of k1 is 0, so k1 is not here: with k1_reward the rollout
-# subtracts it from the rewards.
+# 2510.01555, 2512.21852). The gradient of k1 has mean 0, so k1 is no use in the loss and not here;
+# with k1_reward, the rollout subtracts it from the rewards.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
@@ -202,9 +203,9 @@ KL_IN_REWARD = "k1_reward"
 def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
     """min(exp(logp - sampler_logp), cap), without gradient; any shape.
 
-    Truncated importance sampling (Ionides 2008), per token. It corrects for tokens that were drawn
-    from another distribution than the policy's: `logp` is the old policy in the training forward,
-    `sampler_logp` the distribution that the tokens were drawn from.
+    Truncated importance sampling (Ionides 2008), per token. It corrects for a sampler whose
+    distribution differs from the policy's. `logp` is of the old policy, computed by the training
+    forward; `sampler_logp` is of the distribution that the tokens were drawn from.
     """
     return (logp.detach() - sampler_logp).exp().clamp(max=cap)
 
@@ -226,21 +227,22 @@ def policy_loss(
     token_weights: Tensor | None = None,
     normalizer: LossNormalizer | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, or a micro-batch's share of the loss.
+    """The loss of a batch, or a micro-batch's share of it.
 
     Args:
         logp: `[..., S]` log-probs of the sampled tokens, with gradient.
-        old_logp: `[..., S]` under the policy that sampled. None: `logp.detach()`, a ratio of 1.
+        old_logp: `[..., S]`, the same under the policy that sampled. None: `logp.detach()`, so that
+            the ratio is 1.
         advantages: `[...]`, one per completion; None for nll.
         mask: `[..., S]` bool.
-        loss: a row of LOSSES. Where a clip or the cap is None, the row's default is used.
+        loss: a row of LOSSES, whose defaults replace a clip or cap that is None.
         max_completion_length: what dr_grpo divides by; None: S.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
-        token_weights: `[..., S]`, factors of the policy term but not of the KL; see
+        token_weights: `[..., S]`, factors on the policy term but not on the KL; see
             `truncated_importance_weights`.
-        normalizer: B and N of the whole optimizer step; None counts this batch. Losses, gradients
-            and metrics of micro-batches with the same normalizer add up to the whole batch's.
+        normalizer: B and N of the whole optimizer step; None counts this batch only. With a common
+            normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
 
     Returns:
         The scalar loss, and metrics: scalars without gradient.
@@ -249,7 +251,7 @@ def policy_loss(
     normalizer = normalizer or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
-    # masked before exp, because inf * 0 is NaN in the backward pass
+    # mask before exp, because inf * 0 is NaN in the backward pass
     logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
     old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
     ratio = spec.ratio(logp - old, m)

@@ -1,4 +1,7 @@
-"""The frozen model that a KL term holds the policy to. Without a KL there is none."""
+"""The reference model: the frozen initial policy, which the KL penalty compares with.
+
+With --kl-coef 0 no second model is kept.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,19 +19,21 @@ from .types import Completions
 
 
 class Reference(Protocol):
+    """What the rollout asks for the log-probs of the KL."""
+
     def logp(self, completions: Completions) -> Tensor | None:
         """`[P, G, S]` log-probs on the host, or None if there is no KL."""
 
 
 class NoReference:
-    """kl_coef = 0: no second model, no second forward."""
+    """For kl_coef = 0: no second model, no second forward pass."""
 
     def logp(self, completions: Completions) -> Tensor | None:
         return None
 
 
 class FrozenReference:
-    """A model that never changes."""
+    """Log-probs under a frozen model, in micro-batches."""
 
     def __init__(
         self,
@@ -40,11 +45,11 @@ class FrozenReference:
         autocast: Callable[[], AbstractContextManager[object]],
         offload: bool = False,
     ) -> None:
-        """Takes the model over: nobody else may train it.
+        """Freeze `model` in place; it must not be trained elsewhere.
 
         Args:
-            temperature: the policy's.
-            backoff: how many prompts go through the model at once.
+            temperature: the sampling temperature, as for the policy's log-probs.
+            backoff: decides how many prompts go through the model at once.
             offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
         """
         self.device = model.device
@@ -74,7 +79,7 @@ class FrozenReference:
         return self.backoff.run(in_parts, len(completions))
 
     def _weights_on_device(self) -> dict[str, Tensor]:
-        with self.autocast():  # which ends when the non-finite guard falls back to float32
+        with self.autocast():  # off once the non-finite guard has fallen back to float32
             low = torch.is_autocast_enabled(self.device.type)
         weights = {
             name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()

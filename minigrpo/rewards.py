@@ -1,10 +1,12 @@
-"""What a completion is worth: similarity, user-defined reward functions, and the scorer that runs
-them over a batch.
+"""Text similarity, user-defined reward functions, and the scorer that runs all reward parts.
 
-Scoring is made cheap by scoring each distinct (prompt, text) once, and by rejecting malformed texts
-before they are parsed. Threads do not speed it up by themselves, because python-chess holds the
-interpreter lock. They let scoring overlap with work on the device, serve rewards that wait (for a
-network, say), and keep a function that hangs from stopping the run.
+The tasks' own scores are in tasks/. How calls are cut, limited and checked is in
+runtime/reward_calls.py.
+
+Scoring is cheap because each distinct (prompt, text) is scored once, and malformed texts are
+rejected before they are parsed. Threads do not make it faster, because python-chess holds the
+interpreter lock (GIL). They let scoring overlap with work on the device, let rewards wait side by
+side (for a network, say), and keep one that hangs from stopping the run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +51,7 @@ class RewardFunction:
         return self.function(*args)
 
     def source(self, timeout_s: float) -> RewardSource:
-        """How the scorer calls it; `timeout_s` is the limit for a function without its own."""
+        """What the scorer calls; `timeout_s` is the limit if the function has none of its own."""
 
         def call(*args: Any) -> dict[str, Any]:
             return {self.name: self.function(*args)}
@@ -73,11 +75,11 @@ def reward(
             return 1 / (1 + len(text))
 
     `--rewards FILE.py` adds the decorated functions of a file to the task's parts. A call that
-    raises, exceeds its time limit, or returns anything but a finite number fails: it is counted,
-    and its completion gets `floor`.
+    raises, exceeds its time limit, or returns anything but a finite number has failed: the failure
+    is counted, and the completion gets `floor`.
 
     Args:
-        weight: of this part in the total; `[reward_weights]` in TOML and --reward-weights override
+        weight: of this part in the total. `[reward_weights]` in TOML and --reward-weights override
             it.
         timeout_s: seconds per completion; None for --reward-timeout.
         floor: the score of a completion on which the function failed.
@@ -94,18 +96,18 @@ def reward(
 
 @dataclass
 class PendingRewards:
-    """Rewards that are being computed; `result` waits for them."""
+    """Rewards still being computed; `result` waits for them."""
 
     scorer: "RewardScorer"
-    index: np.ndarray  # [P, G] int, the place of each completion among the distinct texts
+    index: np.ndarray  # [P, G] int, index of each completion's distinct text
     calls: list[tuple[RewardSource, slice, Job]] = field(default_factory=list)
-    table: RewardTable | None = None  # set once it is known
+    table: RewardTable | None = None  # set by the first `result`
 
     def result(self) -> RewardTable:
         """Wait for all calls, and return the table.
 
-        Failed calls give their completions the floor of the reward part, and are counted in
-        `RewardTable.failures`. An error in a trusted task's `score_batch` is raised.
+        Completions whose call failed get the floor of the reward part, and are counted in
+        `RewardTable.failures`. An error in the task's `score_batch` is raised.
         """
         if self.table is None:
             self.table = self._wait()
@@ -164,10 +166,10 @@ class RewardScorer:
             weights: of each part in the total; parts that are not named weigh 0. Default: the
                 weights of the task and of the functions.
             functions: reward parts beside the task's.
-            workers: threads; 0 scores in the calling thread, except what might hang.
+            workers: threads; 0 scores in the calling thread, except for calls that might hang.
             timeout_s: seconds per completion, for functions without a limit of their own and for a
                 task without `score_batch`.
-            warn: is told once per reward part what went wrong first.
+            warn: called with the first failure of each reward source.
 
         Raises:
             ValueError: a weight of an unknown part, or a function named like a part of the task.
@@ -191,7 +193,7 @@ class RewardScorer:
         return self.submit(examples, texts).result()
 
     def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
-        """Start to score as `score` does; with workers this returns at once."""
+        """Start scoring; with workers, return before it is done."""
         asked, distinct, index = distinct_pairs(examples, texts)
         pending = PendingRewards(self, index)
         for source in self.sources:
@@ -203,9 +205,9 @@ class RewardScorer:
         return pending
 
     def warn_once(self, source: RewardSource, error: Exception) -> None:
-        """Warn of the first failure of a source, and of the first time that all threads hang.
+        """Warn of the first failure of a source, and the first time that all threads hang.
 
-        The metrics rewards/<part>/failures count the rest; a line per failure would flood the log.
+        A line per failure would flood the log; the metrics rewards/<part>/failures count them all.
         """
         name, what = ", ".join(source.names), describe_failure(error)
         key = (name, what.startswith("all threads hang"))

@@ -1,7 +1,8 @@
-"""Where the batches of a run come from: sampled from the policy and scored, or the true answers.
+"""The batches of a run: completions sampled from the policy and scored, or the true answers.
 
 `RolloutBatches` samples, scores and computes advantages; `SupervisedBatches` takes the true answers
-for the warm start. The trainer treats both alike.
+for the warm start. The trainer treats both alike. Decoding itself is in sampling/, scoring in
+rewards.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from .types import Completions, Example, RewardTable, RolloutBatch
 
 
 class BatchSource(Protocol):
+    """What the trainer needs from either source of batches."""
+
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch, on the host.
 
@@ -36,7 +39,7 @@ class BatchSource(Protocol):
 
 
 class SupervisedBatches:
-    """The true completions, one per prompt: the supervised warm start."""
+    """The true answers, one per prompt, for the supervised warm start."""
 
     def __init__(
         self,
@@ -62,16 +65,16 @@ class SupervisedBatches:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled completions of some examples, and their pending rewards."""
+    """Completions sampled for some examples, and their pending rewards."""
 
     examples: list[Example]
     completions: Completions
     texts: list[list[str]]  # [P][G]
-    pending: list[PendingRewards]  # one per part that was sampled together
+    pending: list[PendingRewards]  # one per rollout batch
 
 
 class RolloutBatches:
-    """Sample completions from the policy, score them, and turn rewards into advantages."""
+    """Samples completions from the policy, scores them, and turns rewards into advantages."""
 
     def __init__(
         self,
@@ -114,9 +117,10 @@ class RolloutBatches:
     # --- sampling and scoring -------------------------------------------------------------------
 
     def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:
-        """Completions of a step's examples, in parts of --rollout-batch-size prompts.
+        """Completions of a step's examples, in batches of --rollout-batch-size prompts.
 
-        A completion depends on its prompt, the seed, the step and the weights, and on nothing else.
+        A completion depends only on its example, the seed, the step and the weights, not on what
+        else is in the batch.
         """
         sampling = self.config.sampling
         rows = np.array([example.index for example in examples])
@@ -130,7 +134,7 @@ class RolloutBatches:
         )
 
     def roll_out(self, examples: list[Example], step: int) -> Rollout:
-        """Sample, and submit each part to the reward pool as soon as it is decoded."""
+        """Sample, and submit each rollout batch for scoring as soon as it is decoded."""
         parts, pending = list[Completions](), list[PendingRewards]()
         texts: list[list[str]] = []
         sampled = self.sample(examples, step)
@@ -161,9 +165,9 @@ class RolloutBatches:
     def _replace_zero_variance(
         self, rollout: Rollout, step: int
     ) -> tuple[Rollout, RewardTable, dict[str, float]]:
-        """Replace prompts whose group has equal rewards by others, --dynamic-sampling times."""
+        """Replace the prompts of zero-variance groups, up to --dynamic-sampling times."""
         rollouts, tables = [rollout], [self._rewards(rollout)]
-        # which group of all rollouts stands at each place of this process's share
+        # for each prompt of this process's share, the index of its group among all rollouts
         chosen = np.arange(len(rollout.examples))
         for attempt in range(self.config.sampling.dynamic_sampling):
             equal = np.flatnonzero(has_zero_variance(RewardTable.join(tables).select(chosen)))
@@ -187,7 +191,7 @@ class RolloutBatches:
     def _advantages(
         self, rollout: Rollout, rewards: RewardTable, ref_logp: Tensor | None, step: int
     ) -> Tensor:
-        """`[P, G]`, from the rewards of all processes, since --scale batch looks at all of them."""
+        """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
         loss, spec = self.config.loss, LOSSES[self.config.loss.name]
         completions = rollout.completions
         total = torch.from_numpy(rewards.total)
@@ -209,7 +213,7 @@ class RolloutBatches:
         return everyone[self.dist.rank * len(total) :][: len(total)]
 
     def _work(self) -> dict[str, float]:
-        """Rounds of decoding, of the batch and per completion, and the tokens that were run."""
+        """Decoding rounds of the batch and per completion, and the tokens that the model ran."""
         work = self.sampler.work
         return {
             "rollout/rounds": float(work["rounds"]),
@@ -219,19 +223,19 @@ class RolloutBatches:
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:
-    """`[P, G]` rewards, shuffled within each group: the same values, tied to nothing."""
+    """`[P, G]` rewards, shuffled within each group, so that they say nothing about the texts."""
     draws = [stream(seed, "shuffle", step, example.index) for example in examples]
     rows = [rng.permutation(row) for rng, row in zip(draws, total.numpy(), strict=True)]
     return torch.from_numpy(np.stack(rows))
 
 
 def has_zero_variance(rewards: RewardTable) -> np.ndarray:
-    """`[P]` whether all completions of a prompt have the same reward: nothing to learn from."""
+    """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
     return rewards.total.max(1) == rewards.total.min(1)
 
 
 def has_ended(completions: Completions, eos: int) -> Tensor:
-    """`[P, G]` whether a completion ends with end of text; the others were cut off."""
+    """`[P, G]` bool: the completion ends with end of text; otherwise it was cut off."""
     last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
     return completions.completion_ids.gather(-1, last)[..., 0] == eos
 
@@ -245,13 +249,13 @@ def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
 
 
 def rollout_metrics(batch: RolloutBatch, eos: int) -> dict[str, float]:
-    """Metrics of a batch as it was sampled, under TRL's names.
+    """Metrics of a batch as it was sampled, under TRL's names where TRL has one.
 
-    Means over this process's prompts, except for the counts under `tokens/`.
+    They are means over this process's prompts, or counts: `DistContext.combine` tells them apart.
     """
     mask = batch.completions.completion_mask
     lengths = mask.sum(-1)
-    # what the update would run if every prompt were repeated; tokens/run is what it does run
+    # tokens that the update would run with --packing repeated; tokens/run is what it does run
     prompts = batch.completions.prompt_len.sum() * lengths.shape[1]
     values = {
         "completions/mean_length": lengths.float().mean().item(),

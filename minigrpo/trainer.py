@@ -1,9 +1,9 @@
-"""The one training loop: GRPO and the supervised warm start differ only in their batches.
+"""The training loop. GRPO and the supervised warm start share it; only their batches differ.
 
     batch  ->  num_iterations optimizer steps  ->  log  ->  maybe evaluate  ->  maybe save
 
-Where batches come from is in rollout.py, what a loss is in losses.py, how a batch becomes new
-weights in learner.py. What makes a run fast, safe and visible is in runtime/.
+Batches come from rollout.py, losses.py defines the losses, and learner.py turns a batch into new
+weights. Speed, checkpoints, logging and the screen are in runtime/.
 """
 
 import copy
@@ -29,12 +29,12 @@ Evaluation = dict[str, float]
 
 
 class Trainer:
-    """A run, from its config. Everything that can be wrong is found here, before `fit` works."""
+    """A run, built from its config. Bad input is found here, before `fit` starts to work."""
 
     def __init__(
         self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
     ) -> None:
-        """Raises ValueError (ConfigError, CheckpointError) in a line that names flag or file."""
+        """Raises ValueError (ConfigError, CheckpointError), one line that names flag or file."""
         self.config = config
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
@@ -45,7 +45,7 @@ class Trainer:
         self.tokenizer = make_tokenizer(config)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
         self.scorer = make_scorer(config, self.task, self.screen.warn)
-        # the reference keeps the initial model, whatever a checkpoint does to the policy
+        # a copy, so that the reference stays the initial model even if a checkpoint is loaded below
         initial = make_model(config, self.tokenizer, self.device, self.screen.say)
         self.model = copy.deepcopy(initial)
         self.estimate = measure_lengths_and_estimate(
@@ -64,7 +64,7 @@ class Trainer:
         self.reference = make_reference(config, initial, self.learner)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
         self.timer = PhaseTimer(self.device)
-        self.step = self.run_dir.open(self.learner)  # steps that are done
+        self.step = self.run_dir.open(self.learner)  # steps already done
         self.source = self._make_source(first_step=self.step)
 
         self.stop_reason = ""
@@ -85,7 +85,7 @@ class Trainer:
     # --- the loop -------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
-        """Train to `max_steps`, or until asked to stop; returns what summary.json holds."""
+        """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         began = time.perf_counter()
         folder, is_main = self.run_dir.path, self.dist.is_main
         self.log = RunLog(folder, start_step=self.step) if is_main else NoLog()
@@ -143,7 +143,7 @@ class Trainer:
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
         metrics["memory/peak_mib"] = peak_memory_mib(self.device)
-        if self.config.speed.compile_model:  # the first steps are the warm-up
+        if self.config.speed.compile_model:  # more than 0 after the first steps is a recompile
             metrics["recompiles"] = accel.graphs_compiled() - graphs
         self.log.step(self.step, metrics)
         self.measured.add(metrics)
@@ -174,13 +174,13 @@ class Trainer:
         elif self.first and self.last:
             announce.show_change(self.screen, self.first, self.last, self.step, seconds)
         if self.measured.steps:
-            title = "a step of one process, estimated (nothing repeats) and measured"
+            title = "one step of one process: estimated (if nothing repeats) and measured"
             rows = self.measured.beside(self.estimate, self.device.type, self.dist.world_size)
             self.screen.table(title, ["", "estimated", "measured"], rows)
         saved = self.run_dir.name_of_checkpoint(self.step)
         self.screen.say(f"{status} ({reason}) at step {self.step}; saved {saved}")
         if self.stop_reason:
-            self.screen.say(f"go on with: --out-dir {self.run_dir.path} --resume auto")
+            self.screen.say(f"continue with: --out-dir {self.run_dir.path} --resume auto")
         self.screen.say(f"run: {self.run_dir.path}")
         return self._summarise(status, reason, seconds)
 

@@ -1,7 +1,7 @@
-"""The data that passes between modules: frozen, with the shape on the line of each field.
+"""The data that modules pass to each other: frozen dataclasses, each tensor with its shape.
 
-P prompts, G completions per prompt, S new tokens at most. Prompts are stored once per group, and
-there is no left padding.
+P prompts, of at most Lp tokens; G completions per prompt, of at most S tokens. Prompts are stored
+once per group, and padding is always on the right.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,44 +15,44 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Example:
-    """A question and its true answer."""
+    """A prompt and its true answer."""
 
     prompt: str
     answer: str
-    index: int = 0  # place in the task's endless sequence; keys the completions' random numbers
-    kind: str = ""  # what sort of question this is; evaluation reports by kind
+    index: int = 0  # place in the task's endless sequence; the key of its random numbers
+    kind: str = ""  # kind of question, by which evaluation reports
 
 
 class Task(Protocol):
-    """Prompts without end, and scores for completions. A task of your own implements this.
+    """An endless supply of prompts, and scores for completions. Implement this for your own task.
 
     Two attributes are optional. `num_held_out` is the number of distinct evaluation examples.
-    `score_batch(examples, texts) -> {part: values}` scores many texts at once; a task that has it
-    vouches for it, so it runs without a time limit.
+    `score_batch(examples, texts) -> {part: values}` scores many texts at once. It is trusted: it
+    runs without a time limit, and an error in it ends the run.
     """
 
     parts: Mapping[str, float]  # reward part -> default weight
 
     def train(self, number: int) -> Example:
-        """Training example `number`: a pure function of (seed, number), in an order that mixes."""
+        """Training example `number`: a pure function of (seed, number), in shuffled order."""
 
     def held_out(self, number: int) -> Example:
-        """Evaluation example `number`, which training never sees."""
+        """Evaluation example `number`; training never sees it."""
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        """Every reward part, each in [0, 1], for any text whatever. The true answer scores 1."""
+        """Every reward part, in [0, 1], for any text whatsoever. The true answer scores 1."""
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Completions that were sampled, or the true answers in the supervised warm start."""
+    """Sampled completions, or the true answers in the supervised warm start."""
 
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row per prompt
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
-    completion_mask: Tensor  # [P, G, S] bool, true up to and including EOS, from lengths
-    sampler_logp: Tensor | None = None  # [P, G, S] float32, of the sampler's own forward
-    log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of what top-k and top-p kept
+    completion_mask: Tensor  # [P, G, S] bool, true up to and including EOS
+    sampler_logp: Tensor | None = None  # [P, G, S] float32, from the sampler's forward
+    log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass top-k, top-p kept
 
     def __len__(self) -> int:
         return len(self.prompt_len)
@@ -63,7 +63,7 @@ class Completions:
 
     @staticmethod
     def join(parts: Sequence["Completions"]) -> "Completions":
-        """Several batches of prompts as one, padded to the longest."""
+        """Concatenate batches of prompts, padded to the longest."""
 
         def joined(name: str) -> Tensor | None:
             tensors = [getattr(part, name) for part in parts]
@@ -90,7 +90,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Scores of P x G texts, each part in [0, 1]; `total` is their weighted sum."""
+    """Scores of P x G texts by reward part; `total` is the weighted sum of the parts."""
 
     total: np.ndarray  # [P, G] float32
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float32
@@ -98,13 +98,13 @@ class RewardTable:
 
     @staticmethod
     def join(tables: Sequence["RewardTable"]) -> "RewardTable":
-        """The tables of several batches of prompts as one."""
+        """Concatenate the tables of several batches of prompts."""
         parts = {name: np.concatenate([t.parts[name] for t in tables]) for name in tables[0].parts}
         failures = {name: sum(t.failures[name] for t in tables) for name in tables[0].failures}
         return RewardTable(np.concatenate([table.total for table in tables]), parts, failures)
 
     def select(self, rows: np.ndarray) -> "RewardTable":
-        """Some of the prompts. Failures stay counted."""
+        """Some of the prompts. Failures of the others stay counted."""
         parts = {name: x[rows] for name, x in self.parts.items()}
         return RewardTable(self.total[rows], parts, self.failures)
 
@@ -114,17 +114,17 @@ PER_COMPLETION = ("advantages", "old_logp", "ref_logp", "loss_mask")
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """All that an optimizer step needs."""
+    """All that the learner needs for one step."""
 
     examples: Sequence[Example]  # [P]
     completions: Completions
     texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without EOS
     rewards: RewardTable | None = None  # None in the supervised warm start
-    advantages: Tensor | None = None  # [P, G] float32, constant within a completion
-    old_logp: Tensor | None = None  # [P, G, S] float32, before the first inner step; None: ratio 1
+    advantages: Tensor | None = None  # [P, G] float32, one per completion
+    old_logp: Tensor | None = None  # [P, G, S] float32, before the first update; None: ratio 1
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what to log about the rollout
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, to be logged
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -141,7 +141,7 @@ class RolloutBatch:
         )
 
     def split(self, num_prompts: int) -> list["RolloutBatch"]:
-        """Micro-batches of at most `num_prompts` prompts, whole groups each."""
+        """Micro-batches of at most `num_prompts` prompts, with all their completions."""
         starts = range(0, len(self), num_prompts)
         return [self.select(range(a, min(a + num_prompts, len(self)))) for a in starts]
 
@@ -157,7 +157,7 @@ class RolloutBatch:
         return replace(self, **changed)
 
     def with_loss_mask_applied(self) -> "RolloutBatch":
-        """The same batch with the tokens of left-out completions masked."""
+        """A copy in which the completions outside `loss_mask` have no tokens left in the loss."""
         if self.loss_mask is None:
             return self
         mask = self.completions.completion_mask & self.loss_mask[..., None]
@@ -166,9 +166,9 @@ class RolloutBatch:
 
     @property
     def behavior_logp(self) -> Tensor | None:
-        """`[P, G, S]`, under the distribution that tokens were drawn from.
+        """`[P, G, S]` log-probs under the distribution that tokens were drawn from.
 
-        Top-k and top-p give more mass to the tokens that they keep.
+        Top-k and top-p renormalise: the tokens that they keep get more mass.
         """
         logp, log_kept_mass = self.completions.sampler_logp, self.completions.log_kept_mass
         return logp if logp is None or log_kept_mass is None else logp - log_kept_mass

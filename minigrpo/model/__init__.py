@@ -1,0 +1,6 @@
+"""GPT-2 on packed tokens: tokenizers, the transformer, packing, log-probs and weights files.
+
+`transformer` is the model, `packing` decides which tokens it runs in training (`packing_rows` and
+`packed_attention` are its parts), `logprobs` is the output head. `tokenizer` and `encoding` turn
+texts into tokens; `weights` and `pretrained` read and write files. Nothing here knows the config.
+"""

@@ -1,9 +1,9 @@
-"""From texts to padded rows of tokens, and back.
+"""Tokenize texts into padded rows of tokens, and decode completions.
 
 Prompt and completion are encoded separately. The model is warm-started, sampled and trained on
 encode(prompt) + encode(completion), never on encode(prompt + completion), where one token may span
-the boundary. Training uses the tokens that were sampled; their text is not encoded again, because
-that could give other tokens than those whose probabilities were recorded.
+the boundary. Training uses the sampled tokens. It never re-encodes their text, because that could
+give different tokens from those whose log-probs were recorded.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def encode_prompts(
 def encode_answers(
     tokenizer: tiktoken.Encoding, examples: Sequence[Example]
 ) -> tuple[Tensor, Tensor]:
-    """Return the true completions, each with its end of text, as right-padded ids, `[P, L]` int64,
-    and their lengths, `[P]` int64.
+    """Return the true answers, with end-of-text tokens, as right-padded ids, `[P, L]` int64, and
+    their lengths, `[P]` int64.
     """
     return pad(
         [[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples]
@@ -60,7 +60,7 @@ def encode_answers(
 
 
 def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[str]]:
-    """Return the texts of completions, `[P][G]`, without end of text."""
+    """Return the texts of completions, `[P][G]`, without the end-of-text token."""
     ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
     eos = tokenizer.eot_token
     return [

@@ -1,10 +1,10 @@
 """From hidden states to log-probabilities: output head, temperature, log-softmax, gather.
 
-The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 it
-would be off by 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
+The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 its
+error is 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
 
-The logits of M tokens are M * V floats, and autograd keeps several copies of them. Computed in
-chunks, and again in the backward pass, at most two copies exist, of one chunk.
+The logits of M tokens are M * V floats, and autograd keeps several copies of them. With chunks,
+whose logits are recomputed in the backward pass, only about two copies of one chunk exist at once.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1024  # tokens whose logits exist at a time, at most
-# Logits that exist at a time, at most. On a CPU they should fit its cache. A GPU reads the whole
-# head, and adds to the head's whole gradient, once per chunk, so chunks should be few.
+CHUNK = 1024  # most tokens whose logits are in memory at once
+# Most logits in memory at once. On a CPU they should fit in its cache. On a GPU, each chunk reads
+# the whole output head and updates its whole gradient, so there should be few chunks.
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 
 
@@ -39,16 +39,16 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of given next tokens, and entropy of their distributions, in nats.
+    """Log-probabilities of the next tokens, and the entropies of their distributions, in nats.
 
     Args:
         hidden: `[M, D]`, final hidden states.
         head: `[V, D]`, the tied embedding.
         targets: `[M]` int64, the next tokens.
-        chunk: tokens whose logits exist at a time; 0: all.
+        chunk: tokens whose logits are in memory at once; 0: all.
 
     Returns:
-        `[M]` and `[M]`, float32 or wider. The entropy carries no gradient: it is only reported.
+        `[M]` and `[M]`, float32 or wider. The entropy has no gradient: it is a metric.
     """
     if chunk and len(hidden) > chunk:
         return _Chunked.apply(hidden, head, targets, temperature, chunk)
@@ -61,8 +61,8 @@ def token_logprobs(
 class _Chunked(torch.autograd.Function):
     """`token_logprobs` chunk by chunk.
 
-    d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature. So the backward pass needs
-    nothing but the logits, and computes them once more.
+    d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature, so all that the backward
+    pass needs from the forward is the logits, which it recomputes, and their log-sum-exp.
     """
 
     @staticmethod
@@ -70,7 +70,7 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
-        # autocast does not reach into a custom backward, so both passes use what is cast here
+        # autocast does not apply in a custom backward, so both passes use tensors cast here
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         ctx.dtypes, ctx.temperature, ctx.chunk = (hidden.dtype, head.dtype), temperature, chunk
@@ -111,9 +111,9 @@ class _Chunked(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, buffer: Tensor) -> Tensor:
-    """Logits in the first rows of `buffer [chunk, V]`.
+    """Compute logits into the first rows of `buffer [chunk, V]`.
 
-    All chunks use the same buffer, because the allocator does not always reuse freed memory.
+    All chunks share the buffer, because the allocator does not always reuse freed memory.
     """
     logits = buffer[: len(hidden)]
     if hidden.dtype == buffer.dtype:

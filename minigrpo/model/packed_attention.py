@@ -1,8 +1,8 @@
-"""Attention over packed tokens: the tensors of a packing, and how they are used in each layer.
+"""Attention over packed tokens: the tensors of a packing, and how each layer uses them.
 
-packing.py builds these tensors on the host. Here they meet the model: q, k and v arrive as
-`[N, H, D/H]`, one row per packed token; they are gathered into padded rows, attended, and scattered
-back.
+packing.py builds these tensors on the host. In each layer, q, k and v arrive as `[N, H, D/H]`, one
+row per packed token. They are gathered into padded rows for scaled_dot_product_attention, and the
+result is gathered back into packed order.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,17 +17,17 @@ from .transformer import Attend, PackedTokens
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Packed tokens as padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
+    """Gather packed tokens into padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
 
-    It uses index_select, whose backward adds in parallel; that of `x[rows]` is a serial index_put.
+    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
     """
     return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows_of` for tokens that stand in several rows.
+    """`rows_of` for tokens that appear in several rows.
 
-    Their gradients are added up in float32 at least; a sum in bfloat16 would lose small terms.
+    Their gradients are summed in float32 or wider; a bfloat16 sum would lose small terms.
     """
     wide = at_least_fp32(x) if x.requires_grad else x
     return rows_of(wide, rows).to(x.dtype)
@@ -36,7 +36,7 @@ def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where `visible [..., keys]` is true, else -inf.
 
-    In memory, rows begin at multiples of 8: CUDA's attention kernels would copy the mask otherwise.
+    Rows are padded in memory to a multiple of 8; otherwise CUDA's attention kernels copy the mask.
     """
     *shape, keys = visible.shape
     padded = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
@@ -56,7 +56,7 @@ class Packing:
     index: Tensor  # [P, G, S] into the M predictions; 0 where masked
     mask: Tensor  # [P, G, S] bool
     causal_rows: Tensor  # [R, T] into the packed tokens; padding repeats the row's first token
-    unpad: Tensor  # [N] place of each packed token in all padded rows, flattened and joined
+    unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
 
     def layer(self, number: int) -> Attend:
         return self.attend
@@ -73,16 +73,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class CompletionAttention:
-    """Attention of the tokens that completions add to their prompts, as padded rows.
+    """Attention of the completions' tokens, as padded rows.
 
-    A row's queries are only the tokens that it adds. Its keys are its prompt and its whole
-    completion, including tokens that other rows have added.
+    The queries of a row are only the tokens that it adds. Its keys are its prompt and its whole
+    completion, including the shared prefix that another row has added.
     """
 
     query_rows: Tensor  # [R, T] into the packed tokens
     key_rows: Tensor  # [R, Lp + K] into the packed tokens: prompt, then completion
     visible: Tensor  # [R, 1, T, Lp + K] bool: which keys each query may attend to
-    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible`, made additive
+    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible` as additive masks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`[N, H, D/H]` each -> `[R, H, T, D/H]`."""
@@ -91,8 +91,8 @@ class CompletionAttention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
 
     def _mask(self, dtype: torch.dtype) -> Tensor:
-        """One mask for all layers: otherwise each layer would make its own, and autograd would
-        keep it for the backward pass.
+        """One mask for all layers. Otherwise each layer would make its own, and autograd would keep
+        all of them for the backward pass.
         """
         if dtype not in self.masks:
             self.masks[dtype] = additive_mask(self.visible, dtype)
@@ -108,7 +108,7 @@ class CompletionAttention:
 class SharedPrefixPacking(Packing):
     """The causal rows are prompts; completions attend to them and to each other's tokens."""
 
-    # one or two sets of rows, each of about the same length, so that little is padded
+    # one or two sets of rows; rows of a set have similar lengths, so there is little padding
     completion_attention: tuple[CompletionAttention, ...]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
-"""From completions to packed tokens, and from their log-probs back to `[P, G, S]`.
+"""Pack completions for the model, and map the log-probs back to `[P, G, S]`.
 
 A packing decides which tokens the model runs, and which of them attend to which. All packings give
-the same log-probs. They differ in what they run more than once:
+the same log-probs. They differ in how much they run:
 
-    repeated       each prompt with each of its completions; the usual way, and the reference here
+    repeated       each completion with its own copy of the prompt, as usual; the baseline
     shared-prompt  each prompt once, and each distinct completion of its group once
     prefix-tree    each prompt once, and each distinct prefix of its group's completions once
 
 The prompt's last token predicts a completion's first. A completion's last token predicts nothing,
-so it is not run. Packings are built on the host, once per micro-batch.
+so it is not run. Packings are built on the host, once per micro-batch; packed_attention.py uses
+them on the device, and packing_rows.py holds the helpers on NumPy arrays.
 
 A worked example, the prefix tree of two prompts with three completions each. 9 is EOS, 0 padding.
 
@@ -17,8 +18,8 @@ A worked example, the prefix tree of two prompts with three completions each. 9 
 ...                                [[4, 9, 0], [4, 5, 9], [6, 9, 0]]])
 >>> completions = Completions(prompt_ids, torch.tensor([3, 2]), completion_ids, completion_ids > 0)
 
-Distinct completions become rows, in lexical order. `row_of [P, G]` is the row of each completion,
-`num_common [R]` the length of the prefix that a row shares with the row before it.
+Each distinct completion becomes a row, in lexicographic order. `row_of [P, G]` is the row of each
+completion, `num_common [R]` the length of the prefix that a row shares with the row before it.
 
 >>> rows = CompletionRows.of_completions(completions, distinct=True).sorted_by_prefix()
 >>> rows.tokens.tolist()
@@ -31,7 +32,8 @@ Distinct completions become rows, in lexical order. `row_of [P, G]` is the row o
 [0, 1, 0, 1, 0]
 
 The packed tokens are the prompts, then the tokens that each row adds: 11 instead of the 25 that
-`repeated` runs. A token's position is its place in its own text.
+`repeated` runs. A token's place is its index in the packed sequence, its position the index in its
+own text.
 
     place        0   1   2    3   4    5   6    7    8   9    10
     token       10  11  12   20  21    1   2    3    4   5     6
@@ -47,8 +49,8 @@ The packed tokens are the prompts, then the tokens that each row adds: 11 instea
 25
 
 Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
-leads from each completion token to its prediction. Where completions share a prefix, they point to
-the same predictions, and autograd adds up their gradients.
+maps each completion token to its prediction. Where completions share a prefix, they point to
+the same predictions, and autograd sums their gradients.
 
 >>> packing.sources.tolist()
 [2, 5, 6, 5, 7, 4, 8, 9, 8, 4, 10]
@@ -89,7 +91,7 @@ __all__ = ["PACKINGS", "Packing", "prefix_tree", "repeated", "shared_prompt"]
 
 
 def repeated(completions: Completions) -> Packing:
-    """Each prompt with each of its completions: P * G sequences."""
+    """Each completion with its own copy of the prompt: P * G sequences."""
     rows = CompletionRows.of_completions(completions, distinct=False)
     prompt_len = completions.prompt_len.numpy()[rows.prompt]  # [R]
     lengths = prompt_len + rows.num_inputs
@@ -155,7 +157,7 @@ class _Prompts:
 
 
 def _pack_shared(completions: Completions, rows: CompletionRows) -> SharedPrefixPacking:
-    """Each prompt once, and of each row the tokens that the row before has not run.
+    """Each prompt once, and the tokens of each row that the row before has not run.
 
     Comments give the values in the worked example.
     """
@@ -188,7 +190,7 @@ def _pack_shared(completions: Completions, rows: CompletionRows) -> SharedPrefix
 def _shared_predictions(
     mask: Tensor, prompts: _Prompts, rows: CompletionRows, places: np.ndarray
 ) -> dict[str, Tensor]:
-    """Each distinct prefix is predicted once; index leads completions to their predictions."""
+    """Predict each distinct prefix once; `index` maps completions to their predictions."""
     columns = np.arange(rows.tokens.shape[1])
     # lengths [3, 3, 3, 2, 2] without the common [0, 1, 0, 1, 0]: [3, 2, 3, 1, 2] predictions per
     # row, beginning with number [0, 3, 5, 8, 9]
@@ -208,7 +210,7 @@ def _shared_predictions(
 def _completion_attention(
     prompts: _Prompts, rows: CompletionRows, places: np.ndarray, starts: np.ndarray
 ) -> tuple[tuple[CompletionAttention, ...], np.ndarray]:
-    """How the added tokens attend, and `[N]` the place of each packed token in all padded rows."""
+    """How the added tokens attend; and `[N]`, each packed token's place in all padded rows."""
     num_inputs, num_new = rows.num_inputs, rows.num_inputs - rows.num_known
     # the prompts' padded rows come first: 6 places, of which 5 are real: [0, 1, 2, 3, 4, ..]
     unpad = np.zeros(starts[-1] + num_new[-1], dtype=np.int64)
@@ -233,7 +235,7 @@ def _attention_of(
     rows: CompletionRows,
     places: np.ndarray,
 ) -> CompletionAttention:
-    """A part of the rows: which keys they have, and which of these each query may attend to."""
+    """For some of the rows: their keys, and which of them each query may attend to."""
     prompt, num_inputs = rows.prompt[part], rows.num_inputs[part]
     columns = np.arange(num_inputs.max())
     # keys of the completion, padded with its first: [[5, 6], [8, 9]], then [[5, 7], [10, 10]]
@@ -254,8 +256,8 @@ def _attention_of(
 def _predictions(
     mask: Tensor, sources: np.ndarray, targets: np.ndarray, index: np.ndarray
 ) -> dict[str, Tensor]:
-    """These fields of a Packing, `index` with 0 where masked."""
-    if not len(sources):  # all completions are empty: the masked index needs an entry to point at
+    """These fields of a Packing, with `index` set to 0 where masked."""
+    if not len(sources):  # all completions are empty; the masked index still needs a valid entry
         sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     index = np.where(mask.numpy(), index, 0)
     arrays = {"sources": sources, "targets": targets, "index": index}

@@ -1,11 +1,11 @@
-"""Text to tokens with a `tiktoken.Encoding`: the shipped one for chess, GPT-2's, or one in a file.
+"""Tokenizers, as `tiktoken.Encoding`: the shipped one for chess, GPT-2's, or one from a file.
 
 The chess tokenizer has a token for each of the 256 bytes, so any text round-trips. It has longer
-tokens only where a text has a fixed form: the squares of a move, side to move, castling rights, en
-passant square, and the ending. Piece placement stays at one character per token, because a move
-changes it character by character, which merged tokens would hide.
+tokens only for fields with a fixed form: the squares of a move, side to move, castling rights, en
+passant square, and the ending (reward and flags). Piece placement stays at one character per token,
+because moves change single characters of it, and merged tokens would hide that.
 
-`python -m minigrpo.model.tokenizer` writes the ranks of the chess tokenizer to the package.
+`python -m minigrpo.model.tokenizer` regenerates the chess tokenizer's file of ranks.
 """
 
 import base64
@@ -42,16 +42,16 @@ def chess_ranks() -> dict[bytes, int]:
     return {token: rank for rank, token in enumerate(tokens)}
 
 
-# how GPT-2 cuts a text into pieces, within which bytes are merged: contractions; letters, digits or
-# other signs, each with an optional space before them; white space
+# how GPT-2 splits a text into pieces, within which bytes are merged: contractions; letters, digits
+# or other characters, each with an optional space before them; white space
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-# the file of merges -> the vocabulary beside it: OpenAI's names, and Hugging Face's
+# merges file -> vocabulary file in the same folder: OpenAI's names, then Hugging Face's
 GPT2_FILES = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
 
 
 def _encoding(name: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    """An encoding in which any text round-trips: there is a token for each byte, and the ranks are
-    0, 1, 2, ... Raises ValueError otherwise.
+    """An encoding from ranks. Raises ValueError unless every byte has a token, so that any text
+    round-trips, and the ranks are 0, 1, 2, ...
     """
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(
@@ -65,17 +65,17 @@ def _encoding(name: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Enco
 
 
 def parse_ranks(lines: Iterable[bytes]) -> dict[bytes, int]:
-    """Return the ranks of a .tiktoken file: per line, a token in base 64 and its rank.
+    """Return token -> rank from the lines of a .tiktoken file: a token in base 64, and its rank.
 
     Raises:
-        ValueError: names the first line that is anything else.
+        ValueError: names the first malformed line.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:  # the base class of base64's errors too
+        except ValueError:  # also the base class of base64's errors
             raise ValueError(
                 f"line {number} is not a token in base 64 and its rank: {line[:40]!r}"
             ) from None
@@ -83,15 +83,15 @@ def parse_ranks(lines: Iterable[bytes]) -> dict[bytes, int]:
 
 
 def parse_gpt2(merges: str, vocabulary: str) -> dict[bytes, int]:
-    """Return the ranks of GPT-2's two files.
+    """Return token -> rank from GPT-2's two files.
 
     Args:
         merges: the text of merges.txt: one merge per line, in order.
-        vocabulary: the text of vocab.json: an object of tokens and their numbers.
+        vocabulary: the text of vocab.json: an object that maps tokens to their numbers.
 
     Raises:
-        ValueError: the files do not belong together. tiktoken has no separate list of merges; it
-            merges in the order of the tokens' numbers, so the two orders must agree.
+        ValueError: a file is malformed, or the two do not belong together. tiktoken has no separate
+            list of merges: it merges in the order of the tokens' numbers, so these must agree.
     """
     byte_of = _bytes_of_letters()
 
@@ -120,8 +120,8 @@ def parse_gpt2(merges: str, vocabulary: str) -> dict[bytes, int]:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """The letter that GPT-2's files write for each byte: its own character if that is printable,
-    else U+0100, U+0101, ... in order.
+    """Character in GPT-2's files -> byte. A byte is written as its own character if that is
+    printable, else as U+0100, U+0101, ... in order.
     """
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
@@ -131,7 +131,7 @@ def _bytes_of_letters() -> dict[str, int]:
 
 
 def _from_path(path: Path) -> tiktoken.Encoding:
-    """The ranks at a path, with GPT-2's pattern. Raises ValueError, OSError."""
+    """The encoding with the ranks at a path and GPT-2's pattern. Raises ValueError, OSError."""
     if path.is_dir():
         if not (found := [path / merges for merges in GPT2_FILES if (path / merges).exists()]):
             names = " nor ".join(" and ".join(pair) for pair in GPT2_FILES.items())
@@ -152,11 +152,11 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
 
     Args:
         name: chess, gpt2, or a path: a .tiktoken file of ranks, one of GPT-2's two files (see
-            GPT2_FILES) with the other one beside it, or the folder of both.
+            GPT2_FILES) with the other one in the same folder, or that folder.
 
     Raises:
-        ValueError: in one line, for a path without a tokenizer, or if GPT-2's ranks are neither
-            cached nor can be fetched.
+        ValueError: in one line, for a path without a tokenizer, or if GPT-2's ranks are not cached
+            and cannot be fetched.
     """
     if name == "chess":
         lines = files("minigrpo.assets").joinpath(RANKS_FILE).read_bytes().splitlines()
@@ -172,7 +172,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             raise ValueError(f"--tokenizer {name}: {error}") from None
     try:
         return tiktoken.get_encoding(name)
-    except Exception as error:  # tiktoken passes on errors of the network and of the file system
+    except Exception as error:  # tiktoken raises network and file system errors of many types
         fetch = f"python -c 'import tiktoken; tiktoken.get_encoding(\"{name}\")'"
         raise ValueError(
             f"--tokenizer {name}: tiktoken cannot fetch its ranks ({type(error).__name__}); give "

@@ -1,9 +1,9 @@
 """GPT-2 on packed tokens.
 
 It has GPT-2's pre-LN blocks, learned positions, tanh-GELU and tied output head, with one departure:
-the blocks never see a `[batch, time]` rectangle. They see `x [N, D]`, one row per packed token, and
-hand `(q, k, v)` to an *attend* function that knows which tokens attend to which (packing.py for
-training, decoders.py for decoding). So no token is padding, and what completions share is run once.
+blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and call an *attend* function on
+`(q, k, v)` that determines which tokens attend to which (packing.py for training, decoders.py for
+decoding). So a training forward spends no linear layer on padding, and runs shared tokens once.
 """
 
 import math
@@ -23,13 +23,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each [N, H, D/H]
 
 
 class AttentionPattern(Protocol):
-    """What `forward_hidden` needs to know: how packed tokens attend, layer by layer."""
+    """How packed tokens attend to each other, layer by layer; `forward_hidden` takes one."""
 
     def layer(self, number: int) -> Attend: ...
 
 
 class LogprobPacking(AttentionPattern, Protocol):
-    """What `Transformer.forward` needs to know besides; packing.py makes these."""
+    """What `Transformer.forward` needs in addition; packing.py builds it."""
 
     sources: Tensor  # [M] packed tokens whose next token is predicted
     targets: Tensor  # [M] that next token
@@ -50,7 +50,7 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that fix a Transformer's parameters. Raises ValueError if they do not fit."""
+    """The sizes that determine a Transformer's parameters. Raises ValueError if they do not fit."""
 
     vocab_size: int
     context: int = 256  # number of positions
@@ -66,7 +66,7 @@ class ModelShape:
 
 
 class Causal:
-    """The attention pattern of plain rows `[B, T]`, packed row after row."""
+    """Plain causal attention within rows `[B, T]`, packed row after row."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.shape = (batch, length)
@@ -80,10 +80,10 @@ class Causal:
 
 
 def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attend(q, k, v)`, on a CPU always in float32.
+    """`attend(q, k, v)`, always in float32 on a CPU.
 
-    In bfloat16, the backward pass of torch's attention takes three times as long on a CPU
-    (measured).
+    On a CPU, the backward pass of torch's attention was measured to take three times as long in
+    bfloat16.
     """
     if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return attend(q, k, v)
@@ -92,7 +92,7 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The linear maps before and after attention; Block calls them."""
+    """The linear layers before and after attention; it has no forward, Block calls them."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -101,6 +101,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Width -> 4 * width -> width, with tanh-GELU."""
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.c_fc = nn.Linear(shape.width, 4 * shape.width)
@@ -111,6 +113,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, each after a LayerNorm and with a residual connection."""
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
@@ -127,14 +131,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A GPT-2. Parameter names are Hugging Face's, so that weights.py only has to transpose."""
+    """A GPT-2 with Hugging Face's parameter names, so that weights.py only has to transpose."""
 
     def __init__(self, shape: ModelShape, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        # set by accel.py: runs a block so that backward recomputes it
+        # set by accel.py for gradient checkpointing: runs a block, recomputed in backward
         self.checkpoint_blocks: Callable[..., Tensor] | None = None
-        self.logprob_chunk = 0  # set by accel.py: tokens whose logits exist at a time; 0: all
+        self.logprob_chunk = 0  # set by build.py: tokens whose logits exist at once; 0: all
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         self.wpe = nn.Embedding(shape.context, shape.width)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -143,11 +147,11 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        # GPT-2's scheme: one standard deviation for all matrices, reduced by sqrt(2 * layers) for
-        # the projections into the residual stream. There are two departures. Measured on the chess
-        # task at width 128, the loss after 400 supervised steps is 37 nats per example with both,
-        # 75 with the first alone and 80 with neither.
-        # 1. The standard deviation is GPT-2's 0.02 at width 768, and grows as 1/sqrt(width) below.
+        # GPT-2's scheme: one standard deviation for all matrices, divided by sqrt(2 * layers) for
+        # the projections into the residual stream; with two departures. Measured on the chess task
+        # at width 128, the loss after 400 supervised steps is 37 nats per example with both, 75
+        # with the first alone and 80 with neither.
+        # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
         shape = self.shape
         std = 0.02 * math.sqrt(768 / shape.width)
         for name, parameter in self.named_parameters():
@@ -157,8 +161,8 @@ class Transformer(nn.Module):
                 into_residual = name.endswith("c_proj.weight")
                 scale = 1 / math.sqrt(2 * shape.layers) if into_residual else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
-        # 2. The learned positions start as sinusoids. "So many tokens back" is then a rotation,
-        # which a model needs for copying.
+        # 2. The learned positions start as sinusoids. A fixed offset is then a rotation of the
+        # position embedding, which makes copying from that offset easier to learn.
         frequencies = torch.logspace(0, -math.log10(2000), shape.width // 2)
         angles = torch.arange(shape.context)[:, None] * frequencies  # [T, D/2]
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
@@ -178,7 +182,7 @@ class Transformer(nn.Module):
         return model
 
     def trim_vocab(self, number: int) -> None:
-        """Drop all but the first `number` tokens, so that vocabulary padding is never sampled."""
+        """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""
         self.shape = replace(self.shape, vocab_size=number)
         self.wte = nn.Embedding.from_pretrained(
             self.wte.weight.detach()[:number].clone(), freeze=False
@@ -220,7 +224,7 @@ class Transformer(nn.Module):
         The output head runs only on the M packed tokens that predict a completion token.
 
         Returns:
-            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy carries
+            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy has
             no gradient.
         """
         hidden = self.forward_hidden(tokens, packing).index_select(0, packing.sources)

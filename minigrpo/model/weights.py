@@ -1,13 +1,13 @@
-"""GPT-2 weights as safetensors files, in Hugging Face's format: the one format of this library.
+"""Load and save GPT-2 weights as safetensors in Hugging Face's layout, the library's only format.
 
-Their linear layers are stored as `[in, out]`, torch's are `[out, in]`. The output head is tied to
-the token embedding and therefore not stored. In files from elsewhere, names may begin with
-`transformer.`, and causal masks may be stored beside the parameters.
+Hugging Face's GPT-2 stores linear weights as `[in, out]`, torch as `[out, in]`. The output head is
+tied to the token embedding and therefore not stored. Files from other tools may prefix names with
+`transformer.` and include causal masks.
 
-A file is refused if the model here would compute a different function than the one that was
+A file is rejected if transformer.py would compute a different function from the one that was
 trained: another activation or layer norm epsilon, an untied head, missing, unknown or misshapen
 tensors, integer weights. Loading it anyway would give a model that runs but writes nonsense. The
-error lists everything that does not fit in one line.
+one-line error lists all problems.
 """
 
 import json
@@ -21,15 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files in a model's folder
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # constants that older versions stored
+MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # stored by older transformers
 LM_HEAD = "lm_head.weight"
 HEAD_SIZE = 64  # of every published GPT-2
 MAX_LISTED = 8  # problems in an error message
 
-# What transformer.py computes, as config.json calls it. The first value is the one that is written;
-# the others mean the same.
+# What transformer.py computes, in the terms of config.json. The first value is written to exports;
+# the others are equivalent.
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -49,7 +49,7 @@ SIZES = {
 
 
 def stored_shapes(vocab_size: int, context: int, layers: int, width: int) -> dict[str, list[int]]:
-    """Return the name of every parameter in a file, and its shape there."""
+    """Return the name and the shape of every parameter, as stored in a file."""
     shapes = {"wte.weight": [vocab_size, width], "wpe.weight": [context, width]}
     linear = {  # (in, out), as multiples of the width
         "attn.c_attn": (1, 3),
@@ -79,7 +79,7 @@ def _transpose(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def save_gpt2(state: dict[str, Tensor], path: Path, *, heads: int) -> None:
     """Write a Transformer's state dict as float32. The number of heads goes into the file's header,
-    because no tensor's shape shows it.
+    because it cannot be read off the shapes.
     """
     save_file(
         _transpose({name: x.detach().float().cpu().contiguous() for name, x in state.items()}),
@@ -113,15 +113,15 @@ def export_gpt2(
 def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Read a GPT-2 safetensors file, or the `model.safetensors` of a folder.
 
-    The number of heads is taken from the file's header, else from the config.json beside a
+    The number of heads comes from the file's header, else from the config.json next to a
     `model.safetensors`, else it is width / 64.
 
     Returns:
         The fields of `ModelShape`, and the state dict in float32.
 
     Raises:
-        ValueError: in one line, for a file that is missing or damaged, or that is not a model which
-            `Transformer` computes exactly; see the module's docstring.
+        ValueError: in one line, for a file that is missing, damaged, or not exactly the model that
+            `Transformer` computes; see the module's docstring.
     """
     file = path / WEIGHTS if path.is_dir() else path
     header, state = _read(file)
@@ -157,8 +157,8 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata in the file's header, and its tensors, under names without `transformer.` and
-    without the masks.
+    """The metadata in the file's header, and its tensors: without the masks, and with
+    `transformer.` removed from their names.
     """
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -188,7 +188,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def _untied(state: dict[str, Tensor], settings: Mapping[str, Any]) -> list[str]:
-    """Remove the output head from `state`; say so if it is not equal to the token embedding."""
+    """Remove the output head from `state`, and return a problem if it is not tied."""
     lm_head, wte = state.pop(LM_HEAD, None), state.get("wte.weight")
     if lm_head is None:
         is_lost = settings.get("tie_word_embeddings") is False

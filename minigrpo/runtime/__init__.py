@@ -1,0 +1,8 @@
+"""All that a run needs besides the algorithm. Each module can be read by itself.
+
+settings    settings, flags, renamed, combinations, fast
+hardware    accel, oom, distributed, guard, optim
+data        rng, prefetch, pool, reward_calls
+the run     build, run_dir, checkpoint, environment, signals
+reports     logging, announce, estimate, flops
+"""

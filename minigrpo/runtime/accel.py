@@ -1,4 +1,7 @@
-"""The speed layers, one flag each. Each can be deleted without touching the mathematics."""
+"""Device and speed layers: one function per flag, kept apart from the mathematics.
+
+Decoding has its own in sampling/, packing is in model/; what --fast turns on is in fast.py.
+"""
 
 import copy
 import os
@@ -21,7 +24,7 @@ from .flags import ConfigError
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of --device; each process on a machine gets its own CUDA device.
+    """The device of --device. With auto or cuda, each local process gets a CUDA device of its own.
 
     Raises ConfigError for a device that this machine does not have.
     """
@@ -39,8 +42,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
             "allowed"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # for code that names no device
-        # cuDNN's attention builds a plan for every new length, and lengths differ in every batch
+        torch.cuda.set_device(device)  # the default for code that names no device
+        # cuDNN's attention builds a plan for each new length, and lengths differ in every batch
         torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name}")
@@ -55,7 +58,7 @@ def autocast(speed: SpeedConfig, device: torch.device) -> AbstractContextManager
 
 
 def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
-    """The loss scaler that --amp-dtype float16 needs; otherwise one that does nothing.
+    """The loss scaler for --amp-dtype float16; disabled otherwise.
 
     bfloat16 has the range of float32, so it needs none. Raises ConfigError for float16 off CUDA.
     """
@@ -66,7 +69,7 @@ def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScale
 
 
 def check_compiler(speed: SpeedConfig, device: torch.device) -> None:
-    """Raise ConfigError if --compile-model has no compiler here: C++ on CPU, C on CUDA."""
+    """Raise ConfigError if --compile-model finds no compiler: C++ for CPU, C for CUDA."""
     kind, names = "C", ["gcc", "clang"]
     if device.type == "cpu":
         kind, names = "C++", [os.environ.get("CXX", "g++")]
@@ -75,30 +78,30 @@ def check_compiler(speed: SpeedConfig, device: torch.device) -> None:
     if speed.compile_model and not any(map(shutil.which, names)):
         raise ConfigError(
             f"--compile-model needs a {kind} compiler, {' or '.join(names)}; "
-            "--no-compile-model goes without"
+            "--no-compile-model needs none"
         )
 
 
 def use_tf32(speed: SpeedConfig) -> None:
-    """--use-tf32: float32 products with 10 bits of mantissa. A setting of the whole process."""
+    """--use-tf32: float32 products with 10 bits of mantissa. This affects the whole process."""
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:
-    """A block whose activations are recomputed in the backward pass; nothing in it is random."""
+    """Run a block, and recompute its activations in backward. Nothing in it is random."""
     return checkpoint(block, x, attend, use_reentrant=False, preserve_rng_state=False)
 
 
 def logprob_chunk(memory: MemoryConfig, model: Transformer) -> int:
-    """--chunked-logprobs: how many tokens' logits exist at a time; 0: all of them."""
+    """--chunked-logprobs: how many tokens' logits are in memory at once; 0: all."""
     if not memory.chunked_logprobs:
         return 0
     return chunk_size(model.shape.vocab_size, model.device.type)
 
 
 def with_training_layers(config: Config, model: Transformer) -> Transformer:
-    """The same parameters in modules of their own, with --gradient-checkpointing and
-    --compile-model applied. The model itself stays as it is, for the sampler.
+    """A model that shares `model`'s parameters, with --gradient-checkpointing and --compile-model.
+    `model` itself is left alone, for the sampler.
     """
     trained = sharing_weights(model)
     if config.memory.gradient_checkpointing:
@@ -109,10 +112,10 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
 
 
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
-    """--low-precision-weights: the model with the linear maps of its blocks in --amp-dtype.
+    """--low-precision-weights: a copy with the linear layers of the blocks in --amp-dtype.
 
-    It shares all other parameters. Autocast would cast the maps in every forward, to the same
-    numbers. Without the flag it is the model itself.
+    It shares all other parameters. The results are those of autocast, which would cast these
+    weights again in every forward. Without the flag, return the model itself.
     """
     if not speed.low_precision_weights:
         return model
@@ -129,14 +132,14 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
 def sharing_weights(
     model: Transformer, replaced: dict[int, nn.Parameter] | None = None
 ) -> Transformer:
-    """A model with the same parameters, except those of some ids, in modules of its own."""
+    """A copy of the modules that shares their parameters, except those in `replaced`, by id."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared | (replaced or {}))
 
 
 @torch.no_grad()
 def refresh(low: Transformer, model: Transformer) -> None:
-    """Bring a low-precision copy up to date, in place."""
+    """Copy the current weights into a low-precision copy, in place."""
     pairs = zip(low.parameters(), model.parameters(), strict=True)
     stale = [(a, b) for a, b in pairs if a is not b]
     if stale:
@@ -144,7 +147,7 @@ def refresh(low: Transformer, model: Transformer) -> None:
 
 
 def graphs_compiled() -> int:
-    """Graphs that torch.compile has made in this process; more after the warm-up: a recompile."""
+    """Graphs that torch.compile has made in this process; more after the warm-up: recompiles."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # importing it would take a second or two
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
@@ -175,19 +178,19 @@ def profiler(
 
 
 def uncompiled_attention() -> Callable[..., Tensor]:
-    """Attention that torch.compile leaves alone.
+    """Attention excluded from torch.compile.
 
-    Its shapes differ from batch to batch, so a block compiled with it would be compiled over and
-    over. It is made on demand, because `torch.compiler.disable` imports torch._dynamo.
+    Its shapes differ from batch to batch, so a block compiled with it would be recompiled over and
+    over. A function, not a constant, because `torch.compiler.disable` imports torch._dynamo.
     """
     return torch.compiler.disable(attention)
 
 
 def compile_blocks(model: Transformer) -> None:
-    """torch.compile each block in place; names in the state dict stay as they are."""
+    """torch.compile each block in place, which keeps the names in the state dict."""
     from torch import _dynamo
 
-    # it would cut blocks up to overlap what whole blocks overlap already
+    # it splits graphs to overlap communication, which compiling block by block allows already
     _dynamo.config.optimize_ddp = False
     for block in model.h:
         assert isinstance(block, Block)

@@ -1,4 +1,4 @@
-"""What a run says on the screen: at the start, when nothing can be learnt, and at the end."""
+"""A run's messages on the screen: at the start, at evaluations, without a signal, at the end."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from .fast import LAYERS, device_kind
 from .logging import NoLog, RunLog, Screen
 from .settings import as_flags
 
-STEPS_WITHOUT_SIGNAL = 20  # in a row, before it is said
+STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
 STEPS_BETWEEN_SAMPLES = 10
 SAMPLES_LOGGED = 2
 Evaluation = Mapping[str, float]
@@ -19,7 +19,7 @@ Evaluation = Mapping[str, float]
 def introduce(
     screen: Screen, config: Config, parameters: int, device: torch.device, processes: int
 ) -> None:
-    """One line about what a step is, and what should be known before it begins."""
+    """Print one line that describes a step, and warnings about the settings."""
     sampling, speed = config.sampling, config.speed
     share = sampling.prompts_per_step // processes
     micro = -(-share // (config.memory.micro_batch_size or share))
@@ -36,17 +36,17 @@ def introduce(
         screen.say(f"--fast on {kind}: {' '.join(layers)}")
     if speed.cuda_graphs and device.type != "cuda":
         screen.warn(
-            "--cuda-graphs: no CUDA device, so rounds are run and not captured: slower, same tokens"
+            "--cuda-graphs: no CUDA device, so rounds are not captured: slower, same tokens"
         )
     if sampling.top_k or sampling.top_p < 1:
         screen.warn(
-            "--top-k and --top-p truncate the sampler only: training keeps the whole distribution "
-            "(sampling/removed_mass is what they remove; --sampler-correction weighs for it)"
+            "--top-k and --top-p truncate the sampler only: training uses the full distribution "
+            "(sampling/removed_mass is what they remove; --sampler-correction corrects for it)"
         )
 
 
 class SignalWatch:
-    """Says, once, that there has been nothing to learn from for a while."""
+    """Warns once if all groups have had equal rewards for several steps in a row."""
 
     def __init__(self, screen: Screen, is_main: bool) -> None:
         self.screen, self.is_main, self.steps = screen, is_main, 0
@@ -56,13 +56,13 @@ class SignalWatch:
         if self.steps == STEPS_WITHOUT_SIGNAL and self.is_main:
             self.screen.warn(
                 f"for {STEPS_WITHOUT_SIGNAL} steps all completions of each prompt had equal "
-                "rewards: nothing is learnt. A model that never gets a part right needs a warm "
+                "rewards, so nothing is learnt. A model that never gets a part right needs a warm "
                 "start on true answers first (--loss nll)"
             )
 
 
 def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
-    """Now and then, some completions of one prompt with their reward parts."""
+    """Every few steps, log some completions of one prompt with their reward parts."""
     if batch.rewards is None or step % STEPS_BETWEEN_SAMPLES:
         return
     example, texts = batch.examples[0], batch.texts[0][:SAMPLES_LOGGED]
@@ -90,7 +90,7 @@ def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
 
 
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
-    """What stands beside the progress bar."""
+    """The text next to the progress bar."""
     seen = f"exact_sampled {last['exact_sampled']:.1%}  " if last else ""
     if "reward" in metrics:
         now = f"reward {metrics['reward']:.3f}"
@@ -102,7 +102,7 @@ def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
 def show_change(
     screen: Screen, first: Evaluation, last: Evaluation, step: int, seconds: float
 ) -> None:
-    """The table of what training changed, the sampled measure first: it is what GRPO maximises."""
+    """Print evaluations before and after, first the sampled measure, which GRPO maximises."""
     names = [
         name
         for name in first

@@ -1,4 +1,4 @@
-"""The parts of a run, made from its config, for the trainer, the tools and the benchmarks."""
+"""Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 from collections.abc import Callable
 
@@ -20,24 +20,24 @@ from . import accel
 from .flags import ConfigError
 
 Say = Callable[[str], object]
-# published vocabularies are padded to round numbers: a model may have one token in so many more
-# than its tokenizer
+# Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
+# than the tokenizer has.
 MOST_PADDING = 8
 
 
 def make_tokenizer(config: Config) -> tiktoken.Encoding:
-    """Raises ValueError in one line that names the flag or the file."""
+    """The tokenizer of --tokenizer. Raises ValueError in one line that names flag or file."""
     return load_tokenizer(config.model.tokenizer)
 
 
 def make_task(config: Config, listener: Listener | None = None) -> Task:
-    """Raises ValueError in one line that names the flag or the file."""
+    """The task of --task and --data. Raises ValueError in one line that names flag or file."""
     task, seed = config.task, config.run.seed
     return load_task(task.name, seed=seed, history=task.history, data=task.data, listener=listener)
 
 
 def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:
-    """Raises ValueError for a reward file that does not load, or a weight of no part."""
+    """The scorer. Raises ValueError for a bad reward file, or a weight of an unknown part."""
     return RewardScorer(
         task,
         weights=config.task.weights(),
@@ -77,18 +77,18 @@ def match_vocab(
     tokenizer: tiktoken.Encoding,
     say: Say = lambda text: None,
 ) -> None:
-    """Trim a padded vocabulary: a token that cannot be decoded must never be sampled.
+    """Drop vocabulary padding, because a token that cannot be decoded must never be sampled.
 
-    Raises ConfigError if the tokenizer or --max-new-tokens do not fit the model.
+    Raises ConfigError if the tokenizer or --max-new-tokens does not fit the model.
     """
     size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, config.model.tokenizer
     if known < size <= known + known // MOST_PADDING:
-        say(f"{name}: {size - known} tokens more than --tokenizer {flag} has are padding, left out")
+        say(f"{name}: {size - known} tokens more than --tokenizer {flag} has are padding, dropped")
         model.trim_vocab(known)
     elif size != known:
         raise ConfigError(
             f"{name}: has {size} tokens, --tokenizer {flag} has {known}; "
-            "choose a model and a tokenizer that fit"
+            "choose a model and a tokenizer that match"
         )
     if config.sampling.max_new_tokens >= model.shape.context:
         raise ConfigError(
@@ -98,7 +98,7 @@ def match_vocab(
 
 
 def make_reference(config: Config, initial: Transformer, learner: Learner) -> Reference:
-    """The reference of --kl-coef, which takes the initial model over."""
+    """The reference of --kl-coef. It freezes `initial`, which must not be trained elsewhere."""
     if not config.loss.kl_coef:
         return NoReference()
     return FrozenReference(

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints: each is either complete or ignored. run_dir.py decides when to save and load.
 
-A file is written under another name, flushed and renamed; then a manifest with its sha256 follows.
-The hash is needed because torch loads a file with a flipped bit without complaint. A checkpoint
-without a matching manifest does not count. `state.pt` is a dict of plain types and tensors, so it
-loads with `weights_only=True` and cannot run code.
+A file is written under another name, flushed to disk and renamed; then its manifest, with a sha256,
+is written the same way. The hash is needed because torch loads a file with a flipped bit without
+complaint. A checkpoint without a matching manifest does not count. `state.pt` is a dict of plain
+types and tensors, so it loads with `weights_only=True` and cannot run code.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ def path_of(folder: Path, step: int) -> Path:
 def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
     """Write `step_NNNNNN/{state.pt, manifest.json}`, then keep only the newest `keep_last`.
 
-    Raises OSError, or RuntimeError, which is what torch makes of a full disk. Older checkpoints are
-    then untouched, and the partial file is gone.
+    Raises OSError, or RuntimeError, which torch raises for a full disk. Then older checkpoints are
+    untouched, and the partial file is removed.
     """
     target = path_of(folder, step)
     target.mkdir(parents=True, exist_ok=True)
-    # the old manifest does not vouch for the file that comes now
+    # an old manifest must not be found next to the new file
     (target / "manifest.json").unlink(missing_ok=True)
     digest = _write(target / "state.pt", lambda path: torch.save(state, path))
     manifest = json.dumps({"step": step, "files": {"state.pt": digest}}, indent=1)
@@ -42,7 +42,7 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) ->
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Folders of checkpoints, whole or not, oldest step first."""
+    """Folders of checkpoints, complete or not, by step."""
     return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -54,7 +54,7 @@ def discard_after(folder: Path, step: int) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> str:
-    """Write a file that is whole or not there, even if the machine stops; returns its sha256."""
+    """Write a file atomically, even if the machine stops; return its sha256."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
@@ -78,11 +78,11 @@ def _flush_folder(folder: Path) -> None:
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing or damaged; the message names the file."""
+    """A checkpoint is missing or damaged; the message names the file."""
 
 
 def load_checkpoint(path: Path) -> State:
-    """The state in a checkpoint's folder. Raises CheckpointError if it is not what was saved."""
+    """The state in a checkpoint's folder. Raises CheckpointError if it is missing or damaged."""
     file, manifest = path / "state.pt", path / "manifest.json"
     try:
         promised = json.loads(manifest.read_text())["files"]["state.pt"]
@@ -96,7 +96,7 @@ def load_checkpoint(path: Path) -> State:
         raise CheckpointError(f"{file}: damaged, its sha256 is not the one in its manifest")
     try:
         state: State = torch.load(file, map_location="cpu", weights_only=True)
-    # torch raises EOFError, UnpicklingError or RuntimeError, depending on where it breaks
+    # EOFError, UnpicklingError or RuntimeError, depending on where the file is damaged
     except Exception as error:
         raise CheckpointError(
             f"{file}: cannot be loaded ({str(error).splitlines()[0][:200]})"
@@ -107,8 +107,8 @@ def load_checkpoint(path: Path) -> State:
 def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) -> State | None:
     """The state to resume from, or None to start afresh.
 
-    `resume` is "" (afresh), "auto" (the newest whole checkpoint; `warn` names damaged ones), or a
-    step. Raises CheckpointError if that step is missing or damaged, or if no checkpoint is whole.
+    `resume` is "" (start afresh), "auto" (the newest intact checkpoint; `warn` names damaged ones)
+    or a step. Raises CheckpointError if that step is missing or damaged, or if all are damaged.
     """
     if not resume:
         return None
@@ -133,5 +133,5 @@ def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) ->
         raise CheckpointError(
             f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh"
         )
-    # no checkpoint, or only a first save that was never finished: nothing is lost
+    # no checkpoint, or only a first save that never finished: nothing is lost
     return None

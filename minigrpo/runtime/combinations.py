@@ -1,4 +1,4 @@
-"""Settings that do not go together."""
+"""Checks across settings: values that are valid one by one but not together."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
 
 
 def check(c: "Config") -> None:
-    """Raise ConfigError for settings that are fine by themselves, but not together."""
+    """Raise ConfigError for the first combination of settings that is not allowed."""
     size, prompts, width, heads = (
         c.sampling.group_size,
         c.sampling.prompts_per_step,
@@ -41,11 +41,11 @@ def check(c: "Config") -> None:
         ),
         (
             c.speed.cuda_graphs and no_slots,
-            "--cuda-graphs needs --kv-cache, and goes without --share-prompt-kv",
+            "--cuda-graphs needs --kv-cache, and does not work with --share-prompt-kv",
         ),
         (
             c.speed.low_precision_weights and not c.speed.use_amp,
-            "--low-precision-weights needs --use-amp, which says what precision",
+            "--low-precision-weights needs --use-amp, whose precision they take",
         ),
         (
             c.run.profile and last_step < LAST_PROFILED,
@@ -53,7 +53,7 @@ def check(c: "Config") -> None:
         ),
         (
             resume and not c.run.out_dir,
-            "--resume needs --out-dir, the folder of the run to go on with",
+            "--resume needs --out-dir, the folder of the run to continue",
         ),
         (
             resume not in ("", "auto") and not resume.isdigit(),

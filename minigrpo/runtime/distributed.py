@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other. With one process every method is the identity.
+"""Communication between the processes of a run. With one process, nothing is communicated.
 
-All processes call the same methods in the same order, so the trainer needs no rank checks. Nothing
-else in the library touches torch.distributed.
+All processes call the same methods in the same order, so the trainer hardly needs rank checks. No
+other module uses torch.distributed.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 COUNTED = ("tokens/", "rollout/tokens")  # metrics that are summed, not averaged
-POLL_SECONDS = 0.02  # how often a process asks whether the main one is done
+POLL_SECONDS = 0.02  # between checks whether the main process is done
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: Any = None  # torch's key-value store: notes without a collective and its timeout
-    turns: Iterator[int] = field(default_factory=itertools.count)
+    store: Any = None  # torch's key-value store: messages without a collective and its timeout
+    turns: Iterator[int] = field(default_factory=itertools.count)  # numbers the calls of on_main
 
     @classmethod
     def from_env(cls, timeout_s: float = 600) -> "DistContext":
         """Join the processes that torchrun started; without torchrun, a run of one process.
 
-        NCCL carries CUDA tensors, and gloo all others. A collective that takes longer than
+        CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than
         `timeout_s` seconds is an error.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
         timeout = timedelta(seconds=timeout_s)
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
-        # after a restart the store may still hold the notes of the processes before
+        # after a restart the store may still hold messages of the previous attempt
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
@@ -82,7 +82,7 @@ class DistContext:
         return self._reduce(x, dist.ReduceOp.MAX, "max")
 
     def combine(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics over all processes: means, and sums of counts (tokens/..., .../failures)."""
+        """Metrics over all processes: sums of counts (COUNTED, .../failures), else means."""
         if self.world_size == 1:
             return metrics
         totals = self.sum(torch.tensor(list(metrics.values()), dtype=torch.float64)).tolist()
@@ -95,7 +95,7 @@ class DistContext:
         }
 
     def gather(self, x: Tensor) -> Tensor:
-        """Equal shares of all processes in order of rank: `[P/W, ...]` -> `[P, ...]`."""
+        """Concatenate equal shares in order of rank: `[P / world_size, ...]` -> `[P, ...]`."""
         if self.world_size == 1:
             return x
         shares = [torch.empty_like(x) for _ in range(self.world_size)]
@@ -104,7 +104,7 @@ class DistContext:
         return torch.cat(shares)
 
     def broadcast(self, x: T) -> T:
-        """The main process's object, which may hold tensors on the host. Others pass anything."""
+        """The main process's object, which may hold host tensors. What others pass is ignored."""
         if self.world_size == 1:
             return x
         box = [x]
@@ -113,9 +113,9 @@ class DistContext:
         return box[0]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Run a function in the main process; all get its result, or raise what it raised.
+        """Run a function in the main process; all return its result, or raise its exception.
 
-        This is no collective, so nothing times out while the main process evaluates or writes.
+        The others poll the store. A collective could time out while the main process evaluates.
         """
         if self.world_size == 1:
             return function()
@@ -138,7 +138,7 @@ class DistContext:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Errors raised in here name the process, and what it was doing."""
+        """Add the rank, and what it was doing, to exceptions from this block."""
         try:
             yield
         except Exception as error:
@@ -163,7 +163,7 @@ class DistContext:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Backward passes in here only add to the gradient; DDP sends nothing."""
+        """In this context, backward passes only add to the gradient; DDP does not reduce it."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def close(self) -> None:
@@ -174,5 +174,5 @@ class DistContext:
 def _pickled(outcome: tuple[Any, Exception | None]) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception:  # an exception of a class from a user's file, which the others could not load
+    except Exception:  # for instance an exception class from a user's file: send its repr instead
         return pickle.dumps((None, RuntimeError(repr(outcome[1]))))

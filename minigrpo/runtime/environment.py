@@ -1,4 +1,4 @@
-"""What a run's results depend on besides its config."""
+"""What a run's results depend on besides its config, for its record in config.toml."""
 
 import platform
 import subprocess
@@ -9,7 +9,7 @@ import torch
 
 
 def versions(num_processes: int) -> dict[str, str]:
-    """Names and values for the table `versions` of a run's config.toml."""
+    """The table `versions` of a run's config.toml: software, commit, threads and processes."""
     try:
         package = version("minigrpo")
     except PackageNotFoundError:

@@ -1,6 +1,7 @@
-"""What a step will take, before anything is run: parameters, tokens, FLOPs, and memory by kind.
+"""Estimate a step before it is run: parameters, tokens, FLOPs and memory by kind; not time.
 
-Completions are taken to be as long as the true answers, and all different: what repeats costs less.
+Completions are assumed to be as long as the true answers, and all different. Repetition makes the
+actual step cheaper.
 """
 
 from collections.abc import Mapping
@@ -19,12 +20,12 @@ from .build import make_model, make_task, make_tokenizer
 from .flops import forward_flops
 
 MIB = 2**20
-# bytes that autograd keeps per token, layer and unit of width, counted with saved-tensor hooks:
-# in float32, under autocast
+# bytes that autograd keeps per token, layer and unit of width, measured with saved-tensor hooks;
+# key: whether autocast is on
 KEPT = {False: 66, True: 41}
 # float32 copies of a logit that log-softmax, its gradient and the entropy hold at once
 LOGIT_COPIES = 3.5
-EXAMPLES_MEASURED = 64  # for the lengths of prompts and answers
+EXAMPLES_MEASURED = 64  # to find the mean lengths of prompts and answers
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def measure_lengths_and_estimate(
     device: str,
     world_size: int,
 ) -> Estimate:
-    """An estimate from the lengths of some examples. Raises ConfigError for a prompt too long."""
+    """Estimate from the lengths of some examples. Raises ConfigError if a prompt is too long."""
     some = [task.train(0), *map(task.held_out, range(EXAMPLES_MEASURED))]
     longest = config.sampling.max_new_tokens
     prompt_len = encode_prompts(tokenizer, some, model.shape.context - longest)[1]
@@ -91,7 +92,7 @@ def estimate_step(
     device: str,
     world_size: int = 1,
 ) -> Estimate:
-    """`prompt_len` and `answer_len` are means, in tokens; `device` is a type, as cuda."""
+    """`prompt_len` and `answer_len` are means, in tokens; `device` is a type, such as cuda."""
     job = _Job.of(config, shape, prompt_len, answer_len, device, world_size)
     memory = _memory(job)
     speed, stays = config.speed, ["weights", "Adam", "weights in low precision"]
@@ -99,7 +100,7 @@ def estimate_step(
         stays.append("reference")
     updating = memory["gradients"] + memory["activations"] + memory["logits"]
     kv = memory["KV cache"]
-    # a captured KV cache outlives the rollout
+    # with CUDA graphs, the KV cache outlives the rollout
     peak = updating + kv if speed.cuda_graphs else max(updating, kv)
     peak += sum(memory[name] for name in stays)
     tokens, flops = _work(job)
@@ -176,7 +177,7 @@ def _work(job: _Job) -> tuple[dict[str, float], dict[str, float]]:
     forward = forward_flops(
         job.shape,
         tokens=job.update_tokens,
-        attended=job.prompt_len + job.answer_len / 2,  # about
+        attended=job.prompt_len + job.answer_len / 2,  # roughly
         head_tokens=job.completion_tokens,
     )
     updates = config.optimizer.num_iterations
@@ -235,13 +236,13 @@ def _kv_cache(job: _Job) -> float:
 def _activations(job: _Job) -> float:
     low, shape = job.config.speed.use_amp, job.shape
     update = job.update_tokens * (job.micro / job.prompts)
-    branches = 0.0  # keys and values that completions gather, their prompt's included
+    branches = 0.0  # gathered keys and values of completions and their prompts
     if job.prompts_once:
         gathered = job.micro * job.samples * (job.prompt_len + job.answer_len)
         branches = gathered * 2 * _bytes_per_key(job)
     kept = KEPT[low]
     if low and job.device == "cpu":
-        # attention stays in float32: queries and outputs, and keys and values unless in `branches`
+        # attention runs in float32: queries, outputs, and keys and values unless in `branches`
         kept += 2 * (2 if job.prompts_once else 4)
     per_layer = (update * kept + branches) * shape.width
     if job.config.memory.gradient_checkpointing:
@@ -258,7 +259,7 @@ def _logits(job: _Job) -> float:
 
 
 class MeasuredSteps:
-    """What steps took in the end, to be held against their estimate."""
+    """Sums of what steps actually took, to compare with the estimate."""
 
     NAMES = ("tokens/run", "rollout/tokens", "rollout/rounds", "step_time", "memory/peak_mib")
 
@@ -272,7 +273,7 @@ class MeasuredSteps:
         self.sums["memory/peak_mib"] = values["memory/peak_mib"]  # the largest so far
 
     def means(self) -> dict[str, float]:
-        """Per step; the peak is that of the run."""
+        """Means per step, except for the peak memory, which is the run's."""
         peak = "memory/peak_mib"
         steps = max(1, self.steps)
         return {name: x if name == peak else x / steps for name, x in self.sums.items()}

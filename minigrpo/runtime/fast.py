@@ -1,4 +1,4 @@
-"""What --fast turns on: the speed layers that help on the device at hand."""
+"""What --fast turns on: the speed layers that help on the current device."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ ALWAYS = {
     "skip_zero_variance_groups": True,
 }
 LOW = {"use_amp": True, "low_precision_weights": True}
-# on CPU as measured; on CUDA as reasoned, because nobody has measured it yet
+# on CPU by measurement; on CUDA by reasoning only, not measured yet
 LAYERS: dict[str, dict[str, Any]] = {
     "cpu": ALWAYS,
     "cpu with bfloat16": {**ALWAYS, **LOW},

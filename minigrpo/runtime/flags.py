@@ -1,4 +1,7 @@
-"""Flags. A wrong one is answered by one line that names it and what is allowed, exit code 2."""
+"""Parse flags with tyro. An error is one line that names the flag and what is allowed; exit code 2.
+
+Which flags exist is in config.py; how they are grouped and checked is in settings.py.
+"""
 
 import contextlib
 import difflib
@@ -13,7 +16,7 @@ Parsed = TypeVar("Parsed")
 
 
 class ConfigError(ValueError):
-    """A setting that is not allowed. The message is one line that names the flag."""
+    """A setting has a value that is not allowed. The message is one line that names the flag."""
 
 
 def flag(name: str) -> str:
@@ -21,7 +24,7 @@ def flag(name: str) -> str:
 
 
 def exit_with(error: Exception) -> NoReturn:
-    """One line on stderr, exit code 2."""
+    """Print one line on stderr and exit with code 2."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(2)
 
@@ -32,7 +35,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any) -> Parsed:
-    """A dataclass from flags; `options` are tyro's. Raises ConfigError for a wrong flag."""
+    """Make a dataclass from flags; `options` go to tyro. Raises ConfigError for a bad flag."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

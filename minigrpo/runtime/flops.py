@@ -1,4 +1,4 @@
-"""How many floating-point operations a forward takes, for estimates and rooflines."""
+"""Floating-point operations of a forward pass, for estimates and rooflines."""
 
 from ..model.transformer import ModelShape
 
@@ -8,8 +8,8 @@ def forward_flops(
 ) -> float:
     """FLOPs of a forward over `tokens` tokens, each attending to `attended` tokens on average.
 
-    2 per parameter and token, and 4 * width per layer and pair of tokens that attend. Of the
-    tokens, `head_tokens` go through the output head. A backward pass takes twice as many.
+    2 per token and weight of a linear layer, and 4 * width per layer and (query, key) pair. Only
+    `head_tokens` of the tokens go through the output head. A backward pass takes twice as many.
     """
     blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
     per_token = 2 * blocks + 4 * shape.layers * shape.width * attended

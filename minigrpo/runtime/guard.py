@@ -1,9 +1,9 @@
-"""What happens when a loss or a gradient is not finite."""
+"""What to do after steps whose loss or gradient is not finite: skip, then slow down, then stop."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-BAD_STEPS_TO_HALVE = 3  # in a row: then half the learning rate, and float32
+BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
 BAD_STEPS_TO_STOP = 6
 
 
@@ -13,18 +13,18 @@ class Diverged(RuntimeError):
 
 @dataclass
 class NonFiniteGuard:
-    """Counts skipped optimizer steps, and decides when to try less and when to give up."""
+    """Counts skipped steps, and decides when to halve the learning rate and when to stop."""
 
     skipped: int = 0
     in_a_row: int = 0
-    halvings: int = 0  # of the learning rate; after the first one training goes on in float32
+    halvings: int = 0  # of the learning rate; after the first, training continues in float32
 
     def accept(self) -> None:
-        """A step had a finite loss and gradient."""
+        """Record a step with a finite loss and gradient."""
         self.in_a_row = 0
 
     def skip(self, warn: Callable[[str], object]) -> None:
-        """A step was skipped. Raises Diverged if that was one too many."""
+        """Record a skipped step. Raises Diverged after BAD_STEPS_TO_STOP in a row."""
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row >= BAD_STEPS_TO_STOP:

@@ -1,6 +1,6 @@
 """Metrics as JSONL and TensorBoard, the console, and the phase timer.
 
-Everything that the library prints goes through `Screen`.
+Everything that a training run prints goes through `Screen`; announce.py holds the messages.
 """
 
 import json
@@ -25,13 +25,13 @@ from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 Scalars = Mapping[str, float]
-SECONDS_BETWEEN_LINES = 15.0  # between progress lines, where there is no terminal for a bar
+SECONDS_BETWEEN_LINES = 15.0  # between progress lines, if there is no terminal
 
 
 class PhaseTimer:
     """Seconds per phase of a step.
 
-    On CUDA a phase ends with a device sync, or its work would be charged to the next phase.
+    On CUDA a phase ends with a device sync; otherwise its work would count in the next phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,16 +53,16 @@ class PhaseTimer:
 
 
 class JSONLines:
-    """An append-only file of objects with a `step`; flushed line by line, cut back on resume."""
+    """An append-only file of records with a `step`; flushed line by line, truncated on resume."""
 
     def __init__(self, path: Path, *, up_to_step: int) -> None:
-        """Keep only whole lines whose step is at most `up_to_step`."""
+        """Reopen the file, and keep only complete lines whose step is at most `up_to_step`."""
         self.kept: list[dict[str, Any]] = []
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
             except ValueError:
-                break  # a line that was cut off when the process died
+                break  # cut off when the process died
             if record["step"] <= up_to_step:
                 self.kept.append(record)
         self.file = open(path, "w")
@@ -78,10 +78,10 @@ class JSONLines:
 
 
 class RunLog:
-    """The files of a run's folder that grow: metrics, evaluations, samples, TensorBoard."""
+    """The logs in a run's folder: metrics, evaluations, samples, TensorBoard."""
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
-        """`start_step` steps are done; later lines, which a lost run has written, are cut."""
+        """`start_step` steps are done; lines of later steps, from a lost run, are dropped."""
         # a run that starts afresh keeps nothing, not even the evaluation at step 0
         last = start_step or -1
         self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=last)
@@ -91,7 +91,7 @@ class RunLog:
 
     @property
     def evaluated(self) -> list[dict[str, Any]]:
-        """Evaluations that were there when the log was opened."""
+        """Evaluations from before the resume."""
         return self.evaluations.kept
 
     def step(self, step: int, values: Scalars) -> None:
@@ -117,7 +117,7 @@ class RunLog:
 
 
 class NoLog:
-    """The log of the processes that are not the main one."""
+    """The log of all processes but the main one: it does nothing."""
 
     evaluated: list[dict[str, Any]] = []  # noqa: RUF012 - nothing is ever added
 
@@ -135,7 +135,7 @@ class NoLog:
 class Screen:
     """The console: messages, and progress as a bar on a terminal or as lines elsewhere.
 
-    Only the main process prints messages. All processes may warn, with their rank.
+    Only the main process prints messages. Every process may warn; the warning names its rank.
     """
 
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
@@ -167,7 +167,7 @@ class Screen:
 
     @contextmanager
     def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Progress of reading a file; call the result with the number of bytes that are done."""
+        """Show progress while reading a file; call the result with the bytes read so far."""
         columns = (
             TextColumn("reading {task.description}"),
             BarColumn(bar_width=None),

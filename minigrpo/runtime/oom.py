@@ -1,4 +1,7 @@
-"""When memory runs out: the same work in smaller parts. Neither gradients nor tokens change."""
+"""Retry work in smaller parts when memory runs out.
+
+Tokens do not change, and neither do gradients, except for bnpo, which depends on the micro-batch.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,16 +19,16 @@ class OOMBackoff:
     ) -> None:
         """
         Args:
-            what: the work, in words.
+            what: the work, in words, for the warning.
             flag: the flag that sets `size`.
-            size: prompts at a time, 0 for all.
+            size: prompts at a time at first; 0 for all.
         """
         self.what, self.flag, self.size, self.warn = what, flag, size, warn
 
     def run(
         self, function: Callable[[int], T], total: int, free: Callable[[], object] = lambda: None
     ) -> T:
-        """`function(size)`, repeated with half the size until it fits.
+        """Return `function(size)`, retried with half the size until it fits.
 
         `free` releases what was kept from earlier calls. Raises torch.OutOfMemoryError if a single
         prompt does not fit.
@@ -37,7 +40,7 @@ class OOMBackoff:
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
-            # outside of the handler, whose traceback would keep alive what has to be freed
+            # outside the handler, whose traceback would keep tensors alive that must be freed
             self.size = size // 2
             self.warn(
                 f"{self.what}: out of memory with {size} prompts at a time; "
@@ -47,5 +50,5 @@ class OOMBackoff:
             torch.cuda.empty_cache()
 
     def size_of(self, total: int) -> int:
-        """How many of `total` prompts go first."""
+        """How many of `total` prompts to run at a time."""
         return min(self.size or total, total)

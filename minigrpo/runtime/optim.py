@@ -1,4 +1,4 @@
-"""AdamW, and its learning rate as a pure function of the step: resuming needs no schedule."""
+"""AdamW, and its learning rate as a pure function of the step: no scheduler state to resume."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 BETAS = (0.9, 0.98)
-FINAL_SHARE = 0.1  # the learning rate ends at this share of its peak
+FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
 
 
 def make_optimizer(
@@ -22,7 +22,7 @@ def make_optimizer(
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak. Steps count from 0."""
+    """Linear warm-up, then cosine decay to FINAL_SHARE of the peak. Steps count from 0."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)

@@ -1,7 +1,7 @@
 """A thread pool that survives jobs that never return.
 
 `concurrent.futures` joins its threads when the process exits, so one reward function that hangs
-would keep the process alive for ever. The threads here are daemons. A job that runs too long is
+would keep the process alive forever. The threads here are daemons. A job that runs too long is
 abandoned: its thread is left behind and replaced, up to `MAX_ABANDONED` threads. This does not help
 against C code that loops while it holds the interpreter lock; no thread can interrupt that.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-MAX_ABANDONED = 32  # hanging threads; beyond this they are no longer replaced
+MAX_ABANDONED = 32  # hanging threads; beyond this number they are not replaced
 
 
 class Job:
@@ -55,11 +55,11 @@ class WorkerPool:
         self.num_abandoned = 0  # threads that are still inside an abandoned job
 
     def submit(self, function: Callable[..., Any], *args: Any, needs_thread: bool = False) -> Job:
-        """Queue a call. Raises nothing: if no thread is left, the job fails with TimeoutError.
+        """Queue a call. It never raises: if no thread is left, the job fails with TimeoutError.
 
         Args:
-            needs_thread: for a call that might hang. It gets a thread even if `workers` is 0, and
-                never runs in the calling thread.
+            needs_thread: the call might hang, so it never runs in the calling thread, even if
+                `workers` is 0.
         """
         job = Job(function, args)
         if not needs_thread and (not self.workers or not self._start_threads()):
@@ -77,14 +77,14 @@ class WorkerPool:
         because the time limit counts from the start of the call.
 
         Args:
-            timeout_s: seconds that the call may run; None waits as long as it takes.
+            timeout_s: seconds that the call may run; None: no limit.
 
         Raises:
             TimeoutError: the call ran longer than `timeout_s`, or no thread is left to run it.
         """
         while not job.future.done():
             if job.abandoned:
-                raise TimeoutError("was given up")
+                raise TimeoutError("was abandoned")
             if timeout_s is not None and not self.alive:
                 raise self._all_hang()
             left = None
@@ -96,7 +96,7 @@ class WorkerPool:
                     self._abandon(job)
                     raise TimeoutError(f"took longer than {timeout_s:g} s")
             elif not self._start_threads():
-                # every thread hangs, so the queue stands still; this job cannot hang: run it here
+                # all threads hang, so the queue is stuck; this job cannot hang, so run it here
                 return job.function(*job.args)
             try:
                 job.future.exception(min(threading.TIMEOUT_MAX, 1.0 if left is None else left))
@@ -105,13 +105,13 @@ class WorkerPool:
         return job.future.result()
 
     def close(self) -> None:
-        """Stop idle threads. Busy threads are daemons and end with the process."""
+        """Stop idle threads. Busy ones are daemons and end with the process."""
         for _ in range(self.alive):
             self.queue.put(None)
         self.alive = 0
 
     def _start_threads(self) -> bool:
-        """Start missing threads, up to the bound; return whether any thread takes jobs."""
+        """Start missing threads, within MAX_ABANDONED; return whether any thread takes jobs."""
         with self.lock:
             while self.alive < max(1, self.workers) and self.num_abandoned < MAX_ABANDONED:
                 self.alive += 1
@@ -128,7 +128,7 @@ class WorkerPool:
         while (job := self.queue.get()) is not None:
             job.run()
             with self.lock:
-                if job.abandoned:  # it returned late; another thread has replaced this one
+                if job.abandoned:  # returned too late: another thread has replaced this one
                     self.num_abandoned -= 1
                     return
 

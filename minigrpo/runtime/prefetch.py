@@ -1,4 +1,4 @@
-"""Training examples, made in the background before a step needs them."""
+"""Make training examples in the background, before a step needs them."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class ExamplePrefetcher:
         return examples
 
     def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
-        """Other examples for some places of the share, which no step draws by itself."""
+        """New examples for some places of the share, from numbers that no regular step uses."""
         block = self.last_step + (step + attempt * self.last_step)
         return [self.task.train(block * self.per_step + self.share[place]) for place in places]
 

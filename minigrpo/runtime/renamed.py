@@ -1,4 +1,4 @@
-"""Settings that were called otherwise, and are still read: in flags, TOML files and checkpoints."""
+"""Old names and values of settings, still accepted in flags, TOML files and checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .flags import flag
 
 @dataclass(frozen=True)
 class Renamed:
-    """What a setting is called today, and what a value under the old name means today."""
+    """The current name of a setting, and the conversion of values given under the old name."""
 
     name: str
     value: Callable[[Any], Any] = lambda value: value
@@ -29,7 +29,7 @@ VALUES = {
 
 
 def modern(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under flat names, with old names and values replaced by today's."""
+    """Settings by flat name, with old names and values replaced by current ones."""
     out = {}
     for name, value in settings.items():
         now = NAMES.get(name, Renamed(name))
@@ -38,7 +38,7 @@ def modern(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modern_argv(argv: Sequence[str]) -> list[str]:
-    """The same for words of a command line: `--old value`, `--old=value`, `--no-old`."""
+    """The same for a command line: `--old value`, `--old=value`, `--no-old`."""
     out: list[str] = []
     last: Renamed | None = None  # the flag whose value may come next
     for word in argv:

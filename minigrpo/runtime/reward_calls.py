@@ -1,8 +1,9 @@
-"""How reward functions are called: in which pieces, for how long, and which answers are accepted.
+"""How reward functions are called: how many texts per call, time limits, and accepted results.
 
 A task with `score_batch` is trusted: its calls have no time limit, and an error in one ends the
 run. Everything else (a user's reward function, a task that has only `score`) may hang, raise or
-return something that is not a number. Such a call fails, and its completions get `floor`.
+return something that is not a number. Then the call has failed, and its completions get `floor`.
+The threads are in pool.py.
 """
 
 import numbers
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..types import Example, Task
 
-# seconds for one batched call; the other processes wait for its scores, until --pg-timeout
+# longest batched call, because the other processes wait for its scores until --pg-timeout
 LONGEST_BATCH_S = 300.0
 
 
@@ -24,7 +25,7 @@ class BadRewardError(Exception):
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One callable that scores completions, and the limits of its calls."""
+    """A callable that scores completions, with the limits on its calls."""
 
     names: Sequence[str]  # the reward parts that it returns
     # (examples, texts) -> {name: values} if batched, else (example, text) -> {name: value}
@@ -39,10 +40,10 @@ class RewardSource:
         return self.timeout_s is None
 
     def pieces(self, size: int, workers: int) -> Iterator[slice]:
-        """Cut `size` completions into one slice per call.
+        """Split `size` completions into one slice per call.
 
-        A trusted batch is shared among the workers. A user's batched function gets all completions
-        in one call, so that it may compare them.
+        Trusted batches are divided among the workers. A user's batched function gets all
+        completions in one call, like a reward model that batches them itself.
         """
         if not self.batched:
             length = 1
@@ -85,10 +86,10 @@ class RewardSource:
 
 
 def task_source(task: Task, timeout_s: float) -> RewardSource:
-    """Call `score_batch` if the task has one that belongs to its `score`; else `score`, untrusted.
+    """Use `score_batch` if the task has one that matches its `score`; else `score`, untrusted.
 
-    A subclass that overrides only `score` inherits a `score_batch` that does not know of the
-    change. Calling it would silently ignore the subclass's scores.
+    A subclass that overrides only `score` inherits a `score_batch` that does not call it. Using
+    that would silently ignore the subclass's scores.
     """
 
     def depth(name: str) -> int:
@@ -104,12 +105,12 @@ def task_source(task: Task, timeout_s: float) -> RewardSource:
 def distinct_pairs(
     examples: Sequence[Example], texts: Sequence[Sequence[str]]
 ) -> tuple[list[Example], list[str], np.ndarray]:
-    """The distinct (prompt, text) pairs of `texts`, `[P][G]`, in the order in which they occur.
+    """The distinct (prompt, text) pairs of `texts`, `[P][G]`, in order of first occurrence.
 
     Returns:
-        The n examples and the n texts of the pairs, and `[P, G]` int, the pair of each completion.
+        The examples and the texts of the pairs; and `[P, G]` int, the pair of each completion.
     """
-    places: dict[str, dict[str, int]] = {}  # prompt -> text -> its pair
+    places: dict[str, dict[str, int]] = {}  # prompt -> text -> pair
     asked: list[Example] = []
     distinct: list[str] = []
     index: list[list[int]] = []

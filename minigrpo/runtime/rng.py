@@ -1,9 +1,9 @@
 """Random numbers that are derived, never stored.
 
-Every draw in the library is a pure function of (seed, stream name, counters), by numpy's
-counter-based Philox generator. So resuming needs no generator state, and no draw depends on the
-batch, on the number of processes or on earlier draws. Global generators (`random`, `np.random`,
-`torch.manual_seed`) are not used.
+Every draw is a pure function of (seed, stream name, counters), by NumPy's counter-based Philox
+generator. So resuming needs no generator state, and no draw depends on the batch, on the number of
+processes or on earlier draws. Only the initial weights come from a seeded torch.Generator instead.
+Global generators (`random`, `np.random`, `torch.manual_seed`) are not used.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ import numpy as np
 def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
     """An independent generator for (seed, name, up to three counters), good for 2**64 draws.
 
-    A hash of seed and name is Philox's key, and the counters are the high words of its 256-bit
-    counter. Python's own `hash()` would not do: it differs from process to process.
+    Philox's key is a hash of seed and name, and the counters are the high words of its 256-bit
+    counter. Python's own `hash()` would not do, because it differs between processes.
     """
     key = np.frombuffer(
         hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype=np.uint64
@@ -31,11 +31,11 @@ def uniforms(
     """One uniform number in [0, 1) for every token that may be sampled.
 
     Args:
-        rows: `[P]` int, the global index of each prompt. Draws belong to the prompt, not to its
-            place in a batch.
+        rows: `[P]` int, the global index of each prompt. Draws depend on the prompt, not on its
+            place in the batch.
 
     Returns:
-        `[P, G, S]` float32, keyed by (seed, name, step, row, sample). A longer `length` appends.
+        `[P, G, S]` float32, keyed by (seed, name, step, row, sample). A larger `length` appends.
     """
     draws = [
         [

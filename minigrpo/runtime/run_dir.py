@@ -1,4 +1,4 @@
-"""A run's folder: made or reopened, locked, with everything that a run leaves in it.
+"""A run's folder: create or reopen it, lock it, and write checkpoints, config and summary.
 
 config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  tensorboard/
 model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
@@ -33,16 +33,17 @@ from .logging import Screen
 from .renamed import modern
 from .settings import places, toml_lines
 
-# groups whose settings may differ between a run and its continuation: they change no result
+# Groups whose settings may differ when a run is resumed. They do not change training beyond
+# rounding, except for --max-steps, which sets the learning-rate schedule, and bnpo's micro-batches.
 MAY_DIFFER = {"speed", "memory", "run"}
-MUST_AGREE = {"seed"}  # although it stands in one of them
+MUST_AGREE = {"seed"}  # although its group may differ
 
 
 class RunDir:
-    """The folder of a run. The main process reads and writes; the others are told."""
+    """The folder of a run. Only the main process reads and writes, except for `dump`."""
 
     def __init__(self, config: Config, dist: DistContext, screen: Screen) -> None:
-        """Touches nothing; `open` does."""
+        """This touches no file; `open` does."""
         self.config, self.dist, self.screen = config, dist, screen
         self.path = Path()
         self.saved_step = -1  # of the newest checkpoint
@@ -53,9 +54,9 @@ class RunDir:
         return self.path / "checkpoints"
 
     def open(self, learner: Learner) -> int:
-        """Make or reopen the folder, and load what --resume names; how many steps are done.
+        """Create or reopen the folder, load what --resume names, return the number of steps done.
 
-        Raises ConfigError or CheckpointError, and then leaves the folder to others.
+        Raises ConfigError or CheckpointError, after unlocking the folder.
         """
         self.path = self.dist.on_main(self._make_and_lock)
         try:
@@ -65,7 +66,7 @@ class RunDir:
             raise
 
     def close(self) -> None:
-        """Let other runs into the folder."""
+        """Unlock the folder."""
         if self._lock:
             self._lock.close()
 
@@ -77,23 +78,24 @@ class RunDir:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, step: int, learner: Learner, *, required: bool = True) -> None:
-        """Write a checkpoint of everything that cannot be derived, unless this step has one.
+        """Write a checkpoint, unless this step has one.
 
-        A save that is not `required` warns about a full disk and goes on; older checkpoints stay.
+        If the disk is full and the save is not `required`, warn and continue; older checkpoints
+        are kept.
         """
         try:
             self.dist.on_main(lambda: self._save(step, learner))
-        except (OSError, RuntimeError) as error:  # torch says RuntimeError for a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
             if required:
                 raise
             reason = str(error).splitlines()[0][:200]
-            self.screen.warn(f"step {step}: NOT SAVED ({reason}); going on")
+            self.screen.warn(f"step {step}: NOT SAVED ({reason}); training continues")
 
     def _save(self, step: int, learner: Learner) -> None:
         if self.saved_step == step:
             return
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
-        state["shape"] = asdict(learner.model.shape)  # so that a checkpoint is a model by itself
+        state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = self._made_by()
         save_checkpoint(self.checkpoints, step, state, keep_last=self.config.run.keep_last)
         self.saved_step = step
@@ -140,7 +142,7 @@ class RunDir:
     # --- other files ----------------------------------------------------------------------------
 
     def dump(self, batch: RolloutBatch, step: int) -> Path | None:
-        """Keep a batch whose step was skipped (`torch.load(..., weights_only=True)` reads it)."""
+        """Save a batch whose step was skipped (`torch.load(..., weights_only=True)` reads it)."""
         name = f"step_{step + 1:06d}_rank_{self.dist.rank}.pt"
         path = self.path / "bad_batches" / name
         prompts = [example.prompt for example in batch.examples]
@@ -155,17 +157,17 @@ class RunDir:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(record, path)
-        except (OSError, RuntimeError):  # a full disk must not end what the guard has saved
+        except (OSError, RuntimeError):  # a full disk must not end a run that the guard keeps going
             return None
         return path
 
     def write_config(self) -> None:
-        """`config.toml`, which --config reads, with the versions that the run has."""
+        """Write `config.toml`, which --config can read, with the run's software versions."""
         lines = toml_lines(self.config, leave_out=("out_dir", "resume"))
         found = versions(self.dist.world_size)
         lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
         text = "\n".join(lines) + "\n"
-        tomllib.loads(text)  # what cannot be read must not be left behind
+        tomllib.loads(text)  # fail now rather than leave a file that cannot be read
         (self.path / "config.toml").write_text(text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -173,9 +175,9 @@ class RunDir:
 
 
 def make_folder(config: Config) -> Path:
-    """Make the folder of --out-dir, or reopen it to resume.
+    """Create the folder of --out-dir, or reopen it to resume.
 
-    Raises ConfigError if it cannot be written, or holds a run and --resume was not asked for.
+    Raises ConfigError if it is not writable, or holds a run and --resume is not given.
     """
     out_dir = config.run.out_dir
     folder = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
@@ -183,7 +185,7 @@ def make_folder(config: Config) -> Path:
         folder = folder.with_name(folder.name + "+")
     if (folder / "config.toml").exists() and not config.run.resume:
         raise ConfigError(
-            f"--out-dir {folder}: holds a run; --resume auto goes on with it, "
+            f"--out-dir {folder}: holds a run; --resume auto continues it, "
             "another folder starts afresh"
         )
     try:
@@ -199,7 +201,7 @@ def make_folder(config: Config) -> Path:
 def lock(folder: Path) -> IO[str]:
     """Keep other processes out of a folder for as long as the returned file is open.
 
-    Raises ConfigError if another run is in there. The lock ends with the process, however it ends.
+    Raises ConfigError if another run holds the lock. The lock ends with the process in any case.
     """
     file = open(folder / ".lock", "w")
     try:
@@ -208,7 +210,7 @@ def lock(folder: Path) -> IO[str]:
         file.close()
         raise ConfigError(
             f"--out-dir {folder}: another run is writing to it; "
-            "wait for its end or take another folder"
+            "wait until it ends, or choose another folder"
         ) from None
     except OSError:
         pass  # a file system without locks
@@ -216,7 +218,7 @@ def lock(folder: Path) -> IO[str]:
 
 
 def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
-    """Raise ConfigError if a checkpoint's config would give other results than this one."""
+    """Raise ConfigError if a setting that affects results differs from the checkpoint's config."""
     then, now = modern(saved), config.flat()
     differ = [
         f"{flag(name)} was {then[name]!r}, is {now[name]!r}"

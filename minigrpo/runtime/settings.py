@@ -1,9 +1,9 @@
-"""Settings as groups of small frozen dataclasses: checked when made, read from TOML and flags.
+"""The machinery under Config: groups of settings, checked on construction, from TOML and flags.
 
 A config is a dataclass of groups, and a group is a dataclass of plain fields. In Python a setting
-is `config.sampling.group_size`; its flag is `--group-size`, without the group. The field `name` of
-a group has the group's own name as its flag: `config.loss.name` is `--loss`. Constraints stand in
-the annotation of a field, as in `Annotated[int, AtLeast(1)]`.
+is `config.sampling.group_size`; its flag is `--group-size`, without the group. The flag of a
+field `name` is the name of its group: `config.loss.name` is `--loss`. Constraints are part of a
+field's annotation, as in `Annotated[int, AtLeast(1)]`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class AtLeast:
     low: float
 
     def complaint(self, value: float) -> str:
-        """What a value must be, or "" if it is."""
+        """The requirement that a value violates, or "" if it violates none."""
         if self.low <= value < math.inf:
             return ""
         return f"at least {self.low}{'' if math.isfinite(value) else ' and finite'}"
@@ -69,10 +69,10 @@ CONSTRAINTS = (AtLeast, Above, AtMost)
 
 @dataclass(frozen=True)
 class Group:
-    """A group of settings, which checks its values when it is made."""
+    """A group of settings; it checks its values on construction."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError unless every value is what its annotation says."""
+        """Raises ConfigError unless every value satisfies its annotation."""
         hints = typing.get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             hint, extras = hints[field.name], list[Any]()
@@ -89,7 +89,7 @@ class Group:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Raise ConfigError unless a value has its annotation's type: plain, a Literal, or None."""
+    """Raise ConfigError unless a value has the annotated type: plain, a Literal, or None."""
     allowed: list[str] = []
     for option in typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,):
         choices = typing.get_args(option)
@@ -113,7 +113,7 @@ def places(config: type) -> dict[str, tuple[str, str]]:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Every setting under its flat name."""
+    """Every setting, by flat name."""
     return {
         name: getattr(getattr(config, group), field)
         for name, (group, field) in places(type(config)).items()
@@ -121,7 +121,7 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def grouped(config: type, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings under flat names, by group and field. Raises ConfigError for a name unknown."""
+    """Flat settings, regrouped by group and field. Raises ConfigError for an unknown name."""
     out: dict[str, dict[str, Any]] = {}
     known = places(config)
     for name, value in settings.items():
@@ -145,7 +145,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def find_preset(path: str) -> Path:
-    """A file by its path, or a shipped preset by its name (`rtx4090`)."""
+    """The path of a file, or of a shipped preset given by name (`rtx4090`)."""
     presets = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout
     if Path(path).suffix == "" and not Path(path).exists():
         for folder in presets:
@@ -159,9 +159,9 @@ def find_preset(path: str) -> Path:
 
 
 def read_settings(config: type, path: str | Path) -> dict[str, Any]:
-    """The settings of a TOML file under flat names; its tables are the groups, or it has none.
+    """The settings of a TOML file, by flat name. The file has a table per group, or no tables.
 
-    A table `reward_weights` is read as its text form. The table `versions` of a run's own
+    A table `reward_weights` is converted to its text form. The table `versions` of a run's own
     config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key.
     """
     try:
@@ -192,7 +192,7 @@ def read_settings(config: type, path: str | Path) -> dict[str, Any]:
 
 
 def toml_lines(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
-    """A config as TOML, a table per group. None is left out, because TOML has no null."""
+    """A config as TOML, with a table per group. None is omitted, because TOML has no null."""
     lines: list[str] = []
     group = ""
     for name, (table, field) in places(type(config)).items():
@@ -238,7 +238,7 @@ def from_cli(config: type[C], argv: Sequence[str] | None, prog: str | None) -> C
 
 
 def split_config_flag(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The files of `--config`, which may be given several times, and the other words.
+    """The files given by `--config`, which may be repeated, and the other arguments.
 
     Raises argparse.ArgumentError for a --config without a file.
     """
@@ -249,7 +249,7 @@ def split_config_flag(argv: Sequence[str] | None) -> tuple[list[str], list[str]]
 
 
 def check_known(config: type, argv: Sequence[str]) -> None:
-    """Raise ConfigError for a flag that there is not, with the one that is spelled most like it."""
+    """Raise ConfigError for an unknown flag, and suggest the most similar one."""
     names = {flag(no + name) for name in places(config) for no in ("", "no_")} | {"--help"}
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
@@ -264,7 +264,7 @@ def given_flags(argv: Sequence[str]) -> set[str]:
 
 
 def check_divides(name: str, size: int, prompts: int, of_what: str) -> None:
-    """Raise ConfigError unless `size` is 0 or divides a number of prompts."""
+    """Raise ConfigError unless `size` is 0 or divides `prompts`, which `of_what` describes."""
     if size and (size > prompts or prompts % size):
         divisors = ", ".join(str(n) for n in range(1, prompts + 1) if prompts % n == 0)
         raise ConfigError(
@@ -273,7 +273,7 @@ def check_divides(name: str, size: int, prompts: int, of_what: str) -> None:
 
 
 def check_shares(config: "Config", processes: int) -> None:
-    """Raise ConfigError unless prompts and micro-batches divide among the processes."""
+    """Raise ConfigError unless prompts and micro-batches divide evenly among processes."""
     prompts = config.sampling.prompts_per_step
     if prompts % processes:
         less = max(processes, prompts // processes * processes)

@@ -1,4 +1,4 @@
-"""Stopping on request: the step is finished, everything is saved, and the process exits with 0."""
+"""Stop on a signal: finish the step, save, and exit with code 0."""
 
 import signal
 import threading
@@ -11,14 +11,14 @@ import torch
 
 from .distributed import DistContext
 
-# Ctrl-C; a scheduler that takes the machine back; a scheduler that warns ahead
+# Ctrl-C; a scheduler that ends the job; a scheduler that warns before it does
 REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1")
-# seconds: a signal that arrives twice at once, from the terminal and the launcher, is one request
+# seconds; the terminal and the launcher may both send the same signal, which is one request
 SAME_REQUEST = 1.0
 
 
 class StopRequest:
-    """Catches signals while entered. The first one asks to stop; a later one stops at once."""
+    """Context manager that catches signals. The first asks to stop; a later one stops at once."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self.say, self.reason, self.asked_at = say, "", 0.0
@@ -37,9 +37,9 @@ class StopRequest:
         self.handlers.clear()
 
     def agreed(self, dist: DistContext) -> str:
-        """Why to stop, or "": the same in all processes, even if only one was asked.
+        """Why to stop, or ""; the same in all processes, even if only one got a signal.
 
-        A collective: every process must call it.
+        This is a collective: every process must call it.
         """
         return REASONS[int(dist.max(torch.tensor(REASONS.index(self.reason))))]
 
@@ -50,4 +50,4 @@ class StopRequest:
                 f"{self.reason}: finishing this step, then saving; a second signal stops at once"
             )
         elif time.monotonic() - self.asked_at > SAME_REQUEST:
-            raise KeyboardInterrupt  # safe: checkpoints are whole or not there
+            raise KeyboardInterrupt  # safe, because checkpoints are atomic

@@ -1,7 +1,7 @@
-"""Decoding with a KV cache: what the cached decoders have in common.
+"""Decoding with a KV cache: the base class of the cached decoders in decoders.py.
 
-A decoder runs *slots*: sequences that each continue one prompt, at their own column. Which
-completions a slot stands for is the business of running.py.
+A decoder runs *slots*: sequences that each continue one prompt, at their own column. It neither
+picks tokens (generate.py) nor decides which completions a slot stands for (running.py).
 
 Shapes: P prompts, B slots, W tokens per slot and round.
 """
@@ -31,7 +31,7 @@ class CachedDecoder(ABC):
         num_samples: int,
         length: int,
     ) -> None:
-        """`num_samples` slots per prompt, with room for `length` new tokens each.
+        """Make `num_samples` slots per prompt, with room for `length` new tokens each.
 
         Args:
             prompt_ids: `[P, Lp]` int64, right-padded.
@@ -40,7 +40,7 @@ class CachedDecoder(ABC):
         self.model, self.length = model, length
         self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
         self.cache = KVCache()
-        self.num_columns = 0  # columns of new tokens that are in use
+        self.num_columns = 0  # columns of new tokens in use
         self.tokens_run = int(prompt_len.sum())
         self._set_prompts(np.repeat(np.arange(len(prompt_ids)), num_samples))
 
@@ -53,7 +53,7 @@ class CachedDecoder(ABC):
         return len(self.prompt_of_slot)
 
     def prefill(self) -> Tensor:
-        """Run each prompt once; returns the logits of the first new token, `[B, V]`."""
+        """Run each prompt once; return the logits of the first new token, `[B, V]`."""
         lengths, width = self.prompt_len.cpu().numpy(), self.prompt_ids.shape[1]
         rows, unpad = (
             torch.from_numpy(x).to(self.model.device)
@@ -71,13 +71,13 @@ class CachedDecoder(ABC):
 
         Args:
             tokens: `[B, W]`.
-            columns: `[B]`, the column of each slot's first token. Slots may stand at different
-                columns, and overwrite what they wrote there before.
-            num_columns: on the host, greater than any column written so far: how much of the cache
-                attention looks at.
+            columns: `[B]`, the column of each slot's first token. Columns may differ between slots;
+                what a slot wrote there before (a rejected proposal) is overwritten.
+            num_columns: how many columns of the cache attention reads: more than any column written
+                so far or in this step. An int, so that the host need not wait for the device.
 
         Returns:
-            `[B, W, V]`, the logits of the token that follows each.
+            `[B, W, V]`, the logits that follow each token.
         """
         self.tokens_run += tokens.numel()
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
@@ -89,7 +89,7 @@ class CachedDecoder(ABC):
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits `[B, W, V]` that follow tokens `[B, W]` at positions `[B, W]`."""
         self.positions = positions
-        # a proposal may reach beyond the context; it is never kept, but its position must exist
+        # proposals may go past the context; they are never kept, but their positions must exist
         positions = positions.clamp(max=self.model.shape.context - 1)
         hidden = self.model.forward_hidden(
             PackedTokens(tokens.flatten(), positions.flatten()), self
@@ -100,17 +100,17 @@ class CachedDecoder(ABC):
         return partial(self._attend_packed, number)
 
     def _attend_packed(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if number == 0:  # the mask is the same in all layers
+        if number == 0:  # all layers share the mask
             self.mask = additive_mask(self._visible_keys(), q.dtype)
         q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H, D/H]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 
     def reorder(self, sources: np.ndarray) -> None:
-        """Go on with `len(sources)` slots: slot i continues what was slot `sources[i]`."""
+        """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`."""
         self.cache.reorder(sources)
         self._set_prompts(self.prompt_of_slot[sources])
 
-    # --- what the decoders differ in --------------------------------------------------------------
+    # --- what subclasses implement ----------------------------------------------------------------
 
     @abstractmethod
     def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
@@ -122,11 +122,11 @@ class CachedDecoder(ABC):
 
     @abstractmethod
     def _visible_keys(self) -> Tensor:
-        """`[B, 1, W, keys]` bool: what each token may attend to; made additive in `self.mask`."""
+        """`[B, 1, W, keys]` bool: what each token may attend to; `self.mask` is additive."""
 
     @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [B, H, W, D/H]` and new keys and values `[B, W, H, D/H]` -> `[B, H, W, D/H]`."""
+        """Attend: `q [B, H, W, D/H]`, new keys and values `[B, W, H, D/H]` -> `[B, H, W, D/H]`."""
 
 
 class PromptAttention:

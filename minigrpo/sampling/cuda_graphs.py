@@ -1,9 +1,9 @@
-"""Decoding under CUDA graphs: each round is captured once per shape, then replayed as one launch.
+"""Decoding with CUDA graphs: each round is captured once per shape, then replayed in one launch.
 
 A CUDA graph needs the same memory and the same shapes in every replay. So the KV cache outlives a
-rollout, and the numbers of slots and columns are rounded up; the surplus slots compute garbage into
-memory that is never read. Results are those of `ReplicatedPrefixDecoder`. On a CPU the same code
-runs its rounds instead of replaying them.
+rollout, and the numbers of slots and columns are rounded up; surplus slots compute garbage that is
+never read. Results are those of `ReplicatedPrefixDecoder`. On a CPU, where there is nothing
+to capture, the same code runs every round: slower, but tests can cover it.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class CUDAGraphCache:
-    """What is kept from one rollout to the next: the KV cache, and the captured rounds."""
+    """What rollouts share: the KV cache, and the captured rounds."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Free all memory. The pool goes too: it must not be used once its graphs are gone."""
+        """Free all memory, the pool included: it must not be used once its graphs are gone."""
         self.cache, self.shape = KVCache(), (0, 0)  # shape: slots and columns
         self.model_key = tuple[object, ...]()
         self.drop_captured()
@@ -40,23 +40,23 @@ class CUDAGraphCache:
         """Drop the captured rounds, and keep the KV cache."""
         self.captured: dict[tuple[int, ...], CapturedStep] = {}
         self.pool: Any = None
-        self.stream: torch.cuda.Stream | None = None  # that capturing happens on
+        self.stream: torch.cuda.Stream | None = None  # used for capture
         self.output: Tensor | None = None
 
     def output_like(self, logits: Tensor) -> Tensor:
-        """Memory for the output of a round.
+        """A buffer for the output of a round.
 
-        All rounds share it, because each output is read before the next round runs.
+        All rounds can share it, because each output is read before the next round runs.
         """
         if self.output is None or self.output.numel() < logits.numel():
-            # rounds captured earlier keep the smaller buffer that they were captured with
+            # rounds captured earlier keep their smaller buffer
             self.output = logits.new_empty(logits.numel())
         return self.output[: logits.numel()].view(logits.shape)
 
     def prepare(self, num_slots: int, num_columns: int, model_key: tuple[object, ...]) -> None:
-        """Make room for so many slots and columns.
+        """Make sure that the cache has room for `num_slots` slots of `num_columns` columns.
 
-        Everything is reset if the room has to grow, or if rounds were captured with another model
+        Reset everything if the cache has to grow, or if rounds were captured with another model
         or another precision (`model_key`).
         """
         shape = max(num_slots, self.shape[0]), max(num_columns, self.shape[1])
@@ -77,7 +77,7 @@ class CUDAGraphCache:
 
 
 class CapturedStep:
-    """One captured round. Its input and output tensors stay at the same addresses."""
+    """One captured round. Its input and output tensors never move."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class CapturedStep:
         """Capture `run(tokens [B, W], positions [B, W]) -> logits [B, W, V]`."""
         self.tokens, self.positions = tokens.clone(), positions.clone()
         kind, call = tokens.device.type, lambda: run(self.tokens, self.positions)
-        # Without autocast's cache of cast weights: a replay would read a cast that was made before
-        # the capture, after the weights have changed and its memory has been freed.
+        # Disable autocast's cache of cast weights: a replay would read casts from the time of the
+        # capture, after the weights have changed and the casts' memory has been freed.
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
             if kind == "cuda":
@@ -106,14 +106,14 @@ class CapturedStep:
             stream = graphs.stream = graphs.stream or torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                # A first run outside the capture lets libraries initialise themselves. It writes
-                # the same keys and values that the replay will write.
+                # A warm-up outside the capture, in which libraries initialise. Its writes to the
+                # cache are harmless: the replay writes the same keys and values.
                 logits = call()
             torch.cuda.current_stream(device).wait_stream(stream)
             self.logits = graphs.output_like(logits)
             del logits
             graph = torch.cuda.CUDAGraph()
-            # thread_local: reward functions in other threads may use the device meanwhile
+            # thread_local: reward functions in other threads may use the device during capture
             with torch.cuda.graph(
                 graph, pool=graphs.pool, stream=stream, capture_error_mode="thread_local"
             ):
@@ -128,7 +128,7 @@ class CapturedStep:
 
 
 class GraphedDecoder(ReplicatedPrefixDecoder):
-    """`ReplicatedPrefixDecoder` whose rounds are captured."""
+    """A `ReplicatedPrefixDecoder` whose rounds are captured and replayed."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class GraphedDecoder(ReplicatedPrefixDecoder):
     def reorder(self, sources: np.ndarray) -> None:
         capacity, length = self.graphs.shape
         if len(sources) > capacity:
-            # a larger cache lies elsewhere in memory, so captured rounds would use freed memory
+            # a larger cache has another address, so captured rounds would use freed memory
             self.graphs.drop_captured()
             capacity = round_up(max(len(sources), 2 * capacity), SLOT_MULTIPLE)
             self.cache.grow(capacity)
@@ -169,7 +169,7 @@ class GraphedDecoder(ReplicatedPrefixDecoder):
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         num_slots, num_columns = round_up(len(tokens), SLOT_MULTIPLE), self.num_columns
         key = (num_slots, tokens.shape[1], self._num_cache_columns())
-        # surplus slots write to the first columns of cache rows that belong to no sequence
+        # surplus slots write to the first columns of cache rows that no sequence uses
         surplus = (0, 0, 0, num_slots - len(tokens))
         tokens, positions = (torch.nn.functional.pad(x, surplus) for x in (tokens, positions))
 

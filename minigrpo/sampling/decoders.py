@@ -1,8 +1,8 @@
-"""Three ways to run the model while it writes; all compute the same logits.
+"""Three ways to run the model during decoding; all compute the same logits.
 
 ReplicatedPrefixDecoder  a cache in which every slot has a copy of its prompt
 SharedPrefixDecoder      a cache in which each prompt is stored once for all of its slots
-UncachedDecoder          no cache: every round runs everything; the reference in tests
+UncachedDecoder          no cache: every round reruns everything; the reference in tests
 """
 
 from typing import Protocol
@@ -34,7 +34,7 @@ class Decoder(Protocol):
 class ReplicatedPrefixDecoder(CachedDecoder):
     """Each slot holds a copy of its prompt's keys and values, in front of its own.
 
-    It takes more memory than a shared prefix, and attention is a single call.
+    This takes more memory than a shared prefix, but attention is a single call.
     """
 
     def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
@@ -74,11 +74,11 @@ class SharedPrefixDecoder(CachedDecoder):
         self._group_slots()
 
     def _group_slots(self) -> None:
-        """Lay out the slots as a grid with one row per prompt.
+        """Arrange the slots in a grid with one row per prompt.
 
-        Sets `grid [P, G']`, the slots of each prompt, where G' is the largest number of slots that
-        a prompt has; and `place`, the row and column of each slot in that grid. A prompt with fewer
-        slots repeats its last one, whose extra results are not read.
+        Sets `grid [P, G']`, the slots of each prompt, where G' is the largest number of slots of
+        any prompt; and `place`, the row and column of each slot in that grid. A prompt with fewer
+        slots repeats its last one; the duplicate results are not read.
         """
         prompt = self.prompt_of_slot
         order = np.argsort(prompt, kind="stable")  # slots, prompt by prompt
@@ -91,13 +91,13 @@ class SharedPrefixDecoder(CachedDecoder):
         grid = order[np.minimum(padded, len(order) - 1)]
         self.grid, column = (torch.from_numpy(x).to(self.model.device) for x in (grid, rank))
         self.place = self.prompt, column
-        # then regrouping is a view, without a copy
+        # if so, grouping slots by prompt is a view and needs no copy
         self.is_grid_in_order = np.array_equal(grid.ravel(), np.arange(len(order)))
 
     def reorder(self, sources: np.ndarray) -> None:
         super().reorder(sources)
         alive, renumbered = np.unique(self.prompt_of_slot, return_inverse=True)
-        if len(alive) < len(self.prompt_len):  # drop prompts that have no slot any more
+        if len(alive) < len(self.prompt_len):  # drop prompts without slots
             prompts = torch.from_numpy(alive).to(self.model.device)
             self.prompt_len = self.prompt_len[prompts]
             self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
@@ -105,7 +105,7 @@ class SharedPrefixDecoder(CachedDecoder):
         self._group_slots()
 
     def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
-        # contiguous, or every product with them would copy them first
+        # contiguous, because matmul would otherwise copy them in every round
         self.prompt_kv.append((k.contiguous(), v.contiguous()))
         empty_k, empty_v = (x.new_zeros(self.num_slots, x.shape[1], 0, x.shape[3]) for x in (k, v))
         self.cache.write_prompt(
@@ -135,18 +135,18 @@ class SharedPrefixDecoder(CachedDecoder):
         return self._to_slots(self._to_prompts(prompt_weights) @ prompt_v) + own_weights @ own_v
 
     def _to_prompts(self, x: Tensor) -> Tensor:
-        """`[B, H, W, E]` -> `[P, H, G'*W, E]`, padded with repeated slots."""
+        """Group slots by prompt, padded by repetition: `[B, H, W, E]` -> `[P, H, G'*W, E]`."""
         grouped = x.unflatten(0, self.grid.shape) if self.is_grid_in_order else x[self.grid]
         return grouped.transpose(1, 2).flatten(2, 3)
 
     def _to_slots(self, x: Tensor) -> Tensor:
-        """`[P, H, G'*W, E]` -> `[B, H, W, E]`, without the padding."""
+        """Undo `_to_prompts`: `[P, H, G'*W, E]` -> `[B, H, W, E]`, without the padding."""
         grouped = x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)
         return grouped.flatten(0, 1) if self.is_grid_in_order else grouped[self.place]
 
 
 class UncachedDecoder:
-    """Runs every slot from its first token in every round."""
+    """Runs every slot from its first token in every round. Slow, but too simple to be wrong."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class UncachedDecoder:
         return self._logits_after(places)
 
     def _logits_after(self, places: Tensor) -> Tensor:
-        """Logits `[B, W, V]` that follow the tokens at `places [B, W]` of the rows."""
+        """Logits `[B, W, V]` that follow the tokens in columns `places [B, W]` of `ids`."""
         self.tokens_run += self.ids.numel()
         positions = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         positions = positions.clamp(max=self.model.shape.context - 1)

@@ -1,9 +1,11 @@
-"""Batched sampling: the loop, and `generate`.
+"""Batched sampling: `generate` and its loop.
 
 A token is a pure function of its logits and of one uniform number that was drawn beforehand. So a
-completion depends neither on what else is in the batch nor on when its neighbours finish, and
-speculative decoding is exact: a proposed token is kept only if it is the token that would have been
-picked anyway.
+completion depends neither on what else is in the batch nor on when other completions finish. And
+speculative decoding is exact: a proposed token is kept only if it would have been picked anyway.
+
+The model runs in decoders.py, running.py keeps the state of the completions, params.py picks
+tokens, and sampler.py turns examples into calls of `generate`.
 """
 
 import itertools
@@ -21,8 +23,8 @@ from .running import RunningSequences
 
 __all__ = ["SamplingParams", "generate"]
 
-# How often the host checks which sequences have finished, when nothing forces it to check in every
-# round. Each check waits for the device; rounds that finished sequences still run are wasted.
+# How often the host checks which sequences have finished, unless it must check in every round. Each
+# check waits for the device; without checks, finished sequences waste rounds.
 ROUNDS_BETWEEN_CHECKS = 4
 DEFAULT_PARAMS = SamplingParams()
 
@@ -45,8 +47,8 @@ def generate(
 ) -> Completions:
     """Complete each prompt `num_samples` times.
 
-    A round runs W = 1 + `num_speculative_tokens` tokens per slot: the last token, and a proposal
-    read off the draft. It keeps the picks up to and including the first that differs from the
+    A round runs W = 1 + `num_speculative_tokens` tokens per slot: the last token, and proposals
+    read off the draft. It keeps the picks up to and including the first that differs from its
     proposal. Without drafts, W is 1.
 
     Args:
@@ -57,11 +59,11 @@ def generate(
             token each time.
         params: temperature, top-k and top-p.
         decoder: how the model is run: with or without a cache.
-        drafts: `[P, L]` int64, what completions of each prompt probably look like, such as the
-            known answer. They change the number of rounds, not the tokens.
-        work: counts what was done: `rounds` after the prompts, `tokens` that the model ran,
-            `row_rounds`, the rounds of each completion until it was seen to be finished, summed
-            over `rows` completions.
+        drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such as
+            the known answer. Drafts change the number of rounds, not the tokens.
+        work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran; `rows`,
+            the number of completions; `row_rounds`, the sum over completions of the rounds until
+            each was found to be finished.
 
     Returns:
         Completions on the model's device with G = num_samples and S the longest completion. A

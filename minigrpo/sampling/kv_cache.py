@@ -1,4 +1,4 @@
-"""Preallocated keys and values of all slots that are being decoded."""
+"""The preallocated KV cache; the decoder that uses it decides what its columns mean."""
 
 import itertools
 
@@ -12,9 +12,9 @@ KeysAndValues = tuple[Tensor, Tensor]
 class KVCache:
     """One pair of tensors `[capacity, H, length, D/H]` per layer; slot b is row b.
 
-    One tensor for all layers would need fewer operations, but was measured to take more memory: it
-    is allocated anew in each rollout, and the allocator does not find one block of that size in the
-    memory that the last update left.
+    One tensor for all layers would need fewer operations, but was measured to take more memory: the
+    cache is allocated in each rollout, and the memory that the last update freed is too fragmented
+    for one block of that size.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class KVCache:
         self.num_columns = k.shape[2]
 
     def extend(self, num_slots: int, num_columns: int) -> None:
-        """Put the columns up to `num_columns` to use, filled with zeros.
+        """Bring the columns up to `num_columns` into use, filled with zeros.
 
-        Attention masks out the columns that a slot has not written, but a masked weight of 0 times
-        an uninitialised NaN is NaN.
+        Attention masks the columns that a slot has not written, but uninitialised memory may hold
+        NaN, and a masked weight of 0 times NaN is NaN.
         """
         for cache in itertools.chain(*self.pairs):
             cache[:num_slots, :, self.num_columns : num_columns] = 0
@@ -47,7 +47,7 @@ class KVCache:
         """Write `k` and `v`, `[B, W, H, D/H]`, at `columns [B, W]`.
 
         Returns:
-            The columns in use of the B slots, `[B, H, num_columns, D/H]` each.
+            All keys and values in use of the B slots, `[B, H, num_columns, D/H]` each.
         """
         slots = torch.arange(len(columns), device=columns.device)[:, None]
         for cache, new in zip(self.pairs[layer], (k, v), strict=True):
@@ -56,7 +56,7 @@ class KVCache:
         return keys, values
 
     def grow(self, capacity: int) -> None:
-        """Move everything to tensors of `capacity` slots."""
+        """Move the cache to tensors of `capacity` slots."""
         self.pairs = [(self._grown(k, capacity), self._grown(v, capacity)) for k, v in self.pairs]
 
     def _grown(self, cache: Tensor, capacity: int) -> Tensor:
@@ -65,7 +65,7 @@ class KVCache:
         return new
 
     def reorder(self, sources: np.ndarray) -> None:
-        """Slot i continues what was slot `sources[i]`. Slots that stay in place are not copied."""
+        """Slot i continues the former slot `sources[i]`; slots that stay are not copied."""
         capacity = len(self.pairs[0][0])
         if len(sources) > capacity:
             self.grow(max(len(sources), 2 * capacity))

@@ -12,7 +12,7 @@ class SamplingParams:
 
     temperature: float = 1.0  # logits are divided by it; it must be greater than 0
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    # keep the smallest set of most likely tokens whose probabilities add up to top_p; 1 keeps all
+    # keep the fewest most likely tokens whose probabilities reach top_p; 1 keeps all
     top_p: float = 1.0
 
     @property
@@ -30,7 +30,7 @@ def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
         logp: `[..., V]`, log-probabilities at the sampling temperature.
 
     Returns:
-        `[..., V]`, the same with -inf for every token that is cut. It is not renormalised: the
+        `[..., V]`, the same with -inf for every token that is removed. It is not renormalised: the
         log-sum-exp of the result is the log of the kept mass.
     """
     if params.top_k and params.top_k < logp.shape[-1]:
@@ -38,7 +38,7 @@ def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered = logp.sort(descending=True).values
         mass = (ordered - ordered.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
-        # the first entry at which the mass reaches top_p is the last token that is kept
+        # the first token at which the mass reaches top_p is the last one kept
         last = (mass < params.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
         logp = logp.masked_fill(logp < ordered.gather(-1, last), -torch.inf)
     return logp
@@ -60,7 +60,7 @@ def pick_token(logp: Tensor, u: Tensor | None, slot: Tensor) -> Tensor:
     if u is None:
         return logp.argmax(-1)[slot]
     cdf = logp.exp().cumsum(-1)[slot]
-    # Multiply u by the total: truncation and rounding leave the last entry of the CDF below 1.
-    # Clamp, because a u that rounds up to the total would pick a token beyond the vocabulary.
+    # Scale u by the total, because with truncation and rounding the CDF does not end in exactly 1.
+    # Clamp, because a product that rounds up to the total would be past the vocabulary.
     picked = torch.searchsorted(cdf, u[..., None].to(cdf.dtype) * cdf[..., -1:], right=True)[..., 0]
     return picked.clamp_(max=logp.shape[-1] - 1)

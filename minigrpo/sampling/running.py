@@ -1,9 +1,9 @@
-"""Completions while they are being written: their tokens, which still run, and in which slot.
+"""The state of the completions during decoding: their tokens, which are unfinished, their slots.
 
-A *slot* is a place in the decoder's batch. With drafts, completions of a prompt that agree so far
-share a slot, because the model would compute the same logits for each of them; where they begin to
-differ, each gets a slot of its own. Any of the sequences in a slot can stand for all of them: it is
-the slot's *representative*.
+A *slot* is a place in the decoder's batch. With drafts, completions of a prompt that are equal so
+far share a slot, because the model would compute the same logits for all of them; once they differ,
+they get slots of their own. One of the sequences that share a slot stands for all of them: the
+slot's *representative*.
 
 Shapes: R = P * G sequences, of which N are running; B slots; W tokens per slot and round.
 """
@@ -20,26 +20,26 @@ from .params import SamplingParams, pick_token, truncate
 
 
 def assign_slots(slot: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One slot for all running sequences that agree so far, and none for the others.
+    """Assign one slot to each set of running sequences that are equal so far.
 
-    A slot stays where it is if it can, so that as little of the cache as possible is copied.
+    Slots keep their place where possible, so that little of the cache is copied.
 
     Args:
-        slot: `[N]`, the present slot of each running sequence.
-        states: `[K, N]`, what sequences of one slot may differ in; those that agree in all K
-            numbers go on sharing a slot.
+        slot: `[N]`, the current slot of each running sequence.
+        states: `[K, N]`, K numbers in which sequences of a slot may differ; those that agree in
+            all of them keep sharing a slot.
 
     Returns:
         `[B]`, the old slot that each new slot continues; `[N]`, the new slot of each sequence;
         `[B]`, the representative of each new slot, as an index into the N sequences.
     """
-    # one number per (slot, state 1, .., state K); it ascends with the slot first
+    # one number per (slot, state 1, .., state K), ordered by slot first
     key = slot
     for state in states:
         key = key * (state.max() + 1) + state
     _, representative, group = np.unique(key, return_index=True, return_inverse=True)
-    old, places = slot[representative], np.arange(len(representative))  # `old` ascends
-    # of the groups that leave an old slot, the first stays there, unless the place is gone
+    old, places = slot[representative], np.arange(len(representative))  # `old` is sorted
+    # of the groups from one old slot, the first stays there if that place still exists
     stays = np.append(True, old[1:] != old[:-1]) & (old < len(old))
     new = np.empty_like(places)
     new[stays], new[~stays] = old[stays], np.setdiff1d(places, old[stays])
@@ -68,15 +68,15 @@ class RunningSequences:
         self.params, self.drafts, self.device = params, drafts, device
         self.max_window = 1 if drafts is None else num_speculative_tokens + 1
         self.pauses = ProposalPauses()
-        self.rounds, self.sequence_rounds = 0, 0  # rounds of the batch; of all sequences together
+        self.rounds, self.sequence_rounds = 0, 0  # of the batch; summed over sequences
         sequences = torch.arange(num_prompts * num_samples, device=device)
         sequences_per_slot = 1 if drafts is None else num_samples
-        self.running = sequences  # [N] as of the last check
-        self.slot = sequences // sequences_per_slot  # [N] the decoder's slot of each
+        self.running = sequences  # [N] unfinished at the last check
+        self.slot = sequences // sequences_per_slot  # [N] slot of each
         self.representatives = sequences[::sequences_per_slot]  # [B] sequence of each slot
-        self.lengths = torch.zeros_like(sequences)  # [R] tokens that each completion has
-        self.length_bound = 0  # on the host: no completion has more tokens
-        # W columns more than any completion needs: proposals may reach beyond the last column
+        self.lengths = torch.zeros_like(sequences)  # [R] tokens of each completion
+        self.length_bound = 0  # on the host: an upper bound of lengths
+        # W spare columns, because proposals may go past the last column
         width = max_new_tokens + self.max_window
         self.ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=device)
         self.logp = torch.zeros(self.ids.shape, dtype=torch.float32, device=device)
@@ -89,11 +89,11 @@ class RunningSequences:
 
     @property
     def window(self) -> int:
-        """W: one token that is certain, and the tokens that may be proposed after it."""
+        """W: the last token, and the tokens that may be proposed after it."""
         return 1 if self.pauses.paused else self.max_window
 
     def next_inputs(self) -> tuple[Tensor, Tensor]:
-        """What the decoder runs next.
+        """The tokens that the decoder runs next.
 
         Returns:
             `[B, W]`, the last token of each slot, followed by proposals; `[B]`, the column of that
@@ -116,8 +116,8 @@ class RunningSequences:
     def accept(self, logits: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
 
-        A pick is right if the model saw the right tokens before it. So the first pick always is,
-        and each further one if the picks before it are the tokens that were proposed.
+        A pick counts only if the model was run on the picks before it. The first pick always
+        counts; each further one counts if all picks before it equal the proposals.
         """
         logp = log_softmax(logits, self.params.temperature)
         allowed = truncate(logp, self.params)
@@ -127,7 +127,7 @@ class RunningSequences:
         picks = pick_token(allowed, None if self.u is None else self.u[rows, columns], self.slot)
         right = (picks[:, :-1] == self.proposals[self.slot]) & (picks[:, :-1] != self.eos)
         right = torch.cat([torch.ones_like(starts, dtype=torch.bool), right], dim=1)
-        # a sequence may have ended since the last check; nothing is added to it
+        # a sequence that has ended since the last check gets no more tokens
         unfinished = (starts == 0) | (self.ids[rows, starts - 1] != self.eos)
         kept = right.cumprod(1).bool() & (columns < self.max_new_tokens) & unfinished
         picked_logp = logp[self.slot[:, None], offsets, picks].float()
@@ -136,17 +136,17 @@ class RunningSequences:
         if self.log_kept_mass is not None:
             log_mass = allowed.logsumexp(-1)[self.slot].float()
             self.log_kept_mass[rows, columns] = torch.where(kept, log_mass, 0.0)
-        self.num_accepted = kept.sum(1)  # [N] in this round
+        self.num_accepted = kept.sum(1)  # [N] of this round
         self.lengths[self.running] += self.num_accepted
         self.length_bound += logp.shape[1]
 
     @property
     def may_have_diverged(self) -> bool:
-        """Whether sequences may need other slots, or stand at columns the host cannot know."""
+        """Whether sequences may need other slots, or have lengths that the host does not know."""
         return self.window > 1 or len(self.representatives) < len(self.running)
 
     def update_slots(self, decoder: Decoder) -> bool:
-        """Drop finished sequences, and give those that no longer agree slots of their own.
+        """Drop finished sequences, and separate those of a slot that now differ.
 
         Returns:
             False when all sequences have finished.
@@ -154,7 +154,7 @@ class RunningSequences:
         lengths = self.lengths[self.running]
         last = self.ids[self.running, lengths - 1]
         unfinished = (lengths < self.max_new_tokens) & (last != self.eos)
-        # one copy to the host and one back, because each makes the host wait for the device
+        # a single copy to the host and back, because each makes the host wait for the device
         numbers = [self.slot, lengths, last, self.num_accepted, unfinished.long()]
         on_host = torch.stack(numbers).cpu().numpy()
         left = np.flatnonzero(on_host[4])
@@ -163,8 +163,8 @@ class RunningSequences:
         slot, lengths_left, last_left, num_accepted, _ = on_host[:, left]
         proposed = self.proposals.shape[1] > 0
         self.pauses.update(self.rounds, float(num_accepted.mean()), proposed=proposed)
-        # Sequences of a slot agreed before this round, and got the same proposals. So they agree
-        # now if they have the same length and the same last token.
+        # Sequences of a slot were equal before this round and got the same proposals. So they are
+        # equal now if they have the same length and the same last token.
         sources, slot, chosen = assign_slots(slot, np.stack([lengths_left, last_left]))
         joined = torch.from_numpy(np.concatenate([left, slot, chosen])).to(self.device)
         still_running, self.slot, representatives = joined.split(

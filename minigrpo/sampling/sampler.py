@@ -1,4 +1,8 @@
-"""Completions of examples by the model as it is now: for training, evaluation and the tools."""
+"""Complete examples with the current policy, for training, evaluation and the tools.
+
+`generate` works on tensors. The sampler encodes prompts, chooses the decoder and the precision, and
+splits the batch if memory runs out.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +22,11 @@ from .cuda_graphs import CUDAGraphCache
 from .decoders import Decoder, ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from .generate import SamplingParams, generate
 
-GREEDY = SamplingParams()  # together with u=None
+GREEDY = SamplingParams()  # with u=None; with u it samples from the model's own distribution
 
 
 class Sampler:
-    """Encodes prompts, generates, and halves its batch when memory runs out."""
+    """Encodes prompts, generates, and halves the batch when memory runs out."""
 
     def __init__(
         self,
@@ -38,11 +42,11 @@ class Sampler:
         self.graphs = CUDAGraphCache()
         self.decoder = self._choose_decoder()
         self.low_precision = accel.low_precision_copy(config.speed, model)
-        # by number of samples, because training and evaluation fit different numbers of prompts
+        # by number of samples per prompt: training and evaluation fit different numbers of prompts
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
             lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
         )
-        self.work = Counter[str]()  # rounds of decoding and tokens run, until somebody clears it
+        self.work = Counter[str]()  # `generate` adds to it; the rollout clears it
 
     def _choose_decoder(self) -> Callable[..., Decoder]:
         if self.config.speed.cuda_graphs:
@@ -61,11 +65,11 @@ class Sampler:
         params: SamplingParams = GREEDY,
         batch_size: int = 0,
     ) -> Iterator[Completions]:
-        """Complete each example `num_samples` times; yields parts of the batch, on the host.
+        """Complete each example `num_samples` times; yield parts of the batch, on the host.
 
         Args:
             u: uniform numbers `[P, G, S]`; None picks the most likely token each time.
-            batch_size: prompts that are decoded together, 0: all. It changes memory and time only.
+            batch_size: prompts decoded together, 0: all. It affects memory and time only.
 
         Raises ConfigError for a prompt that leaves no room for --max-new-tokens.
         """
@@ -82,7 +86,7 @@ class Sampler:
         def generate_some(size: int) -> Completions:
             part = slice(done, done + size)
             with self.autocast():
-                low = torch.is_autocast_enabled(device.type)  # not after a fall back to float32
+                low = torch.is_autocast_enabled(device.type)  # off after the fallback to float32
                 return generate(
                     self.low_precision if low else self.model,
                     prompt_ids[part].to(device),
