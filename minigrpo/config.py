@@ -7,17 +7,17 @@ Precedence: the defaults below, then `--config FILE.toml`, then the command line
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
-from .runtime import combinations, renamed, settings
+from .runtime import combinations
+from .runtime.fast import fast_layers
 from .runtime.flags import ConfigError
-from .runtime.settings import Above, AtLeast, AtMost, Group
+from .runtime.settings import Above, AtLeast, AtMost, Group, Grouped
 
 Count = Annotated[int, AtLeast(1)]
 CountOrZero = Annotated[int, AtLeast(0)]
@@ -239,7 +239,7 @@ class RunConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Grouped):
     """All settings of a run, by group. Raises ConfigError for an invalid combination."""
 
     task: TaskConfig = TaskConfig()
@@ -254,31 +254,15 @@ class Config:
     def __post_init__(self) -> None:
         combinations.check(self)
 
-    @classmethod
-    def of(cls, **flat_settings: Any) -> Self:
-        """A config from settings named like their flags: `Config.of(group_size=8)`."""
-        return cls().replace(**flat_settings)
-
-    def replace(self, **flat_settings: Any) -> Self:
-        """A copy with some settings changed, named like their flags."""
-        groups = settings.grouped(type(self), renamed.modern(flat_settings))
-        return replace(self, **{g: replace(getattr(self, g), **x) for g, x in groups.items()})
-
-    def flat(self) -> dict[str, Any]:
-        """Every setting, keyed by its flag's name."""
-        return settings.flat(self)
-
     @property
     def supervised(self) -> bool:
         """Whether completions are the true answers, one per prompt."""
         return not LOSSES[self.loss.name].needs_group
 
-    @classmethod
-    def from_toml(cls, path: str | Path) -> Self:
-        """A config from a TOML file. Raises ConfigError if it is unreadable or wrong."""
-        return settings.from_toml(cls, path)
-
-    @classmethod
-    def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
-        """Parse flags. On a mistake, print one line and exit with code 2."""
-        return settings.from_cli(cls, argv, prog)
+    def resolved(self, given: Collection[str]) -> Self:
+        """This config with the layers of --fast, except the settings that are `given`."""
+        if not self.speed.fast:
+            return self
+        speed = self.speed
+        layers = fast_layers(speed.device, speed.amp_dtype, speed.use_amp, given)
+        return self.replace(**layers)

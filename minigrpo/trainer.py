@@ -16,12 +16,12 @@ from .learner import Learner
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches, rollout_metrics
 from .runtime import accel, announce
 from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
+from .runtime.combinations import check_shares
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
 from .runtime.logging import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
-from .runtime.settings import check_shares
 from .runtime.signals import StopRequest
 from .sampling.sampler import Sampler
 

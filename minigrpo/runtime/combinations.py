@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .flags import ConfigError
-from .settings import check_divides
+from .flags import ConfigError, flag
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -66,3 +65,28 @@ def check(c: "Config") -> None:
         batch = getattr(c.memory, name)
         check_divides(name, batch, prompts, f"--prompts-per-step {prompts}")
     c.task.weights()
+
+
+def check_divides(name: str, size: int, prompts: int, of_what: str) -> None:
+    """Raise ConfigError unless `size` is 0 or divides `prompts`, which `of_what` describes."""
+    if size and (size > prompts or prompts % size):
+        divisors = ", ".join(str(n) for n in range(1, prompts + 1) if prompts % n == 0)
+        raise ConfigError(
+            f"{flag(name)} must divide {of_what}: one of {divisors} (0: all), got {size}"
+        )
+
+
+def check_shares(config: "Config", processes: int) -> None:
+    """Raise ConfigError unless prompts and micro-batches divide evenly among processes."""
+    prompts = config.sampling.prompts_per_step
+    if prompts % processes:
+        less = max(processes, prompts // processes * processes)
+        near = sorted({less, (prompts // processes + 1) * processes})
+        raise ConfigError(
+            f"--prompts-per-step {prompts} does not divide among {processes} processes; "
+            f"{' or '.join(map(str, near))} would"
+        )
+    share = prompts // processes
+    for name in ("micro_batch_size", "rollout_batch_size"):
+        size = getattr(config.memory, name)
+        check_divides(name, size, share, f"the {share} prompts of each process")

@@ -1,14 +1,10 @@
 """What --fast turns on: the speed layers that help on the current device."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ..config import Config
-
-C = TypeVar("C", bound="Config")
 ALWAYS = {
     "packing": "prefix-tree",
     "kv_cache": True,
@@ -35,10 +31,12 @@ def device_kind(device: str, amp_dtype: str) -> str:
     return "cpu with bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") else "cpu"
 
 
-def with_fast_layers(config: C, given: Collection[str] = ()) -> C:
-    """A config with the layers of --fast on its device, except the settings that are `given`."""
-    kind = device_kind(config.speed.device, config.speed.amp_dtype)
-    layers = {name: value for name, value in LAYERS[kind].items() if name not in given}
-    if not layers.get("use_amp", config.speed.use_amp):
+def fast_layers(
+    device: str, amp_dtype: str, use_amp: bool, given: Collection[str]
+) -> dict[str, Any]:
+    """The settings that --fast adds to those that are `given`."""
+    row = LAYERS[device_kind(device, amp_dtype)]
+    layers = {name: value for name, value in row.items() if name not in given}
+    if not layers.get("use_amp", use_amp):
         layers.pop("low_precision_weights", None)
-    return config.replace(**layers)
+    return layers

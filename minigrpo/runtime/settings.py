@@ -12,21 +12,16 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self
 
 import tyro
 
-from .fast import with_fast_layers
 from .flags import ConfigError, did_you_mean, exit_with, flag, parse
 from .renamed import modern, modern_argv
 
-if TYPE_CHECKING:
-    from ..config import Config
-
-C = TypeVar("C", bound="Config")
 PACKAGE = Path(__file__).parent.parent
 UNIONS = (types.UnionType, typing.Union)
 
@@ -112,24 +107,59 @@ def places(config: type) -> dict[str, tuple[str, str]]:
     return found
 
 
-def flat(config: Any) -> dict[str, Any]:
-    """Every setting, by flat name."""
-    return {
-        name: getattr(getattr(config, group), field)
-        for name, (group, field) in places(type(config)).items()
-    }
+@dataclass(frozen=True)
+class Grouped:
+    """Base class of a config, whose fields are groups. Settings have the names of their flags."""
 
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
+        return cls().replace(**settings)
 
-def grouped(config: type, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Flat settings, regrouped by group and field. Raises ConfigError for an unknown name."""
-    out: dict[str, dict[str, Any]] = {}
-    known = places(config)
-    for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, list(known))}")
-        group, field = known[name]
-        out.setdefault(group, {})[field] = value
-    return out
+    def replace(self, **settings: Any) -> Self:
+        """A copy with some settings changed. Raises ConfigError for an unknown or bad one."""
+        known = places(type(self))
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in modern(settings).items():
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, list(known))}")
+            group, field = known[name]
+            groups.setdefault(group, {})[field] = value
+        changed = {group: replace(getattr(self, group), **new) for group, new in groups.items()}
+        return replace(self, **changed)
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting, by flat name."""
+        names = places(type(self)).items()
+        return {name: getattr(getattr(self, group), field) for name, (group, field) in names}
+
+    def resolved(self, given: Collection[str]) -> Self:
+        """The config once all of its sources are read; `given` are the settings in them."""
+        return self
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """A config from a TOML file. Raises ConfigError if it is unreadable or wrong."""
+        values = read_settings(cls, path)
+        return cls.of(**values).resolved(values)
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
+        """Parse flags. On a mistake, print one line and exit with code 2."""
+        try:
+            files, rest = split_config_flag(argv)
+            values = {name: x for path in files for name, x in read_settings(cls, path).items()}
+            try:
+                defaults = cls.of(**values)
+            except ConfigError as error:
+                raise ConfigError(f"--config {', '.join(files)}: {error}") from None
+            check_known(cls, rest)
+            about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
+            flat = (tyro.conf.OmitArgPrefixes,)
+            made = parse(cls, rest, default=defaults, description=about, config=flat, prog=prog)
+            return made.resolved(values.keys() | given_flags(rest))
+        except (ConfigError, argparse.ArgumentError) as error:
+            exit_with(error)
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -206,35 +236,7 @@ def toml_lines(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
     return lines
 
 
-def from_toml(config: type[C], path: str | Path) -> C:
-    """See `Config.from_toml`."""
-    values = read_settings(config, path)
-    made = config.of(**values)
-    return with_fast_layers(made, values) if made.speed.fast else made
-
-
 # --- the command line -----------------------------------------------------------------------------
-
-
-def from_cli(config: type[C], argv: Sequence[str] | None, prog: str | None) -> C:
-    """See `Config.from_cli`."""
-    try:
-        files, rest = split_config_flag(argv)
-        values = {name: x for path in files for name, x in read_settings(config, path).items()}
-        try:
-            defaults = config.of(**values)
-        except ConfigError as error:
-            raise ConfigError(f"--config {', '.join(files)}: {error}") from None
-        check_known(config, rest)
-        about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
-        flat_flags = (tyro.conf.OmitArgPrefixes,)
-        made = parse(
-            config, rest, default=defaults, description=about, config=flat_flags, prog=prog
-        )
-        given = values.keys() | given_flags(rest)
-        return with_fast_layers(made, given) if made.speed.fast else made
-    except (ConfigError, argparse.ArgumentError) as error:
-        exit_with(error)
 
 
 def split_config_flag(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -261,28 +263,3 @@ def given_flags(argv: Sequence[str]) -> set[str]:
     """Flat names of the settings that a command line sets."""
     words = {word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     return {word.removeprefix("__").removeprefix("no_") for word in words}
-
-
-def check_divides(name: str, size: int, prompts: int, of_what: str) -> None:
-    """Raise ConfigError unless `size` is 0 or divides `prompts`, which `of_what` describes."""
-    if size and (size > prompts or prompts % size):
-        divisors = ", ".join(str(n) for n in range(1, prompts + 1) if prompts % n == 0)
-        raise ConfigError(
-            f"{flag(name)} must divide {of_what}: one of {divisors} (0: all), got {size}"
-        )
-
-
-def check_shares(config: "Config", processes: int) -> None:
-    """Raise ConfigError unless prompts and micro-batches divide evenly among processes."""
-    prompts = config.sampling.prompts_per_step
-    if prompts % processes:
-        less = max(processes, prompts // processes * processes)
-        near = sorted({less, (prompts // processes + 1) * processes})
-        raise ConfigError(
-            f"--prompts-per-step {prompts} does not divide among {processes} processes; "
-            f"{' or '.join(map(str, near))} would"
-        )
-    share = prompts // processes
-    for name in ("micro_batch_size", "rollout_batch_size"):
-        size = getattr(config.memory, name)
-        check_divides(name, size, share, f"the {share} prompts of each process")
