@@ -29,8 +29,7 @@ from rich.progress import Progress
 from minigrpo.model.logprobs import chunk_size, token_logprobs
 from minigrpo.runtime import accel
 from minigrpo.runtime.logging import PhaseTimer
-from minigrpo.sampling.params import SamplingParams
-from minigrpo.sampling.sampler import GREEDY, Sampler
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
 from . import probe
@@ -53,11 +52,9 @@ class OneAfterTheOther(Sampler):
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        params: SamplingParams = GREEDY,
-        batch_size: int = 0,
+        **options: Any,
     ) -> Iterator[Completions]:
         assert u is not None
-        options: dict[str, Any] = {"params": params, "batch_size": batch_size}
         complete = super().complete
         passes = [
             Completions.join(list(complete(examples, u=u[:, g : g + 1], **options)))
@@ -75,12 +72,11 @@ class RepeatedByLoader(Sampler):
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        params: SamplingParams = GREEDY,
-        batch_size: int = 0,
+        **options: Any,
     ) -> Iterator[Completions]:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
-        options: dict[str, Any] = {"params": params, "batch_size": batch_size * num_samples}
+        options["batch_size"] = options.get("batch_size", 0) * num_samples
         parts = list(super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options))
         yield _regroup(Completions.join(parts), num_samples, by_sample=False)
 

@@ -19,10 +19,11 @@ from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.tokenizer import END_OF_TEXT
 from minigrpo.model.transformer import ModelShape, Transformer
-from minigrpo.rewards import similarities, similarity
+from minigrpo.rewards import similarities
 from minigrpo.runtime.build import make_model, make_task, make_tokenizer
 from minigrpo.runtime.flags import ConfigError, flag
 from minigrpo.runtime.rng import stream
+from minigrpo.tasks.scoring import BatchScored
 from minigrpo.types import Example, Task
 
 # a natural job brings its own model and prompts, so it takes none of these
@@ -58,7 +59,7 @@ ANSWER_TAIL = 32  # tokens by which made-up answers exceed completions, so propo
 LENGTHS_MEASURED = 64  # prompts whose mean length is reported
 
 
-class RandomText:
+class RandomText(BatchScored):
     """A task of random prompts and answers of given lengths, one token per character."""
 
     parts: Mapping[str, float] = {"similarity": 1.0}
@@ -79,9 +80,6 @@ class RandomText:
         self, examples: Sequence[Example], texts: Sequence[str]
     ) -> dict[str, np.ndarray]:
         return {"similarity": similarities(texts, [example.answer for example in examples])}
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return {"similarity": similarity(text, example.answer)}
 
 
 def byte_tokenizer(vocab_size: int) -> tiktoken.Encoding:
