@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,57 @@ def test_several_files_are_laid_over_each_other(tmp_path: Path) -> None:
     card.write_text("micro_batch_size = 2\n")
     config = Config.from_cli(["--config", str(job), "--config", str(card)])
     assert (config.run.max_steps, config.memory.micro_batch_size) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["--layout", "repeated"], {"packing": "repeated"}),
+        (["--layout=shared"], {"packing": "shared-prompt"}),
+        (["--no-draft-answers"], {"speculative_decoding": False}),
+        (["--draft-window", "5"], {"num_speculative_tokens": 4}),
+        (["--no-skip-dead-groups"], {"skip_zero_variance_groups": False}),
+        (["--resample-dead-groups", "2"], {"dynamic_sampling": 2}),
+        (["--task", "policy"], {"task": "best-move"}),
+        (["--task=chess-env+policy"], {"task": "chess-env+best-move"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_old_names_are_still_read(old: list[str], new: dict[str, object], tmp_path: Path) -> None:
+    """As flags, as TOML keys and in Python. A written config has the new names."""
+    expected = Config.of(**new)
+    assert Config.from_cli(old) == expected != Config()
+    name, _, value = " ".join(old).replace("=", " ").removeprefix("--").partition(" ")
+    key = name.removeprefix("no-").replace("-", "_")
+    typed: object = value or not name.startswith("no-")
+    if isinstance(typed, str) and typed.isdecimal():
+        typed = int(typed)
+    assert Config.of(**{key: typed}) == expected
+    (tmp_path / "old.toml").write_text(f"{key} = {json.dumps(typed)}\n")
+    assert Config.from_toml(tmp_path / "old.toml") == expected
+    assert not any(word in " ".join(settings.toml_lines(expected)) for word in ("draft", "layout"))
+
+
+def test_a_file_with_tables_and_a_flat_one_mean_the_same(tmp_path: Path) -> None:
+    grouped, flat = tmp_path / "grouped.toml", tmp_path / "flat.toml"
+    grouped.write_text(
+        '[task]\nname = "best-move"\nreward_weights = {best = 1.0}\n'
+        '[loss]\nname = "dapo"\nclip_high = 0.3\n[sampling]\ngroup_size = 4\n'
+    )
+    flat.write_text(
+        'task = "best-move"\nloss = "dapo"\nclip_high = 0.3\ngroup_size = 4\n'
+        "[reward_weights]\nbest = 1.0\n"
+    )
+    config = Config.from_toml(grouped)
+    assert config == Config.from_toml(flat) != Config()
+    assert config.loss.name == "dapo" and config.task.weights() == {"best": 1.0}
+    written = tmp_path / "written.toml"
+    written.write_text("\n".join(settings.toml_lines(config)))
+    assert Config.from_toml(written) == config and "[sampling]" in written.read_text()
+
+
+def test_a_preset_is_found_by_its_name() -> None:
+    assert Config.from_cli(["--config", "chess-long"]).run.max_steps == 1300
+    assert Config.from_cli(["--config", "rtx4090"]) == Config.from_toml(
+        ROOT / "configs" / "rtx4090.toml"
+    )

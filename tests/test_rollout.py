@@ -1,11 +1,13 @@
 """Rollouts: zero-variance groups, overlong completions, truncated sampling."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics
-from minigrpo.types import Completions, RewardTable
+from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics, shuffled
+from minigrpo.types import Completions, Example, RewardTable
 
 from .gradients import make_trainer
 
@@ -140,3 +142,27 @@ def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd) -> None
         if "removed_mass" in line
     ]
     assert len(removed) == 2
+
+
+def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
+    total = torch.arange(12.0).reshape(3, 4)
+    examples = [Example("", "", index=index) for index in (5, 6, 7)]
+    first = shuffled(total, examples, seed=0, step=3)
+    assert torch.equal(first.sort(1).values, total)
+    assert not torch.equal(first, total)
+    # neither the batch nor the place in it matters; step and seed do
+    assert torch.equal(shuffled(total[1:], examples[1:], seed=0, step=3), first[1:])
+    for other in ({"seed": 1, "step": 3}, {"seed": 0, "step": 4}):
+        assert not torch.equal(shuffled(total, examples, **other), first)
+
+
+def test_shuffle_rewards_changes_the_advantages_and_not_the_logged_rewards(tmp_path: Path) -> None:
+    plain, control = (
+        make_trainer(tmp_path / str(on), shuffle_rewards=on, kl_coef=0.0).source.batch(0)
+        for on in (False, True)
+    )
+    assert plain.rewards is not None and control.rewards is not None
+    assert (plain.rewards.total == control.rewards.total).all()
+    assert plain.advantages is not None and control.advantages is not None
+    assert not torch.equal(plain.advantages, control.advantages)
+    torch.testing.assert_close(plain.advantages.sort(1).values, control.advantages.sort(1).values)
