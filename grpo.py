@@ -65,7 +65,7 @@ class KVCache:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [B, heads, columns, head size]
 
     def layer(self, n: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The attention function of layer n; the model passes a flat list of B * columns tokens."""
+        """The model calls `cache.layer(n)(q, k, v)` with a flat list of B * columns tokens."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B * columns, heads, head size]
             q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
@@ -100,7 +100,7 @@ def pick_token(logits: Tensor, u: Tensor | None) -> Tensor:
 def sample(
     model: Transformer, prompts: list[list[int]], eos: int, u: Tensor | None, max_new_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """One completion per prompt, up to and including `eos`, from uniform numbers `u [B, T]`.
+    """One completion per prompt, up to and including `eos`; column t draws by `u[:, t]`.
 
     All rows advance one column at a time. A row still inside its prompt keeps its own token; the
     others take the sampled one. So prompts of different lengths need no left padding.
@@ -131,7 +131,7 @@ def decode(tokenizer: tiktoken.Encoding, ids: Tensor, mask: Tensor) -> list[str]
 
 
 def reward(task: Task, example: Example, text: str) -> float:
-    """The weighted sum of the task's scores; exact match and edit similarity weigh the most."""
+    """The weighted sum of the task's scores; see ChessEnv.parts in minigrpo/tasks/chess_env.py."""
     scores = task.score(example, text)
     return sum(weight * scores[part] for part, weight in task.parts.items())
 
@@ -144,7 +144,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 def token_logprobs(model: Transformer, ids: Tensor, mask: Tensor) -> Tensor:
     """log pi(ids[b, t] | ids[b, :t]) where `mask` is True, 0 elsewhere, `[B, T]` -> `[B, T]`."""
-    logp = model.logits(ids[:, :-1]).log_softmax(-1)  # [B, T - 1, V]
+    logp = model.logits(ids[:, :-1]).log_softmax(-1)  # [B, T - 1, V]; causal: no text sees its pads
     logp = logp.gather(2, ids[:, 1:, None])[..., 0]  # [B, T - 1]
     return F.pad(logp, (1, 0)) * mask  # [B, T]; nothing predicts column 0, which is prompt
 

@@ -44,7 +44,9 @@ def main(argv: list[str]) -> None:
         )
     console = Console() if sys.stdout.isatty() else Console(width=150)  # the tables are wide
     try:
-        benchmark = parse(BENCHMARKS[name], rest, prog=f"benchmark.py {name}")
+        others = ", ".join(other for other in BENCHMARKS if other != name)
+        about = f"{BENCHMARKS[name].__doc__} Other benchmarks: {others}."
+        benchmark = parse(BENCHMARKS[name], rest, prog=f"benchmark.py {name}", description=about)
         result = benchmark.run(console)
     except ValueError as error:
         exit_with(error)

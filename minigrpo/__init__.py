@@ -1,4 +1,4 @@
-"""minigrpo: Group Relative Policy Optimization, small enough to read in an afternoon.
+"""minigrpo: Group Relative Policy Optimization. The files beside this one are the algorithm.
 
 trainer.py is the place to start. The modules at this level are the algorithm. The packages around
 it are model/ (GPT-2 and packing), sampling/ (decoding), tasks/ (prompts and scores), runtime/

@@ -44,7 +44,7 @@ class TaskConfig(Group):
     rewards: str = ""
     """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
     reward_weights: str = ""
-    """Weight of each reward part, such as exact_fen=1,similarity=0.5; empty: the defaults."""
+    """Weights of reward parts, such as exact_fen=1,similarity=0.5; parts left out weigh 0."""
     reward_timeout: Positive = 10.0
     """Seconds per completion that a reward function may take before it counts as failed."""
 

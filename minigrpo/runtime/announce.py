@@ -26,7 +26,7 @@ def introduce(
     group = "true answers" if config.supervised else f"{sampling.group_size} completions"
     screen.say(
         f"{config.loss.name}: {sampling.prompts_per_step} prompts x {group} per step, "
-        f"on {processes} x {device.type}: {share} prompts each in {micro} "
+        f"on {processes} x {device.type}: {share} prompts per process in {micro} "
         f"micro-batch{'es' if micro > 1 else ''}; {parameters / 1e6:.1f} M parameters"
     )
     if speed.fast:
@@ -81,17 +81,18 @@ def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
 
 
 def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
-    names = [name for name in ("exact_sampled", "exact") if name in values]
-    shown = "  ".join(f"{name} {values[name]:.1%}" for name in names)
     screen.say(
-        f"evaluation at step {step} on {values['n']:.0f} held-out examples: "
-        f"{shown}  reward {values['reward']:.3f}"
+        f"evaluation at step {step} on {values['n']:.0f} held-out examples: exactly right "
+        f"{values['exact_sampled']:.1%} sampled, {values['exact']:.1%} greedy; "
+        f"greedy reward {values['reward']:.3f}"
     )
 
 
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
     """The text next to the progress bar."""
-    seen = f"exact_sampled {last['exact_sampled']:.1%}  " if last else ""
+    seen = ""
+    if last:
+        seen = f"step {last['step']:.0f}: {last['exact_sampled']:.1%} exactly right, sampled  "
     if "reward" in metrics:
         now = f"reward {metrics['reward']:.3f}"
     else:
@@ -108,7 +109,13 @@ def show_change(
         for name in first
         if name in last and name not in ("step", "n") and not name.startswith("count/")
     ]
-    ends = [(name, first[name], last[name]) for name in names]
-    title = f"before -> after {step} steps, {last['n']:.0f} held-out examples, {seconds:.0f} s"
-    rows = [[name, f"{a:.3f}", f"{b:.3f}", f"{b - a:+.3f}"] for name, a, b in ends]
-    screen.table(title, ["", "before", "after", "change"], rows)
+    rows = []
+    for name in names:
+        kind = name.removeprefix("exact/")
+        n = last.get(f"count/{kind}", last["n"]) if kind != name else last["n"]
+        ends = first[name], last[name], last[name] - first[name]
+        how = "sampled" if name == "exact_sampled" else "greedy"
+        numbers = f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[2]:+.3f}"
+        rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
+    title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
+    screen.table(title, ["", "", "n", "before", "after", "change"], rows)

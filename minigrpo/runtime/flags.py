@@ -6,6 +6,7 @@ Which flags exist is in config.py; how they are grouped and checked is in settin
 import contextlib
 import difflib
 import io
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
@@ -30,7 +31,7 @@ def exit_with(error: Exception) -> NoReturn:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else "; --help lists what is allowed"
 
 
@@ -54,5 +55,5 @@ def _first_paragraph(panel: str) -> str:
         if words and (not text or set(text) <= {"─"}):
             break
         words.append(text)
-    message = " ".join(words).removeprefix("Error parsing Config: ")
+    message = re.sub(r"^Error parsing \w+: ", "", " ".join(words))
     return f"{message} (--help lists what is allowed)"

@@ -256,7 +256,8 @@ def check_known(config: type, argv: Sequence[str]) -> None:
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in names:
-            raise ConfigError(f"unknown flag {name}{did_you_mean(name, sorted(names))}")
+            flags = [flag(name) for name in places(config)]
+            raise ConfigError(f"unknown flag {name}{did_you_mean(name, flags)}")
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:

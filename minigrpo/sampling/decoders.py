@@ -1,6 +1,6 @@
 """Three ways to run the model during decoding; all compute the same logits.
 
-ReplicatedPrefixDecoder  a cache in which every slot has a copy of its prompt
+ReplicatedPrefixDecoder  prompts run once, then every slot has a copy of its prompt's cache
 SharedPrefixDecoder      a cache in which each prompt is stored once for all of its slots
 UncachedDecoder          no cache: every round reruns everything; the reference in tests
 """

@@ -57,10 +57,10 @@ def read(run: Path) -> Records:
 
 def table(runs: Mapping[Path, Records]) -> Table:
     """The first and the last evaluation, sampled and greedy exact-match, one row per run."""
-    out = Table(box=box.SIMPLE_HEAD)
-    out.add_column("run", overflow="fold")  # on a narrow terminal names wrap and numbers do not
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    out.add_column("run", overflow="fold", min_width=8)  # names fold, figures do not
     ends = "after", "change"
-    for name in ("steps", "n", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
+    for name in ("steps", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
         out.add_column(name, justify="right", no_wrap=True)
     for run, records in runs.items():
         first, last = records[0], records[-1]
@@ -68,8 +68,7 @@ def table(runs: Mapping[Path, Records]) -> Table:
         for metric in ("exact_sampled", "exact"):
             before, after = first.get(metric, nan), last.get(metric, nan)
             shares += [f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f}"]
-        steps, n, seconds = str(last["step"]), f"{last['n']:.0f}", f"{_seconds(run):.0f}"
-        out.add_row(run.name, steps, n, *shares, seconds)
+        out.add_row(run.name, str(last["step"]), *shares, f"{_seconds(run):.0f}")
     return out
 
 
@@ -168,6 +167,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo curves")
         if arguments.out and arguments.out.suffix not in FORMATS:
             raise ConfigError(f"--out must end with {', '.join(FORMATS)}, got {arguments.out}")
+        if not arguments.runs:
+            raise ConfigError("minigrpo curves needs the folder of at least one run")
         runs = {run: read(run) for run in arguments.runs}
         for run, records in runs.items():
             if arguments.out and any(arguments.metric not in record for record in records):
