@@ -103,7 +103,7 @@ def _completions(trainer: Trainer, prompts: int, seed: int, console: Console) ->
             trainer.task.train(10**6 * (seed + 1) + i)
             for i in range(block, min(block + 32, prompts))
         ]
-        rolled = trainer.source._roll(some, step=seed)  # type: ignore[attr-defined]
+        rolled = trainer.source.roll_out(some, step=seed)  # type: ignore[attr-defined]
         examples += some
         texts += rolled.texts
     return examples, texts

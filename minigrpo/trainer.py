@@ -180,7 +180,9 @@ class Trainer:
         saved = self.run_dir.name_of_checkpoint(self.step)
         self.screen.say(f"{status} ({reason}) at step {self.step}; saved {saved}")
         if self.stop_reason:
-            self.screen.say(f"continue with: --out-dir {self.run_dir.path} --resume auto")
+            path = self.run_dir.path
+            resume = f"--config {path / 'config.toml'} --out-dir {path} --resume auto"
+            self.screen.say(f"continue with: {resume}")
         self.screen.say(f"run: {self.run_dir.path}")
         return self._summarise(status, reason, seconds)
 

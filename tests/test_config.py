@@ -70,6 +70,10 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(
         ("use_amp = 1", ["--use-amp must be bool"]),
         ('loss = "ppo"', ["--loss must be", "grpo", "'ppo'"]),
         ("group_size = ", ["not TOML"]),
+        ("[loss]\ngroup_size = 4", ["group_size belongs in [sampling]"]),
+        ("group_size = 4\n[sampling]\ngroup_size = 5", ["group_size is set twice"]),
+        ('layout = "tree"\npacking = "repeated"', ["packing is set twice"]),
+        ('draft_window = "4"', ["--num-speculative-tokens must be int", "'4'"]),
     ],
 )
 def test_a_bad_toml_file_is_an_error_that_names_the_key(

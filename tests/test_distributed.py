@@ -102,8 +102,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = finish(process)
     assert process.returncode == 0, output
     assert (
-        "grpo: 4 prompts x 3 completions per step, on 2 x cpu: 2 prompts per process in 1 micro-batch"
-        in output
+        "grpo: 4 prompts x 3 completions per step, on 2 x cpu: "
+        "2 prompts per process in 1 micro-batch" in output
     )
     assert output.count("finished (max_steps) at step 20") == 1
     return folder

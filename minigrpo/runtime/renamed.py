@@ -15,10 +15,15 @@ class Renamed:
     value: Callable[[Any], Any] = lambda value: value
 
 
+def _one_less(window: Any) -> Any:
+    """A draft window counted the last token too. What is no whole number stays, to be refused."""
+    return window - 1 if type(window) is int else window
+
+
 NAMES = {
     "layout": Renamed("packing"),
     "draft_answers": Renamed("speculative_decoding"),
-    "draft_window": Renamed("num_speculative_tokens", lambda window: window - 1),
+    "draft_window": Renamed("num_speculative_tokens", _one_less),
     "skip_dead_groups": Renamed("skip_zero_variance_groups"),
     "resample_dead_groups": Renamed("dynamic_sampling"),
 }

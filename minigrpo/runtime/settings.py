@@ -206,11 +206,14 @@ def read_settings(config: type, path: str | Path) -> dict[str, Any]:
     groups = {group for group, _ in known.values()}
     settings: dict[str, Any] = {}
     for key, value in values.items():
-        if key in groups and isinstance(value, Mapping):
-            settings |= {key if name == "name" else name: x for name, x in value.items()}
-        else:
-            settings[key] = value
-    settings = modern(settings)
+        in_table = key in groups and isinstance(value, Mapping)
+        for name, x in value.items() if in_table else [(key, value)]:
+            name, x = next(iter(modern({key if name == "name" else name: x}).items()))
+            if in_table and name in known and known[name][0] != key:
+                raise ConfigError(f"--config {path}: {name} belongs in [{known[name][0]}]")
+            if name in settings:
+                raise ConfigError(f"--config {path}: {name} is set twice")
+            settings[name] = x
     weights = settings.get("reward_weights")
     if isinstance(weights, Mapping):
         settings["reward_weights"] = ",".join(f"{part}={x}" for part, x in weights.items())
