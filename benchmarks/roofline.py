@@ -54,7 +54,7 @@ class Roofline:
         return self._bytes(step) / self.bytes_per_s + flops, flops
 
     def _attended(self, step: StepWork) -> float:
-        """About how many tokens a token attends to."""
+        """The approximate number of tokens that each token attends to."""
         return self.work.prompt_len + step.completion_len / 2
 
     def _flops(self, step: StepWork) -> float:

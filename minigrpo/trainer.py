@@ -47,7 +47,7 @@ class Trainer:
         self.scorer = make_scorer(config, self.task, self.screen.warn)
         # a copy, so that the reference stays the initial model even if a checkpoint is loaded below
         initial = make_model(config, self.tokenizer, self.device, self.screen.say)
-        self.model = copy.deepcopy(initial)
+        self.model = copy.deepcopy(initial) if config.loss.kl_coef else initial
         self.estimate = measure_lengths_and_estimate(
             config,
             initial,
