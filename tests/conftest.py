@@ -47,8 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run; but what the variable MUST_RUN names ("engine peer") runs, and
-    fails."""
+    """Skip tests that cannot run here, and those that take long.
+
+    A marker that the variable MUST_RUN names ("engine slow") is never a reason to skip: its tests
+    run, and fail where something is missing.
+    """
     missing = {
         "gpu": None if torch.cuda.is_available() else "no CUDA device, or no -m gpu",
         "peer": None
@@ -56,10 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else "transformers is not installed: pip install 'minigrpo[peer]'",
         "engine": no_engine(),
         "wheel": "takes a minute: MUST_RUN=wheel pytest -m wheel",
+        "slow": "takes minutes: MUST_RUN=slow pytest -m slow",
     }
+    required = os.environ.get("MUST_RUN", "").split()
     for marker, reason in missing.items():
         for item in items:
-            if reason and marker in item.keywords and marker not in os.environ.get("MUST_RUN", ""):
+            if reason and item.get_closest_marker(marker) and marker not in required:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
