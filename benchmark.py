@@ -1,4 +1,4 @@
-"""Measure on this machine: `python benchmark.py [steps|memory|rewards|scaling] [flags]`."""
+"""Measure on this machine: `python benchmark.py [NAME] [flags]`; `--help` lists the names."""
 
 import sys
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
 
 from .memory import Memory
+from .precision import Precision
 from .rewards import Rewards
 from .scaling import Scaling
 from .steps import Steps
@@ -31,6 +32,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "memory": Memory,
     "rewards": Rewards,
     "scaling": Scaling,
+    "precision": Precision,
 }
 
 
