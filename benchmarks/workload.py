@@ -17,8 +17,9 @@ import torch
 
 from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import END_OF_TEXT
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import similarities
 from minigrpo.runtime.build import make_model, make_task, make_tokenizer
 from minigrpo.runtime.flags import ConfigError, flag

@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions

@@ -11,8 +11,9 @@ from torch import _dynamo
 from benchmarks.layers import stacked
 from minigrpo import Config, Trainer
 from minigrpo.model.packing import PACKINGS
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import Block, ModelShape, Transformer
+from minigrpo.model.transformer import Block, Transformer
 from minigrpo.runtime import accel, announce
 from minigrpo.runtime.estimate import KEPT, estimate_step
 from minigrpo.runtime.fast import LAYERS

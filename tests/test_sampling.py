@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from minigrpo.losses import policy_loss
 from minigrpo.model.packing import PACKINGS
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import stream, uniforms
 from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import Config, Transformer
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import ModelShape
-from minigrpo.model.weights import export_gpt2
+from minigrpo.model.weights import export_model
 from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
@@ -50,7 +50,7 @@ def write(
     """Write a model's folder as Hugging Face does, after changes to its tensors (as stored) and to
     its config.json.
     """
-    export_gpt2(model.state_dict(), folder, shape=SHAPE, eos=60)
+    export_model(model.state_dict(), folder, shape=ModelShape(**SHAPE), eos=60)
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -132,7 +132,7 @@ def nothing(state: State) -> None: ...
         ),
         (lose_positions, {}, ["wte.weight [V, D] and wpe.weight [T, D] expected"]),
         (untie, {}, ["lm_head.weight is not wte.weight"]),
-        (quantize, {}, ["h.0.attn.c_attn.weight is torch.int8"]),
+        (quantize, {}, ["h.0.attn.c_attn.weight is I8"]),
         (
             nothing,
             {"activation_function": "relu"},
@@ -146,8 +146,8 @@ def nothing(state: State) -> None: ...
         (nothing, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
         (
             nothing,
-            {"scale_attn_weights": False, "model_type": "llama"},
-            ["scale_attn_weights", "model_type"],
+            {"scale_attn_weights": False, "add_cross_attention": True},
+            ["scale_attn_weights", "add_cross_attention"],
         ),
         (nothing, {"tie_word_embeddings": False}, ["lm_head.weight is missing, and not tied"]),
         (
@@ -256,7 +256,7 @@ def test_logits_are_theirs(tmp_path: Path, prefix: bool) -> None:
 def test_an_export_gives_them_our_logits(tmp_path: Path, ours: Transformer) -> None:
     import transformers
 
-    export_gpt2(ours.state_dict(), tmp_path, shape=SHAPE, eos=60)
+    export_model(ours.state_dict(), tmp_path, shape=ModelShape(**SHAPE), eos=60)
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path, output_loading_info=True
     )

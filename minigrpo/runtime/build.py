@@ -9,8 +9,9 @@ from ..config import Config
 from ..learner import Learner
 from ..model.packing import PACKINGS
 from ..model.pretrained import load_pretrained
+from ..model.shape import ModelShape
 from ..model.tokenizer import load_tokenizer
-from ..model.transformer import ModelShape, Transformer
+from ..model.transformer import Transformer
 from ..reference import FrozenReference, NoReference, Reference
 from ..rewards import RewardScorer
 from ..tasks.files import Listener

@@ -13,7 +13,8 @@ from ..config import Config
 from ..losses import LOSSES
 from ..model.encoding import encode_answers, encode_prompts
 from ..model.logprobs import chunk_size
-from ..model.transformer import ModelShape, Transformer
+from ..model.shape import ModelShape
+from ..model.transformer import Transformer
 from ..types import Task
 from .accel import pick_device
 from .build import make_model, make_task, make_tokenizer

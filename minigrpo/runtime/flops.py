@@ -1,6 +1,6 @@
 """Floating-point operations of a forward pass, for estimates and rooflines."""
 
-from ..model.transformer import ModelShape
+from ..model.shape import ModelShape
 
 
 def forward_flops(

@@ -4,13 +4,13 @@ minigrpo export RUN_OR_MODEL --out FOLDER
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ..model.weights import export_gpt2
+from ..model.weights import export_model
 from ..runtime.flags import exit_with, parse
 from ..runtime.logging import Screen
 from .loading import load_model
@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         # In every tokenizer here the last token is the end of text, and the vocabulary of a run
         # has no padding after it.
         end_of_text = model.shape.vocab_size - 1
-        shape = asdict(model.shape)
-        export_gpt2(model.state_dict(), arguments.out, shape=shape, eos=end_of_text)
+        export_model(model.state_dict(), arguments.out, shape=model.shape, eos=end_of_text)
     except ValueError as error:
         exit_with(error)
     except OSError as error:
