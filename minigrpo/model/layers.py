@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .linear import Linear
 from .logprobs import at_least_fp32
 from .shape import ModelShape
 
@@ -34,8 +35,8 @@ class FusedAttention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.c_attn = nn.Linear(shape.width, 3 * shape.width, bias=shape.qkv_bias)
-        self.c_proj = nn.Linear(shape.width, shape.width, bias=shape.out_bias)
+        self.c_attn = Linear(shape.width, 3 * shape.width, bias=shape.qkv_bias)
+        self.c_proj = Linear(shape.width, shape.width, bias=shape.out_bias)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[N, D]` -> queries, keys and values, `[N, H, E]` each."""
@@ -53,10 +54,10 @@ class SeparateAttention(nn.Module):
         super().__init__()
         self.head_dim, bias = shape.head_dim, shape.qkv_bias
         queries, keys = shape.heads * shape.head_dim, shape.kv_width
-        self.q_proj = nn.Linear(shape.width, queries, bias=bias)
-        self.k_proj = nn.Linear(shape.width, keys, bias=bias)
-        self.v_proj = nn.Linear(shape.width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, shape.width, bias=shape.out_bias)
+        self.q_proj = Linear(shape.width, queries, bias=bias)
+        self.k_proj = Linear(shape.width, keys, bias=bias)
+        self.v_proj = Linear(shape.width, keys, bias=bias)
+        self.o_proj = Linear(queries, shape.width, bias=shape.out_bias)
         # Qwen3's norms of each head
         make: Callable[[], nn.Module] = (
             (lambda: RMSNorm(shape.head_dim, shape.norm_eps)) if shape.head_norm else nn.Identity
@@ -81,8 +82,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.c_proj = nn.Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+        self.c_fc = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.c_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -93,9 +94,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.up_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.down_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

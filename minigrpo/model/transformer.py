@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attend, Causal, Rotation, attention
 from .families import read_shape
 from .layers import INTO_RESIDUAL, MLPS, NORMS, PROJECTIONS
+from .linear import Linear, linear
 from .logprobs import token_logprobs
 from .shape import ModelShape
 from .weight_files import WeightFiles
@@ -85,9 +85,7 @@ class Transformer(nn.Module):
         )
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.ln_f = NORMS[shape.norm](shape.width, shape.norm_eps)
-        self.head: nn.Linear | None = (
-            None if shape.tied else nn.Linear(shape.width, shape.vocab_size, bias=False)
-        )
+        self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self._initialise(torch.Generator().manual_seed(seed))
 
@@ -158,6 +156,7 @@ class Transformer(nn.Module):
     def forward_hidden(self, tokens: PackedTokens, pattern: AttentionPattern) -> Tensor:
         """Final hidden states `[N, D]` of N packed tokens."""
         shape, x = self.shape, self.wte(tokens.ids)
+        x = x.to(self.ln_f.weight.dtype)  # frozen embeddings may be in lower precision
         if self.wpe is not None:
             x = x + self.wpe(tokens.positions)
         else:
@@ -172,7 +171,7 @@ class Transformer(nn.Module):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
-        return F.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`."""
