@@ -33,9 +33,10 @@ class LoRALinear(Linear):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.enabled = alpha / rank, True
-        device = base.weight.device
-        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+        weight = base.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.lora_A = nn.Parameter(weight.new_empty(rank, base.in_features, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(base.out_features, rank, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

@@ -44,7 +44,8 @@ def load_into(
     if head and "wte.weight" in stored:
         same = files.shapes[head] == files.shapes[stored["wte.weight"]]
         if not same or not torch.equal(files.tensor(head), files.tensor(stored["wte.weight"])):
-            found.append(f"{head} is not {stored['wte.weight']}: an untied head")
+            wte = stored["wte.weight"].removeprefix(family.prefix)
+            found.append(f"{head} is not {wte}: an untied head")
     _refuse(files, found)
     for name, parameter in state.items():
         tensor = files.tensor(stored[name])
