@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from minigrpo.config import Config
+from minigrpo.runtime.constraints import Above, AtLeast, AtMost
 from minigrpo.runtime.flags import flag
 from minigrpo.runtime.renamed import NAMES, VALUES
-from minigrpo.runtime.settings import Above, AtLeast, AtMost, places
+from minigrpo.runtime.settings import groups_of, places
 
 PAGE = Path(__file__).with_name("flags.md")
 INTRO = """\
@@ -51,7 +52,7 @@ SAMPLE = 8  # shows how a renamed flag's value changes, where it does
 
 def page() -> str:
     """The whole text of docs/flags.md."""
-    groups = typing.get_type_hints(Config)
+    groups = groups_of(Config)
     parts = [INTRO, *(_section(group, kind) for group, kind in groups.items()), OLD + _old_names()]
     return "\n".join(parts) + "\n"
 

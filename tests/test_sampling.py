@@ -222,13 +222,15 @@ CHOICES = {
     "top-k": SamplingParams(top_k=5),
     "top-p": SamplingParams(top_p=0.8),
     "both": SamplingParams(top_k=8, top_p=0.6),
+    "min-p": SamplingParams(min_p=0.2),
+    "all three": SamplingParams(top_k=12, top_p=0.9, min_p=0.15),
     "one": SamplingParams(top_k=1),
     "more than there are": SamplingParams(top_k=10**6),
 }
 
 
 def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]:
-    """The tokens that remain and their probabilities: sort, cut, renormalise, cut, renormalise."""
+    """The tokens that remain and their probabilities: sort, then top-k, top-p, min-p in turn."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     total, kept, mass = sum(p[i] for i in order), [], 0.0
     for i in order:
@@ -236,6 +238,7 @@ def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]
         mass += p[i] / total
         if mass >= params.top_p:
             break
+    kept = [i for i in kept if p[i] >= params.min_p * p[order[0]]]
     return {i: p[i] / sum(p[j] for j in kept) for i in kept}
 
 
@@ -261,10 +264,61 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
     assert chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9
 
 
-def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_recorded(
-    model: Transformer, prompts: Completions
+@pytest.mark.parametrize("params", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("seed", range(20))
+def test_truncation_is_the_naive_formula_in_float64(params: SamplingParams, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(VOCAB, generator=generator, dtype=torch.float64).mul(1.5)
+    logp = logits.log_softmax(-1)
+    expected = naive_truncation(logp.exp().tolist(), params)
+    left = truncate(logp, params)
+    assert set(left.isfinite().nonzero()[:, 0].tolist()) == set(expected)
+    renormalised = left.softmax(-1)
+    for i, p in expected.items():
+        assert float(renormalised[i]) == pytest.approx(p, rel=1e-12)
+
+
+def test_min_p_comes_after_top_p_and_keeps_ties() -> None:
+    logp = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.1], dtype=torch.float64).log()
+
+    def kept(**params: float) -> list[int]:
+        return truncate(logp, SamplingParams(**params)).isfinite().nonzero()[:, 0].tolist()
+
+    assert kept(min_p=0.5) == [0, 1, 2]
+    assert kept(min_p=1.0) == [0]
+    assert kept(min_p=0.5, top_p=0.55) == [0, 1, 2]
+    # after top-p, which needs the third token of a total of 1; before it, 0.4 + 0.2 + 0.2 = 0.8
+    # would be all that top-p counts, and two tokens would reach 0.7 of it
+    assert kept(min_p=0.5, top_p=0.7) == [0, 1, 2]
+    assert SamplingParams(min_p=0.1).truncates and not SamplingParams().truncates
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_min_p_is_the_same_in_all_decoders_and_with_drafts(
+    model: Transformer, prompts: Completions, kind: type
 ) -> None:
-    params = SamplingParams(temperature=0.9, top_k=6, top_p=0.9)
+    everyone, params = list(range(6)), SamplingParams(0.8, min_p=0.3)
+    plain = sample(model, prompts, everyone, params=params, decoder=UncachedDecoder)
+    free = sample(model, prompts, everyone, params=SamplingParams(0.8), decoder=UncachedDecoder)
+    assert plain.log_kept_mass is not None
+    assert not torch.equal(plain.completion_ids, free.completion_ids)
+    for drafts in (None, plain.completion_ids[:, 0]):
+        out = sample(model, prompts, everyone, params=params, decoder=kind, drafts=drafts)
+        assert torch.equal(out.completion_ids, plain.completion_ids)
+        torch.testing.assert_close(out.log_kept_mass, plain.log_kept_mass, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.9, top_k=6, top_p=0.9),
+        SamplingParams(temperature=0.9, min_p=0.4),
+    ],
+    ids=["top-k and top-p", "min-p"],
+)
+def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_recorded(
+    model: Transformer, prompts: Completions, params: SamplingParams
+) -> None:
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "params": params}
     out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)

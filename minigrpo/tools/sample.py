@@ -94,7 +94,7 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
         seed, sampling = loaded.config.run.seed, loaded.config.sampling
         rows = np.array([example.index for example in examples])
         u = uniforms(seed, "tools/sample", 0, rows, num_samples, sampling.max_new_tokens)
-        params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p)
+        params = SamplingParams.of(sampling)
     parts = loaded.sampler.complete(
         examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
     )
