@@ -265,31 +265,28 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
 
 
 @pytest.mark.parametrize("params", CHOICES.values(), ids=CHOICES)
-@pytest.mark.parametrize("seed", range(20))
-def test_truncation_is_the_naive_formula_in_float64(params: SamplingParams, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(VOCAB, generator=generator, dtype=torch.float64).mul(1.5)
-    logp = logits.log_softmax(-1)
-    expected = naive_truncation(logp.exp().tolist(), params)
-    left = truncate(logp, params)
-    assert set(left.isfinite().nonzero()[:, 0].tolist()) == set(expected)
-    renormalised = left.softmax(-1)
-    for i, p in expected.items():
-        assert float(renormalised[i]) == pytest.approx(p, rel=1e-12)
+def test_truncation_is_the_naive_formula_in_float64(params: SamplingParams) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(VOCAB, generator=generator, dtype=torch.float64).mul(1.5)
+        logp = logits.log_softmax(-1)
+        expected = naive_truncation(logp.exp().tolist(), params)
+        left = truncate(logp, params)
+        assert set(left.isfinite().nonzero()[:, 0].tolist()) == set(expected)
+        renormalised = left.softmax(-1)
+        for i, p in expected.items():
+            assert float(renormalised[i]) == pytest.approx(p, rel=1e-12)
 
 
 def test_min_p_comes_after_top_p_and_keeps_ties() -> None:
-    logp = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.1], dtype=torch.float64).log()
-
-    def kept(**params: float) -> list[int]:
+    def kept(*p: float, **params: float) -> list[int]:
+        logp = torch.tensor(p, dtype=torch.float64).log()
         return truncate(logp, SamplingParams(**params)).isfinite().nonzero()[:, 0].tolist()
 
-    assert kept(min_p=0.5) == [0, 1, 2]
-    assert kept(min_p=1.0) == [0]
-    assert kept(min_p=0.5, top_p=0.55) == [0, 1, 2]
-    # after top-p, which needs the third token of a total of 1; before it, 0.4 + 0.2 + 0.2 = 0.8
-    # would be all that top-p counts, and two tokens would reach 0.7 of it
-    assert kept(min_p=0.5, top_p=0.7) == [0, 1, 2]
+    assert kept(0.4, 0.2, 0.2, 0.1, 0.1, min_p=0.45) == [0, 1, 2]
+    assert kept(0.4, 0.4, 0.2, min_p=1.0) == [0, 1]
+    # Top-p counts 0.4, 0.65, 0.8. After min-p it would count 0.4 / 0.8 and 0.65 / 0.8, and stop.
+    assert kept(0.4, 0.25, 0.15, 0.1, 0.1, min_p=0.3, top_p=0.75) == [0, 1, 2]
     assert SamplingParams(min_p=0.1).truncates and not SamplingParams().truncates
 
 

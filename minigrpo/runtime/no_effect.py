@@ -164,9 +164,6 @@ TABLE: dict[str, Row] = {
         (lambda s: s.on_cpu, "CPU"),
         (lambda s: not s.has_tf32, "TF32 needs a card of compute capability 8.0"),
     ),
-    "packing": (
-        (lambda s: s.supervised, "--loss nll has one answer per prompt, so nothing is shared"),
-    ),
     "num_speculative_tokens": (
         (lambda s: not s.config.speed.speculative_decoding, "--no-speculative-decoding"),
     ),
@@ -237,6 +234,7 @@ ALWAYS = {
     "use_amp": "also on CPU, where it may be slower",
     "low_precision_weights": "evaluations sample with them; without --use-amp they are an error",
     "compile_model": "every run updates",
+    "packing": "also with --loss nll, which attends by other code with each packing",
     "kv_cache": "evaluations sample too",
     "speculative_decoding": "evaluations sample too, and uncached rounds get fewer as well",
     "cuda_graphs": "on CPU it is slower, and a warning says so; without a cache it is an error",
