@@ -153,10 +153,11 @@ def _first_paragraph(panel: str) -> str:
     words: list[str] = []
     for line in panel.splitlines()[1:]:
         text = line.strip("│╭╮╰╯ ")
-        if words and (not text or set(text) <= {"─"}):
+        if set(text) - set("─-"):
+            words.append(text)
+        elif words:  # the line that ends the message; one of dashes begins it without Unicode
             break
-        words.append(text)
-    message = re.sub(r"^Error parsing \w+: ", "", " ".join(words))
+    message = re.sub(r"^Error parsing \w+: ", "", " ".join(words)).rstrip(".")
     for said, meant in UNREADABLE.items():
         message = re.sub(rf"^Error parsing ([^:]+): {said}", rf"\1 {meant}", message)
     return f"{message} (--help lists what is allowed)"
