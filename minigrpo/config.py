@@ -24,6 +24,7 @@ from .runtime.settings import Grouped
 Count = Annotated[int, AtLeast(1), AtMost(10**9)]
 CountOrZero = Annotated[int, AtLeast(0), AtMost(10**9)]
 Size = Annotated[int, AtLeast(1), AtMost(10**6)]
+Few = Annotated[int, AtLeast(0), AtMost(1024)]
 Seconds = Annotated[float, AtLeast(0.001), AtMost(10**7)]
 Positive = Annotated[float, Above(0)]
 PositiveOrZero = Annotated[float, AtLeast(0)]
@@ -43,7 +44,7 @@ class TaskConfig(Group):
     """chess-env, best-move, chess-env+best-move, or a Python file with a task (FILE.py)."""
     data: str = ""
     """Comma-separated files with prompts, instead of self-play: .pgn, .pgn.gz, .txt, .jsonl."""
-    history: Annotated[int, AtLeast(0), AtMost(1000)] = 0
+    history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
     rewards: str = ""
     """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
@@ -105,7 +106,7 @@ class SamplingConfig(Group):
     """Sample from the most likely tokens with this total probability; training uses all."""
     min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
     """Sample from tokens at least this times as likely as the likeliest; training uses all."""
-    dynamic_sampling: CountOrZero = 0
+    dynamic_sampling: Few = 0
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
 
 
@@ -181,7 +182,7 @@ class SpeedConfig(Group):
     """Cache keys and values while sampling."""
     speculative_decoding: bool = True
     """Propose tokens from the known answer while sampling: same tokens, fewer rounds."""
-    num_speculative_tokens: Annotated[int, AtLeast(0), AtMost(1024)] = 7
+    num_speculative_tokens: Few = 7
     """Tokens proposed per completion and decoding round."""
     cuda_graphs: bool = False
     """Capture decoding rounds as CUDA graphs, and replay them."""
@@ -225,9 +226,9 @@ class RunConfig(Group):
     """Stop after this step as if interrupted; the schedule does not change. 0: off."""
     eval_every: CountOrZero = 100
     """Steps between evaluations; 0: only before and after training."""
-    eval_size: Count = 1024
+    eval_size: Size = 1024
     """Held-out examples in the first and the last evaluation."""
-    eval_size_during: Count = 512
+    eval_size_during: Size = 512
     """Held-out examples in the evaluations in between."""
     save_every: Count = 100
     """Steps between checkpoints; the last step is always saved."""

@@ -1,5 +1,7 @@
 """Sampling: caches, drafts and batching change nothing but the time it takes."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ from minigrpo.sampling.drafts import propose
 from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
 from minigrpo.sampling.params import SamplingParams, pick_token, truncate
 from minigrpo.sampling.running import assign_slots
-from minigrpo.types import Completions
+from minigrpo.tools.loading import Loaded, config_of
+from minigrpo.tools.sample import Arguments, complete
+from minigrpo.types import Completions, Example
 
 from .conftest import EOS, VOCAB, make_completions
 
@@ -339,6 +343,23 @@ def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_rec
         assert float(out.log_kept_mass[0, 0, s].exp()) == pytest.approx(
             sum(p[i] for i in remaining), rel=1e-5
         )
+
+
+def test_the_sample_tool_takes_the_truncation_of_the_run_and_its_own() -> None:
+    asked: list[SamplingParams] = []
+
+    class Sampler:
+        tokenizer = None
+
+        def complete(self, *_: object, params: SamplingParams, **__: object) -> list[object]:
+            asked.append(params)
+            return []
+
+    for own in ({}, {"top_k": 5, "top_p": 0.8, "min_p": 0.3}):
+        config = config_of(Arguments(Path("nowhere"), temperature=0.7, **own))
+        loaded = Loaded("", config, None, Sampler())  # type: ignore[arg-type]
+        complete(loaded, [Example("", "")], 2)
+    assert asked == [SamplingParams(0.7), SamplingParams(0.7, 5, 0.8, 0.3)]
 
 
 def test_uniforms_at_both_ends_of_the_interval_pick_tokens_of_positive_probability() -> None:

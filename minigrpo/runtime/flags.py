@@ -31,7 +31,11 @@ def flag(name: str) -> str:
 
 def exit_with(error: Exception) -> NoReturn:
     """Print one line on stderr and exit with code 2."""
-    sys.stderr.write(f"error: {error}\n")
+    # a path or somebody's own error may hold line breaks and what controls a terminal
+    line = "".join(
+        c if c.isprintable() else " " if c == "\n" else ascii(c)[1:-1] for c in str(error)
+    )
+    sys.stderr.write(f"error: {line}\n")
     raise SystemExit(2)
 
 

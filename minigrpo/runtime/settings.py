@@ -160,16 +160,17 @@ def find_preset(path: str) -> Path:
     """The path of a file, or of a shipped preset given by name (`rtx4090`)."""
     presets = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout
     names: list[str] = []
-    if Path(path).suffix == "" and not Path(path).is_file():
-        for folder in presets:
-            if (folder / f"{path}.toml").exists():
-                return folder / f"{path}.toml"
-            names += sorted(file.stem for file in folder.glob("*.toml"))
-        if Path(path).is_dir():
-            hint = f"; did you mean {Path(path) / RECORD}?" * (Path(path) / RECORD).is_file()
-            raise ConfigError(f"--config {path}: is a folder, not a file{hint}")
-        raise ConfigError(f"--config {path}: no such file or preset; presets: {', '.join(names)}")
-    return Path(path)
+    file = Path(path)
+    if file.is_file() or (file.suffix and not file.is_dir()):
+        return file
+    for folder in presets:
+        if (folder / f"{path}.toml").exists():
+            return folder / f"{path}.toml"
+        names += sorted(preset.stem for preset in folder.glob("*.toml"))
+    if file.is_dir():
+        hint = f"; did you mean {file / RECORD}?" if (file / RECORD).is_file() else ""
+        raise ConfigError(f"--config {path}: is a folder, not a file{hint}")
+    raise ConfigError(f"--config {path}: no such file or preset; presets: {', '.join(names)}")
 
 
 def read_settings(config: type, path: str | Path) -> dict[str, Any]:
@@ -178,12 +179,15 @@ def read_settings(config: type, path: str | Path) -> dict[str, Any]:
     A table `reward_weights` is converted to its text form. The table `versions` of a run's own
     config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key.
     """
-    file = find_preset(str(path))
     try:
-        values = tomllib.loads(file.read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = find_preset(str(path)).read_text("utf-8-sig")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--config {path}: cannot be read ({reason})") from None
+    try:
+        values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of more than 4,300 digits
         raise ConfigError(f"--config {path}: is not TOML: {error}") from None
     known = places(config)

@@ -43,6 +43,10 @@ class Arguments(ModelSelection):
     """Completions to sample per example; 0: a single greedy one."""
     temperature: float | None = None
     """Sampling temperature, with --n."""
+    top_k: int | None = None
+    """As for minigrpo train, with --n; so are --top-p and --min-p."""
+    top_p: float | None = None
+    min_p: float | None = None
 
 
 def question(arguments: Arguments, history: int) -> Example:
