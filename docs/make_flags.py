@@ -31,11 +31,13 @@ It is generated from [minigrpo/config.py](../minigrpo/config.py) by `python docs
 - A flag that is on or off has two forms: `--kv-cache` and `--no-kv-cache`.
 - `--config FILE.toml` reads settings from a file. It may be given several times, and the name of a
   shipped preset works too: `--config rtx4090`. Files override the defaults, later files override
-  earlier ones, and the command line overrides all files.
+  earlier ones, and the command line overrides all files. What comes out is checked as a whole.
 - In TOML, a setting stands in the table of its group, without dashes: `group_size = 8` under
   `[sampling]`. `--task` and `--loss` are `name` in their tables. A file without tables is also
   read; its keys are the flags' names.
 - In Python, `Config.of(group_size=8)` sets a flag and `config.sampling.group_size` reads it.
+- A flag that does nothing in a run is listed as the run starts, with the reason:
+  `no effect here: --use-tf32 (CPU)`.
 - Wrong input ends the run before any work, with exit code 2 and one line that names the flag or
   the file and says what is allowed.
 """
