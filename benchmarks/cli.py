@@ -41,9 +41,7 @@ def main(argv: list[str]) -> None:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         allowed = ", ".join(BENCHMARKS)
-        exit_with(
-            ConfigError(f"python benchmark.py [NAME]: NAME must be one of {allowed}, got {name!r}")
-        )
+        exit_with(ConfigError(f"the benchmark must be one of {allowed}, got {name!r}"))
     console = Console() if sys.stdout.isatty() else Console(width=150)  # the tables are wide
     try:
         others = ", ".join(other for other in BENCHMARKS if other != name)

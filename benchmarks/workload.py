@@ -41,6 +41,7 @@ FIXED_BY_GRPO_PY = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "dynamic_sampling",
     "rewards",
     "reward_weights",

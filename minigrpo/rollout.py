@@ -129,7 +129,7 @@ class RolloutBatches:
             examples,
             num_samples=sampling.group_size,
             u=uniforms(self.config.run.seed, "sample", step, rows, *size),
-            params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
+            params=SamplingParams.of(sampling),
             batch_size=self.config.memory.rollout_batch_size,
         )
 

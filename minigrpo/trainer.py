@@ -16,13 +16,14 @@ from .learner import Learner
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches, rollout_metrics
 from .runtime import accel, announce
 from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
-from .runtime.combinations import check_shares
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
 from .runtime.logging import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
+from .runtime.no_effect import Situation
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
+from .runtime.startup import check_machine
 from .sampling.sampler import Sampler
 
 Evaluation = dict[str, float]
@@ -38,9 +39,8 @@ class Trainer:
         self.config = config
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
-        self.device = accel.pick_device(config.speed.device, self.dist.local_rank)
+        self.device = check_machine(config, self.dist)
         accel.use_tf32(config.speed)
-        check_shares(config, self.dist.world_size)
 
         self.tokenizer = make_tokenizer(config)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
@@ -73,6 +73,10 @@ class Trainer:
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None
 
+    def _situation(self) -> Situation:
+        processes, shape = self.dist.world_size, self.model.shape
+        return Situation(self.config, self.device, processes, shape, self.task)
+
     def _make_source(self, first_step: int) -> BatchSource:
         examples = ExamplePrefetcher(self.task, self.config, self.dist, first_step)
         if self.config.supervised:
@@ -91,7 +95,7 @@ class Trainer:
         self.log = RunLog(folder, start_step=self.step) if is_main else NoLog()
         self.dist.on_main(self.run_dir.write_config)
         parameters = sum(p.numel() for p in self.model.parameters())
-        announce.introduce(self.screen, self.config, parameters, self.device, self.dist.world_size)
+        announce.introduce(self.screen, self._situation(), parameters, self.scorer.weights)
         try:
             with StopRequest(self.screen.warn) as request:
                 self._train(request)

@@ -18,11 +18,13 @@ from minigrpo.runtime.estimate import KEPT, estimate_step
 from minigrpo.runtime.fast import LAYERS
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
+from minigrpo.runtime.no_effect import Situation
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
 from minigrpo.sampling.generate import generate
 from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.sampler import Sampler
+from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tools import train
 from minigrpo.types import Completions, Example
 
@@ -197,7 +199,9 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     from_toml = Config.from_toml(tmp_path / "fast.toml").speed
     assert from_toml.use_amp and not from_toml.use_tf32
     config = options_of(tmp_path / "run", fast=True)
-    announce.introduce(Screen(), config, 10, torch.device("cpu"), 1)
+    shape = ModelShape(VOCAB, context=40, layers=2, width=16, heads=2)
+    here = Situation(config, torch.device("cpu"), 1, shape, ChessEnv(0))
+    announce.introduce(Screen(), here, 10, {})
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"

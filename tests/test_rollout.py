@@ -132,8 +132,9 @@ def test_completions_that_are_joined_are_those_that_were_put_in() -> None:
     assert both.completion_mask.sum(-1).tolist() == [[2], [3]]
 
 
-def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd) -> None:  # type: ignore[no-untyped-def]
-    trainer = make_trainer(tmp_path / "run", top_p=0.9, max_steps=2)
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"min_p": 0.5}])
+def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd, truncation) -> None:  # type: ignore[no-untyped-def]
+    trainer = make_trainer(tmp_path / "run", **truncation, max_steps=2)
     trainer.fit()
     assert capfd.readouterr().err.count("truncate the sampler only") == 1
     removed = [

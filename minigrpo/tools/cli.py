@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ..runtime.flags import ConfigError, did_you_mean, exit_with
+from ..runtime.flags import ConfigError, closed_pipe_is_no_error, did_you_mean, exit_with
 
 COMMANDS = {
     "train": "train a model with GRPO, or warm it up on true answers",
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. For an unknown command, exits with code 2 and one line on stderr."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        sys.stdout.write(usage())
+        with closed_pipe_is_no_error():
+            sys.stdout.write(usage())
     elif name == "benchmark":
         import_module(f"{_benchmarks()}.cli").main(rest)
     elif name in COMMANDS:

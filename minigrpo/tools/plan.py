@@ -10,10 +10,12 @@ from ..runtime.distributed import DistContext
 from ..runtime.estimate import estimate_run
 from ..runtime.flags import exit_with
 from ..runtime.logging import Screen
+from ..runtime.startup import check_machine
 
 
 def print_plan(config: Config, dist: DistContext) -> None:
     """Print the estimate of one step, from the main process. Raises ValueError in one line."""
+    check_machine(config, dist)
     plan = estimate_run(config, dist.world_size)
     each = f", in each of {dist.world_size} processes" if dist.world_size > 1 else ""
     title = f"estimate for one step whose completions share no prefix{each}"

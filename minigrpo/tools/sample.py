@@ -43,6 +43,10 @@ class Arguments(ModelSelection):
     """Completions to sample per example; 0: a single greedy one."""
     temperature: float | None = None
     """Sampling temperature, with --n."""
+    top_k: int | None = None
+    """As for minigrpo train, with --n; so are --top-p and --min-p."""
+    top_p: float | None = None
+    min_p: float | None = None
 
 
 def question(arguments: Arguments, history: int) -> Example:
@@ -94,7 +98,7 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
         seed, sampling = loaded.config.run.seed, loaded.config.sampling
         rows = np.array([example.index for example in examples])
         u = uniforms(seed, "tools/sample", 0, rows, num_samples, sampling.max_new_tokens)
-        params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p)
+        params = SamplingParams.of(sampling)
     parts = loaded.sampler.complete(
         examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
     )
