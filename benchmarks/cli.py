@@ -2,14 +2,17 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
+from minigrpo.runtime.output import writable_file, writable_folder
 
 from .memory import Memory
+from .report import RESULTS
 from .rewards import Rewards
 from .scaling import Scaling
 from .steps import Steps
@@ -34,23 +37,32 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
 }
 
 
-def main(argv: list[str]) -> None:
-    """Run one benchmark. Invalid input gives one line on stderr and exit code 2."""
+def parse_benchmark(argv: Sequence[str], prog: str = "python benchmark.py") -> Benchmark:
+    """The benchmark of a command line, with its flags; it is not run. Raises ValueError."""
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         allowed = ", ".join(BENCHMARKS)
-        exit_with(
-            ConfigError(f"python benchmark.py [NAME]: NAME must be one of {allowed}, got {name!r}")
-        )
-    console = Console() if sys.stdout.isatty() else Console(width=150)  # the tables are wide
+        raise ConfigError(f"{prog} [NAME]: NAME must be one of {allowed}, got {name!r}")
+    others = ", ".join(other for other in BENCHMARKS if other != name)
+    about = f"{BENCHMARKS[name].__doc__} Other benchmarks: {others}."
+    return parse(BENCHMARKS[name], rest, prog=f"{prog} {name}", description=about)
+
+
+def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
+    """Run one benchmark. Invalid input gives one line on stderr and exit code 2.
+
+    `prog` is the program as the user typed it.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=170)  # the tables are wide
     try:
-        others = ", ".join(other for other in BENCHMARKS if other != name)
-        about = f"{BENCHMARKS[name].__doc__} Other benchmarks: {others}."
-        benchmark = parse(BENCHMARKS[name], rest, prog=f"benchmark.py {name}", description=about)
+        benchmark = parse_benchmark(argv, prog)
+        out_dir = getattr(benchmark, "out_dir", None)
+        if hasattr(benchmark, "out_dir"):
+            writable_folder("--out-dir", out_dir or RESULTS)
+        file = benchmark.json and writable_file("--json", benchmark.json)
         result = benchmark.run(console)
     except ValueError as error:
         exit_with(error)
-    if benchmark.json:
-        benchmark.json.parent.mkdir(parents=True, exist_ok=True)
-        benchmark.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"wrote {benchmark.json}")
+    if file:
+        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"wrote {file}", markup=False)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name in ("-h", "--help"):
         sys.stdout.write(usage())
     elif name == "benchmark":
-        import_module(f"{_benchmarks()}.cli").main(rest)
+        import_module(f"{_benchmarks()}.cli").main(rest, prog="minigrpo benchmark")
     elif name in COMMANDS:
         import_module(f"{__package__}.{name}").main(rest, prog=f"minigrpo {name}")
     else:
