@@ -9,7 +9,7 @@ from minigrpo.config import Config, SpeedConfig
 from minigrpo.runtime import accel
 from minigrpo.runtime.flags import ConfigError
 
-from .no_effect import without_effect
+from .no_effect import Situation, reason
 from .workload import Workload
 
 GRPO_PY = "grpo.py"
@@ -171,8 +171,7 @@ def _status(layer: Layer, flags: dict[str, Any], before: dict[str, Any], work: W
             accel.check_compiler(SpeedConfig(compile_model=True), work.device)
     except ConfigError as error:
         return str(error)
-    idle = without_effect(config, work.device, work.shape.vocab_size)
+    situation = Situation(config, work.device, 1, work.shape, work.task)
     changed = [name for name in layer.flags if flags[name] != before.get(name)]
-    if not layer.flags or any(name not in idle for name in changed):
-        return "ok"
-    return NOTHING_TO_DO + idle.get((changed or list(layer.flags))[-1], "the row above has it too")
+    reasons = [reason(name, situation) for name in changed or layer.flags]
+    return NOTHING_TO_DO + reasons[-1] if reasons and all(reasons) else "ok"

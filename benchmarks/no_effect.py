@@ -1,42 +1,52 @@
-"""Which speed and memory layers have nothing to do on a job, so that no row claims their gain."""
+"""Which speed and memory settings change nothing on a job, so that no row claims a gain of them."""
+
+from dataclasses import dataclass
 
 import torch
 
 from minigrpo.config import Config
 from minigrpo.model.logprobs import chunk_size
+from minigrpo.model.transformer import ModelShape
+from minigrpo.types import Task
 
-TF32_CAPABILITY = 8  # of a CUDA device that has TF32
+TF32_CAPABILITY = 8  # of the first CUDA devices that have TF32
 
 
-def without_effect(config: Config, device: torch.device, vocab_size: int) -> dict[str, str]:
-    """The flags that change nothing on this job, each with the reason."""
-    prompts, sampling = config.sampling.prompts_per_step, config.sampling
+@dataclass(frozen=True)
+class Situation:
+    """What is known of a run once its device, its task and its model are."""
+
+    config: Config
+    device: torch.device
+    processes: int
+    shape: ModelShape
+    task: Task
+
+
+def reason(name: str, situation: Situation) -> str:
+    """Why a setting has no effect, or "" if it has one."""
+    config, on_cuda = situation.config, situation.device.type == "cuda"
+    prompts, kl = config.sampling.prompts_per_step, config.loss.kl_coef > 0
     one_rollout_batch = config.memory.rollout_batch_size in (0, prompts)
-    in_update = config.memory.micro_batch_size or prompts
-    tokens = in_update * sampling.group_size * sampling.max_new_tokens
-    kl, cuda = config.loss.kl_coef > 0, device.type == "cuda"
+    most_tokens = (config.memory.micro_batch_size or prompts) * (
+        config.sampling.group_size * config.sampling.max_new_tokens
+    )
+    chunk = chunk_size(situation.shape.vocab_size, situation.device.type)
     reasons = {
-        "offload_reference": "no KL, so there is no reference"
-        if not kl
-        else ""
-        if cuda
-        else "no GPU, so the reference is in host memory",
-        "overlap_rewards": "no reward pool"
-        if not config.speed.parallel_rewards
-        else "one rollout batch, and no KL"
-        if one_rollout_batch and not kl
-        else "",
-        "rollout_batch_size": "one rollout batch" if one_rollout_batch else "",
-        "skip_zero_variance_groups": "a KL, so every group has a gradient" if kl else "",
-        "use_tf32": "" if cuda and _has_tf32(device) else "no GPU with TF32",
-        "chunked_logprobs": "all logits fit into one chunk"
-        if tokens <= chunk_size(vocab_size, device.type)
-        else "",
-        "speculative_decoding": ""
-        if config.speed.num_speculative_tokens
-        else "--num-speculative-tokens 0",
+        "offload_reference": ((not kl, "no --kl-coef"), (not on_cuda, "CPU")),
+        "overlap_rewards": (
+            (not config.speed.parallel_rewards, "--no-parallel-rewards"),
+            (one_rollout_batch and not kl, "one rollout batch, and no KL"),
+        ),
+        "rollout_batch_size": ((one_rollout_batch, "that is all prompts"),),
+        "skip_zero_variance_groups": ((kl, "with a KL every group has a gradient"),),
+        "use_tf32": (
+            (not on_cuda, "CPU"),
+            (on_cuda and not _has_tf32(situation.device), "this GPU has no TF32"),
+        ),
+        "chunked_logprobs": ((most_tokens <= chunk, "all tokens fit into one chunk"),),
     }
-    return {name: reason for name, reason in reasons.items() if reason}
+    return next((words for idle, words in reasons.get(name, ()) if idle), "")
 
 
 def _has_tf32(device: torch.device) -> bool:
