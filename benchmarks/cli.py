@@ -61,8 +61,8 @@ def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
             writable_folder("--out-dir", out_dir or RESULTS)
         file = benchmark.json and writable_file("--json", benchmark.json)
         result = benchmark.run(console)
-    except ValueError as error:
+        if file:
+            file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            console.print(f"wrote {file}", markup=False)
+    except (ValueError, OSError) as error:  # such as a disk that fills up while it runs
         exit_with(error)
-    if file:
-        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"wrote {file}", markup=False)

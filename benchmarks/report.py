@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .intervals import RULE, gain
-from .layers import DEFAULTS
+from .layers import AS_CONFIGURED, DEFAULTS
 
 RESULTS = Path("benchmarks/results")  # of the folder that the command is started in
 LINE = 130  # characters in a chart's title
@@ -129,7 +129,9 @@ def with_texts(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with its name, its time and its speedup as they are shown, with their intervals."""
     time = _with_interval(row["s_per_step"], row["s_per_step_interval"], "{:.3f}", "{:.2f}")
     faster = _with_interval(row["speedup"], row["speedup_interval"], "{:.1f}x", "{:.1f}")
-    return {**row, "label": label(row), "time": time, "faster": faster}
+    over = ", over the defaults" if row["name"] == AS_CONFIGURED and row["gain"] else ""
+    texts = {"label": label(row), "time": time, "faster": faster}
+    return {**row, **texts, "verdict": row["verdict"] + over}
 
 
 def _with_interval(

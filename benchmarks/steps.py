@@ -50,7 +50,7 @@ class Steps(WorkloadFlags):
     """Timed steps per row, after two that warm up; 6 are the fewest for an interval of 95 %."""
     max_repeats: Positive = 12
     """A row whose interval is wider than 6 % takes more steps than --repeats, up to this number."""
-    max_seconds: PositiveOrZero = 240
+    max_seconds: PositiveOrZero = 300
     """No step beyond --repeats begins later than this many seconds after the first row."""
     out_dir: Path | None = None
     """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""

@@ -35,7 +35,9 @@ from benchmarks.steps import Steps
 from benchmarks.workload import FIXED_BY_GRPO_PY, Workload, WorkloadFlags
 from minigrpo.config import Config
 from minigrpo.model.transformer import LogprobPacking, PackedTokens, Transformer
-from minigrpo.runtime.flags import flag, parse
+from minigrpo.runtime.flags import ConfigError, flag, parse
+from minigrpo.runtime.output import writable_file, writable_folder
+from minigrpo.tools.cli import main as minigrpo_main
 
 from .pretend import pretend_cuda
 
@@ -381,6 +383,39 @@ def test_a_job_that_grpo_py_cannot_do_is_refused(tmp_path: Path, setting: str) -
     with pytest.raises(ValueError, match=r"--(temperature|loss|num-iterations) must be .*grpo\.py"):
         Workload.of(WorkloadFlags(config=(str(file),)), CPU)
     assert set(FIXED_BY_GRPO_PY) <= set(Config().flat())
+
+
+def test_the_program_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    for run in (lambda: minigrpo_main(["benchmark", "no"]), lambda: cli.main(["no"])):
+        with pytest.raises(SystemExit):
+            run()
+    said = [line.partition(" [NAME]")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["error: minigrpo benchmark", "error: python benchmark.py"]
+
+
+def test_an_output_is_checked_before_the_work_and_the_check_changes_nothing(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("figures")
+    assert writable_file("--json", kept) == kept and kept.read_text() == "figures"
+    assert not writable_file("--json", tmp_path / "new" / "a.json").exists()
+    assert (tmp_path / "new").is_dir()  # so that writing needs no more than the path
+    assert not writable_folder("--out-dir", tmp_path / "one" / "two").exists()
+    assert not (tmp_path / "one").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "target")
+    for bad in (
+        tmp_path,
+        kept / "a.json",
+        tmp_path / ("x" * 300),
+        tmp_path / "a\0b",
+        tmp_path / "link",
+    ):
+        with pytest.raises(ConfigError, match="^--json ") as error:
+            writable_file("--json", bad)
+        assert len(str(error.value).splitlines()) == 1
+    for bad in (kept, kept / "a", tmp_path / "a\nb\0"):
+        with pytest.raises(ConfigError, match="^--out-dir ") as error:
+            writable_folder("--out-dir", bad)
+        assert len(str(error.value).splitlines()) == 1
 
 
 def test_scaling_starts_any_job_by_module_so_that_a_wheel_can_too(tmp_path: Path) -> None:

@@ -26,18 +26,24 @@ def writable_file(flag: str, path: str | Path) -> Path:
 
 
 def writable_folder(flag: str, path: str | Path) -> Path:
-    """A folder in which files can be made; it is made, with its parents, if it is missing.
+    """A folder that is there, or can be made, and takes new files; the check leaves nothing behind.
 
-    Raises ConfigError in one line, which names `flag`, if that fails.
+    Raises ConfigError in one line, which names `flag`, if it is not.
     """
-    path = Path(path)
+    path, made = Path(path), list[Path]()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        for folder in (*reversed(path.parents), path):
+            if not folder.is_dir():
+                folder.mkdir()
+                made.append(folder)
         probe = path / ".can-be-written"
         probe.touch()
         probe.unlink()
     except (OSError, ValueError) as error:
         raise _complaint(flag, path, error) from None
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
     return path
 
 
