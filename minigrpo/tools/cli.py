@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with closed_pipe_is_no_error():
             sys.stdout.write(usage())
     elif name == "benchmark":
-        import_module(f"{_benchmarks()}.cli").main(rest)
+        import_module(f"{_benchmarks()}.cli").main(rest, prog="minigrpo benchmark")
     elif name in COMMANDS:
         import_module(f"{__package__}.{name}").main(rest, prog=f"minigrpo {name}")
     else:
