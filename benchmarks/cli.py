@@ -10,6 +10,7 @@ from rich.console import Console
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
 
 from .memory import Memory
+from .peers import Peers
 from .precision import Precision
 from .rewards import Rewards
 from .scaling import Scaling
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "rewards": Rewards,
     "scaling": Scaling,
     "precision": Precision,
+    "peers": Peers,
 }
 
 
