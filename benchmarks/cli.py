@@ -12,6 +12,7 @@ from minigrpo.runtime.flags import ConfigError, exit_with, parse
 from minigrpo.runtime.outputs import check_output_file, check_output_folder, write_output
 
 from .memory import Memory
+from .peers import Peers
 from .precision import Precision
 from .report import RESULTS
 from .rewards import Rewards
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "rewards": Rewards,
     "scaling": Scaling,
     "precision": Precision,
+    "peers": Peers,
 }
 
 

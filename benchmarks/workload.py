@@ -62,6 +62,7 @@ FIXED_BY_GRPO_PY = (
     "num_iterations",
 )
 ANSWER_TAIL = 32  # tokens by which made-up answers exceed completions, so proposals never run out
+HELD_OUT = 2**40  # made-up examples from this number on are never trained on
 LENGTHS_MEASURED = 64  # prompts whose mean length is reported
 
 
@@ -80,7 +81,7 @@ class RandomText(BatchScored):
         return Example(text[: self.prompt_len], text[self.prompt_len :], index=number)
 
     def held_out(self, number: int) -> Example:
-        return self.train(-1 - number)
+        return self.train(HELD_OUT + number)
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
