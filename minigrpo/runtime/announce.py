@@ -1,13 +1,16 @@
 """A run's messages on the screen: at the start, at evaluations, without a signal, at the end."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from ..config import Config
 from ..types import RolloutBatch
+from .checkpoint import path_of
 from .fast import LAYERS, device_kind
-from .logging import NoLog, RunLog, Screen
+from .log_files import NoLog, RunLog
+from .logging import Screen
 from .settings import as_flags
 
 STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
@@ -119,3 +122,19 @@ def show_change(
         rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
     title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
+
+
+def show_cost(screen: Screen, rows: list[list[str]]) -> None:
+    """Print the estimated and the measured cost of a step."""
+    title = "one step of one process: estimated (if nothing repeats) and measured"
+    screen.table(title, ["", "estimated", "measured"], rows)
+
+
+def say_end(screen: Screen, run: Path, status: str, reason: str, step: int) -> None:
+    """Print how a run ended, and how to continue one that was stopped."""
+    saved = path_of(run / "checkpoints", step)
+    screen.say(f"{status} ({reason}) at step {step}; saved {saved}")
+    if status == "stopped":
+        resume = f"--config {run / 'config.toml'} --out-dir {run} --resume auto"
+        screen.say(f"continue with: {resume}")
+    screen.say(f"run: {run}")

@@ -55,7 +55,7 @@ def check(c: "Config") -> None:
             "--resume needs --out-dir, the folder of the run to continue",
         ),
         (
-            resume not in ("", "auto") and not resume.isdigit(),
+            resume not in ("", "auto") and not (resume.isascii() and resume.isdigit()),
             f"--resume must be auto or a step number, got {resume}",
         ),
     ):
