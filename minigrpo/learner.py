@@ -28,7 +28,7 @@ from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime import accel
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard, check_weights, largest_weight
+from .runtime.guard import NonFiniteGuard, check_weights, weight_norm
 from .runtime.oom import OOMBackoff
 from .runtime.optim import learning_rate_at, make_optimizer
 from .types import Completions, RolloutBatch
@@ -86,9 +86,9 @@ class Learner:
                 break
         else:
             self.guard.accept()
-        scalars = [*metrics.values(), largest_weight(self.model)]
-        *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
-        check_weights(largest, step, learning_rate)
+        scalars = [*metrics.values(), weight_norm(self.model)]
+        *values, weights = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
+        check_weights(self.model, weights, step, learning_rate)
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
         return learnt | self.guard.metrics(self.scaler)
 
@@ -253,7 +253,8 @@ class Learner:
         return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite
 
     def _skip_step(self, batch: RolloutBatch, step: int, metrics: Metrics) -> None:
-        check_weights(float(largest_weight(self.model)), step, self._set_learning_rate(step))
+        learning_rate = self._set_learning_rate(step)
+        check_weights(self.model, float(weight_norm(self.model)), step, learning_rate)
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         kept = self.dump(batch, step)
         where = f"; the batch is in {kept}" if kept else ""

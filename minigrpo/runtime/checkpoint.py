@@ -44,8 +44,8 @@ def path_of(folder: Path, step: int) -> Path:
 def step_of(path: Path) -> int | None:
     """The step in the name of a checkpoint's folder, or None for any other name."""
     found = re.fullmatch(r"step_([0-9]+)", path.name)
-    step = int(found[1]) if found else -1
-    return step if path_of(path.parent, step) == path else None
+    step = int(found[1]) if found else None
+    return step if step is not None and path_of(path.parent, step) == path else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -114,14 +114,14 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) ->
 def first_not_finite(state: Mapping[str, Any]) -> str:
     """The name of a tensor or number in a state that is NaN or infinite, or "" if all are finite.
 
-    One fused pass over the tensors, and one device sync; only a bad state is searched for the name.
+    One fused pass over the tensors, and one device sync; only if that finds something, a search.
     """
     tensors = {name: x for name, x in _leaves(state) if isinstance(x, Tensor)}
     tensors = {name: x for name, x in tensors.items() if x.is_floating_point() and x.numel()}
-    if tensors and not math.isfinite(torch.nn.utils.get_total_norm(tensors.values(), math.inf)):
-        return next(name for name, x in tensors.items() if not x.isfinite().all())
-    numbers = ((name, x) for name, x in _leaves(state) if isinstance(x, float))
-    return next((name for name, x in numbers if not math.isfinite(x)), "")
+    bad = [name for name, x in _leaves(state) if isinstance(x, float) and not math.isfinite(x)]
+    if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():
+        bad += [name for name, x in tensors.items() if not x.isfinite().all()]
+    return bad[0] if bad else ""
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
