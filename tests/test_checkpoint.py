@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -129,8 +130,8 @@ def test_a_save_that_fails_leaves_the_older_checkpoints_and_no_partial_file(
 ) -> None:
     save(tmp_path, 1)
 
-    def disk_full(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def disk_full(state: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise RuntimeError("no space left")
 
     monkeypatch.setattr(torch, "save", disk_full)

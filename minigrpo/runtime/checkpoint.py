@@ -84,8 +84,8 @@ def _remove(path: Path) -> None:
 def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
     """Write `step_NNNNNN/{state.pt, manifest.json}`, then keep only the newest `keep_last`.
 
-    Raises NotFinite if a value in the state is not finite, and OSError, or RuntimeError, which
-    torch raises for a full disk. Then older checkpoints are untouched, and nothing partial is left.
+    Raises NotFinite if a value in the state is not finite, and OSError for a full disk. Then older
+    checkpoints are untouched, and nothing partial is left.
     """
     if name := first_not_finite(state):
         raise NotFinite(f"step {step}: not saved, because {name} has values that are not finite")
@@ -93,7 +93,7 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) ->
     target.mkdir(parents=True, exist_ok=True)
     file, manifest = target / STATE, target / MANIFEST
     try:
-        digest = write_aside(file, lambda path: torch.save(state, path))
+        digest = write_aside(file, lambda path: _write_state(path, state))
         contents = {"format": FORMAT, "step": step, "files": {STATE: digest}}
         text = json.dumps(contents, indent=1) + "\n"
         write_aside(manifest, lambda path: path.write_text(text))
@@ -109,6 +109,16 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) ->
     for old in [path for path in checkpoints(folder) if path != target][: -keep_last + 1 or None]:
         _remove(old)
     return target
+
+
+def _write_state(path: Path, state: State) -> None:
+    """torch.save, which hides the system's error, such as a full disk, behind one of its own."""
+    with open(path, "wb") as opened:
+        try:
+            torch.save(state, opened)
+        except RuntimeError as error:
+            hidden = error.__context__
+            raise hidden if isinstance(hidden, OSError) else error from None
 
 
 def first_not_finite(state: Mapping[str, Any]) -> str:
