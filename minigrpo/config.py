@@ -244,7 +244,7 @@ class RunConfig(Group):
     """Print the estimated tokens, FLOPs and memory of a step, and run nothing."""
     profile: bool = False
     """Write a torch.profiler trace of steps 4 to 6 into the run's folder."""
-    pg_timeout: Seconds = 600.0
+    pg_timeout: Annotated[float, AtLeast(1), AtMost(31_536_000)] = 600.0
     """Seconds that a process waits for the others before it fails."""
 
 

@@ -37,8 +37,8 @@ FLAGS = {
         "--num-speculative-tokens must be at least 0 and at most 1024, got 1000000000000",
     ),
     "attack 36, threads": (["--num-reward-workers", "100000"], "at least 1 and at most 1024"),
-    "attack 37": (["--pg-timeout", "1e300"], "--pg-timeout must be at least 0.001 and at most"),
-    "attack 37, tiny": (["--pg-timeout", "1e-9"], "--pg-timeout must be at least 0.001"),
+    "attack 37": (["--pg-timeout", "1e300"], "--pg-timeout must be at least 1 and at most"),
+    "attack 37, tiny": (["--pg-timeout", "1e-9"], "--pg-timeout must be at least 1"),
     "attack 40": (["--seed", str(2**64), "--init-from", "scratch"], "--seed must be"),
     "attack 40, resume": (["--resume", "²", "--out-dir", "x"], "--resume must be auto or a step"),
     "resume, nines": (["--resume", NINES, "--out-dir", "x"], "--resume must be auto or a step"),
@@ -221,7 +221,7 @@ def test_help_shows_config_in_a_box(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["evaluate", "shipped", "--n", "many"], "--n must be a whole number, got 'many'"),
         (["sample", "shipped", "--temperature", "x"], "--temperature must be a number, got ['x']"),
-        (["benchmark", "nosuch"], "the benchmark must be one of steps"),
+        (["benchmark", "nosuch"], "NAME must be one of steps"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -60,7 +60,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
     words = ["sbatch", str(SCRIPT)]
-    for name, value in {**OPTIONS, **changes}.items():
+    for name, value in {**OPTIONS, "device": "cpu", **changes}.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
@@ -159,6 +159,8 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     ("env", "words"),
     [
         ({"SLURM_GPUS_ON_NODE": "2", "FAKE_GPUS": "1"}, "SLURM gave 2 GPUs, 1 are visible"),
+        ({}, "this job has no GPU: ask for some (--gpus-per-node), or train on CPU with --device"),
+        ({"SLURM_GPUS_ON_NODE": "gpu:2"}, "SLURM_GPUS_ON_NODE is 'gpu:2', not a number of GPUs"),
         ({"GRPO_CHECKPOINT_MB": "999999999"}, "three checkpoints need 2999999997: free some"),
         ({"GRPO_LOCAL": "/nowhere"}, "GRPO_LOCAL=/nowhere is not a folder"),
         ({"GRPO_OUT": "/dev/null/run"}, "GRPO_OUT=/dev/null/run cannot be made"),
@@ -168,7 +170,8 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
 def test_what_is_missing_is_reported_before_any_work(
     slurm: dict[str, str], env: dict[str, str], words: str
 ) -> None:
-    job = submit({**slurm, **env})
+    asks_for_cpu = {} if "GPU" in words else {"device": "cpu"}
+    job = submit({**slurm, **env}, **{"device": "auto", **asks_for_cpu})
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2
     assert output.startswith("error: ") and words in output and output.count("\n") == 1

@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from ..types import RolloutBatch
+from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
-from .logging import NoLog, RunLog, Screen
+from .log_files import NoLog, RunLog
+from .logging import Screen
 from .no_effect import Situation, without_effect
 from .settings import as_flags
 
@@ -164,3 +167,19 @@ def show_change(
         rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
     title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
+
+
+def show_cost(screen: Screen, rows: list[list[str]]) -> None:
+    """Print the estimated and the measured cost of a step."""
+    title = "one step of one process: estimated (if nothing repeats) and measured"
+    screen.table(title, ["", "estimated", "measured"], rows)
+
+
+def say_end(screen: Screen, run: Path, status: str, reason: str, step: int) -> None:
+    """Print how a run ended, and how to continue one that was stopped."""
+    saved = path_of(run / "checkpoints", step)
+    screen.say(f"{status} ({reason}) at step {step}; saved {saved}")
+    if status == "stopped":
+        resume = f"--config {run / 'config.toml'} --out-dir {run} --resume auto"
+        screen.say(f"continue with: {resume}")
+    screen.say(f"run: {run}")
