@@ -19,6 +19,7 @@ from .runtime.build import make_model, make_reference, make_scorer, make_task, m
 from .runtime.combinations import check_shares
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
+from .runtime.examples import check_examples
 from .runtime.logging import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
@@ -48,6 +49,8 @@ class Trainer:
         # a copy, so that the reference stays the initial model even if a checkpoint is loaded below
         initial = make_model(config, self.tokenizer, self.device, self.screen.say)
         self.model = copy.deepcopy(initial) if config.loss.kl_coef else initial
+        limits = initial.shape.context, self.screen.warn
+        self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
         self.estimate = measure_lengths_and_estimate(
             config,
             initial,

@@ -18,10 +18,12 @@ WIRING = {"build", "estimate", "run_dir", "announce"}  # of runtime: they put th
 MAY_SEE: dict[str, set[str]] = {
     "types": set(),
     "losses": set(),
-    "model": {"types", "runtime.flags"},
+    "model": {"types", "runtime.flags", "runtime.text"},
     "sampling": {"types", "config", "model", "runtime"},
-    "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"},
-    "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"},
+    "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
+    | {"runtime.text", "runtime.reward_functions"},
+    "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
+    | {"runtime.reward_functions"},
     "config": {"losses", "runtime"},
     "runtime": {"types", "config", "model"},
     "runtime wiring": {"types", "config", "losses", "model", "tasks", "runtime", "sampling"}

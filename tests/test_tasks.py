@@ -135,7 +135,7 @@ class A:
     none, leaves = tmp_path / "nothing.py", tmp_path / "leaves.py"
     none.write_text("""
 class A:
-    parts = {}
+    parts = {"similarity": 1}
     score = None
     def __init__(self, seed):
         pass
@@ -158,8 +158,7 @@ class A:
         ({"task": str(unlucky)}, "--task .*unlucky.py: A: RuntimeError: no luck"),
         (
             {"task": str(none)},
-            "--task .*nothing.py: A: TypeError: train.0. must return a minigrpo.types.Example, got "
-            "None",
+            "--task .*nothing.py: A: train.0.: must return a minigrpo.types.Example, got NoneType",
         ),
         ({"rewards": str(leaves)}, "--rewards .*leaves.py: SystemExit: 0"),
         ({"data": str(tmp_path / "none.jsonl")}, "--data .*none.jsonl: cannot be read"),
