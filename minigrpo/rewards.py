@@ -17,8 +17,15 @@ from rapidfuzz import process
 from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a batch per call
 
 from .runtime.pool import Job, WorkerPool
-from .runtime.reward_calls import RewardSource, describe_failure, distinct_pairs, task_source
+from .runtime.reward_calls import (
+    BadRewardError,
+    RewardSource,
+    describe_failure,
+    distinct_pairs,
+    task_source,
+)
 from .runtime.reward_functions import RewardFunction as RewardFunction
+from .runtime.reward_functions import check_number
 from .runtime.reward_functions import reward as reward
 from .tasks.fen import is_valid_fen as is_valid_fen
 from .types import Example, RewardTable, Task
@@ -75,6 +82,8 @@ class PendingRewards:
                 answer = self.scorer.pool.wait(job, source.time_limit(size))
                 rows = source.check(answer, size)
             except Exception as error:
+                if isinstance(error, BadRewardError) and source.trusted:
+                    raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
                 if source.trusted:
                     raise
                 rows = np.full((len(source.names), size), source.floor, dtype=np.float32)
@@ -131,6 +140,8 @@ class RewardScorer:
                 f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: "
                 f"{', '.join(allowed)}"
             )
+        for name, weight in self.weights.items():
+            check_number(f"--reward-weights: {name}", weight)
         self.sources = [task_source(task, timeout_s), *(f.source(timeout_s) for f in functions)]
         self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
         self._warned: set[tuple[str, bool]] = set()

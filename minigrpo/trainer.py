@@ -95,6 +95,7 @@ class Trainer:
         self.dist.on_main(self.run_dir.write_config)
         parameters = sum(p.numel() for p in self.model.parameters())
         announce.introduce(self.screen, self.config, parameters, self.device, self.dist.world_size)
+        announce.introduce_rewards(self.screen, self.scorer.weights)
         try:
             with StopRequest(self.screen.warn) as request:
                 self._train(request)

@@ -159,7 +159,7 @@ def test_a_position_is_never_in_both_splits_whichever_file_or_spelling_it_comes_
     one of no use. After 1. e4, say, both FENs are the same position.
     """
     useless, kept = 0, 0
-    for number in range(300):
+    for number in range(96):
         split = ("train", "held-out")[number % 2]
         example = Positions(0, split).example(number)
         fen, uci, *_ = example.prompt.removeprefix("A: ").split("+")
@@ -171,7 +171,7 @@ def test_a_position_is_never_in_both_splits_whichever_file_or_spelling_it_comes_
         assert splits[0] is None or splits[0] == splits[1]
         useless += fen != short
         kept += splits[0] is not None
-    assert useless > 10 and kept > 280
+    assert useless > 4 and kept > 88
 
 
 def test_an_annotated_line() -> None:

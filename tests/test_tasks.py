@@ -74,7 +74,8 @@ def test_pairs_are_split_by_prompt_and_each_epoch_has_its_own_order() -> None:
     assert len(held_out) == pairs.num_held_out > 30
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert len(set(epochs[0])) == n and not held_out & set(epochs[0])
-    assert epochs[0] == [Pairs(Path(SUMS), seed=3).train(i).prompt for i in range(n)]
+    same = Pairs(Path(SUMS), seed=3)
+    assert epochs[0] == [same.train(i).prompt for i in range(n)]
     assert pairs.train(5).index != pairs.train(n + 5).index  # so that it is sampled anew
 
 

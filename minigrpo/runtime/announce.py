@@ -45,6 +45,15 @@ def introduce(
         )
 
 
+def introduce_rewards(screen: Screen, weights: Mapping[str, float]) -> None:
+    """Print the weights of the reward parts in force, from the task, its flags or TOML."""
+    parts = [f"{weight:g} {name}" for name, weight in weights.items() if weight]
+    if parts:
+        screen.say(f"reward = {' + '.join(parts)}".replace("+ -", "- "))
+    else:
+        screen.warn("--reward-weights: all weights are 0, so every reward is 0")
+
+
 class SignalWatch:
     """Warns once if all groups have had equal rewards for several steps in a row."""
 

@@ -6,6 +6,7 @@ ValueError.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(decoded.removeprefix("\ufeff"), object_pairs_hook=_object)
+        return DECODER.decode(decoded.removeprefix("\ufeff"))
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -38,6 +39,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {short(twice)} occurs twice")
     return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)  # json.loads would make one per line
 
 
 def has_lone_surrogate(text: str) -> bool:
@@ -71,17 +75,22 @@ def printable(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return `Type: message` of any exception, in one line."""
-    return f"{type(error).__name__}: {_shown(error, MAX_ERROR_CHARS)}".removesuffix(": ")
+    return f"{type(error).__name__}: {_shown(error, str, MAX_ERROR_CHARS)}".removesuffix(": ")
 
 
 def short(value: object) -> str:
     """Return the type of any value and the beginning of its text, for an error message."""
-    return f"{type(value).__name__} {_shown(value, MAX_VALUE_CHARS)!r}"
+    return f"{type(value).__name__} {_shown(value, str, MAX_VALUE_CHARS)!r}"
 
 
-def _shown(value: object, limit: int) -> str:
+def quoted(value: object) -> str:
+    """Return the beginning of the `repr` of any value."""
+    return _shown(value, repr, MAX_VALUE_CHARS)
+
+
+def _shown(value: object, write: Callable[[object], str], limit: int) -> str:
     try:
-        return printable(str(value)[: limit + 1])[:limit]
+        return printable(write(value)[:limit])
     except KeyboardInterrupt:
         raise
     except BaseException:  # a user's `__str__` may raise anything, and must not hide the error

@@ -149,8 +149,9 @@ class OwnTask:
         return self.users.score(getattr(example, "original", example), text)
 
     def _score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> Any:
+        users: Any = self.users
         call = f"{self.name}: score_batch of {len(texts)} texts"
-        return guarded(call, lambda: self.users.score_batch(examples, texts))  # type: ignore[attr-defined]
+        return guarded(call, lambda: users.score_batch(examples, texts))
 
     def _example(self, split: str, number: int) -> Example:
         call = f"{self.name}: {split}({number})"
