@@ -25,8 +25,9 @@ def flag(name: str) -> str:
 
 
 def exit_with(error: Exception) -> NoReturn:
-    """Print one line on stderr and exit with code 2."""
-    sys.stderr.write(f"error: {error}\n")
+    """Print one line on stderr, with the notes of `DistContext.during`, and exit with code 2."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    sys.stderr.write(f"error: {error}{notes}\n")
     raise SystemExit(2)
 
 
