@@ -192,7 +192,7 @@ class SpeedConfig(Group):
     """Leave out of the update groups whose gradient is exactly 0: equal rewards, no KL."""
     parallel_rewards: bool = True
     """Score completions in a thread pool."""
-    num_reward_workers: Annotated[int, AtLeast(1), AtMost(1024)] = 2
+    num_reward_workers: Annotated[int, AtLeast(1), AtMost(256)] = 2
     """Threads in the reward pool."""
     overlap_rewards: bool = False
     """Score in the reward pool while the next rollout batch decodes and the reference runs."""

@@ -18,6 +18,7 @@ from .runtime import accel, announce
 from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
+from .runtime.examples import check_examples
 from .runtime.failures import RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
 from .runtime.no_effect import Situation
@@ -49,6 +50,8 @@ class Trainer:
         # a copy, so that the reference stays the initial model even if a checkpoint is loaded below
         initial = make_model(config, self.tokenizer, self.device, self.screen.say)
         self.model = copy.deepcopy(initial) if config.loss.kl_coef else initial
+        limits = initial.shape.context, self.screen.warn
+        self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
         self.estimate = measure_lengths_and_estimate(
             config,
             initial,

@@ -313,7 +313,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_that_says_how_long_it_may_be(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(
-        ConfigError, match="a prompt of .* tokens leaves no room .* at most 20 are allowed"
+        ConfigError, match="train.0.: the prompt has .* tokens; at most 20 leave room for"
     ):
         train(tmp_path / "run", context=30, max_new_tokens=10)
     assert not (tmp_path / "run").exists()

@@ -6,8 +6,8 @@ tied to the token embedding and therefore not stored. Files from other tools may
 
 A file is rejected if transformer.py would compute a different function from the one that was
 trained: another activation or layer norm epsilon, an untied head, missing, unknown or misshapen
-tensors, integer weights. Loading it anyway would give a model that runs but writes nonsense. The
-one-line error lists all problems.
+tensors, integer weights, values that are not finite. Loading it anyway would give a model that runs
+but writes nonsense. The one-line error lists all problems.
 """
 
 import json
@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from ..runtime.text import parse_json, quoted
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -127,7 +129,7 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     header, state = _read(file)
     settings = _settings(file.with_name(CONFIG)) if file.name == WEIGHTS else {}
     problems = [
-        f"{name} in {CONFIG} is {settings[name]!r}, not {values[0]!r}"
+        f"{name} in {CONFIG} is {quoted(settings[name])}, not {values[0]!r}"
         for name, values in COMPUTED.items()
         if settings.get(name, values[0]) not in values
     ]
@@ -144,16 +146,22 @@ def load_gpt2(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     if not sizes["heads"] or width % sizes["heads"]:
         problems.append(f"{heads} heads do not divide a width of {width}")
     problems += [
-        f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {file.name} {sizes[ours]}"
+        f"{theirs} in {CONFIG} is {quoted(settings[theirs])}, in {file.name} {sizes[ours]}"
         for ours, theirs in SIZES.items()
         if settings.get(theirs, sizes[ours]) != sizes[ours]
     ]
     problems += _misfits(state, stored_shapes(vocab_size, context, sizes["layers"], width))
+    state = {name: x.to(torch.float32) for name, x in state.items()}
+    problems += [
+        f"{name} has {bad} values that are not finite in float32"
+        for name, x in state.items()
+        if (bad := x.numel() - int(x.isfinite().sum()))
+    ]
     if problems:
         more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
         listed = "; ".join(problems[:MAX_LISTED])
         raise ValueError(f"{path}: does not fit this GPT-2: {listed}{more}")
-    return sizes, _transpose({name: x.to(torch.float32) for name, x in state.items()})
+    return sizes, _transpose(state)
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -179,7 +187,7 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _settings(file: Path) -> dict[str, Any]:
     """The contents of config.json; empty if there is none."""
     try:
-        settings = json.loads(file.read_text()) if file.exists() else {}
+        settings = parse_json(file.read_bytes()) if file.exists() else {}
         if not isinstance(settings, dict):
             raise ValueError("not an object")
     except (OSError, ValueError) as error:

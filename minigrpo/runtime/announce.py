@@ -36,9 +36,9 @@ def introduce(
         f"on {processes} x {device.type}: {share} prompts per process in {micro} "
         f"micro-batch{'es' if micro > 1 else ''}; {parameters / 1e6:.1f} M parameters"
     )
-    parts = [f"{weight:g} x {name}" for name, weight in weights.items()]
+    parts = [f"{weight:g} x {name}" for name, weight in weights.items() if weight]
     where = " (in evaluations only)" if config.supervised else ""
-    screen.say(f"reward{where}: {' + '.join(parts)}")
+    screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
     if speed.fast:
         kind = device_kind(str(device))
         settings = config.flat()

@@ -30,10 +30,11 @@ def flag(name: str) -> str:
 
 
 def exit_with(error: Exception) -> NoReturn:
-    """Print one line on stderr and exit with code 2."""
+    """Print one line on stderr, with the notes of `DistContext.during`, and exit with code 2."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     # a path or somebody's own error may hold line breaks and what controls a terminal
     line = "".join(
-        c if c.isprintable() else " " if c == "\n" else ascii(c)[1:-1] for c in str(error)
+        c if c.isprintable() else " " if c == "\n" else ascii(c)[1:-1] for c in f"{error}{notes}"
     )
     sys.stderr.write(f"error: {line}\n")
     raise SystemExit(2)
