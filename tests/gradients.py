@@ -52,7 +52,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 FEW = ("grpo", "gspo", "nll")  # of them, where all would take long
 # How two processes, of three prompts each, compute the gradient. micro_batch_size 2 leaves a
-# micro-batch of one prompt for the end.
+# micro-batch of one prompt for the end, as a run does that leaves out groups without variance.
 WAYS: dict[str, dict[str, Any]] = {
     "micro-batches of 1": {"micro_batch_size": 1},
     "micro-batches of 2": {"micro_batch_size": 2},
