@@ -138,6 +138,18 @@ def test_without_old_logp_the_ratio_is_one_and_the_gradient_is_that_of_the_polic
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_no_old_logp_means_that_of_the_policy(loss: str) -> None:
+    logp, _, ref, adv, mask = golden_inputs()
+    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "max_completion_length": 3}
+    gradients = []
+    for old in (None, logp.detach()):
+        value, _ = policy_loss(logp, old, adv, mask, **options)
+        gradients.append(torch.autograd.grad(value, logp)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    assert gradients[0].any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_an_empty_completion_is_no_nan(loss: str) -> None:
     logp = torch.zeros(2, 3, requires_grad=True)
     mask = torch.tensor([[True, True, False], [False, False, False]])
