@@ -6,7 +6,7 @@ minigrpo curves runs/a runs/b --out curves.png
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from .messages import one_line_errors
 from .records import is_number, read_object, read_records
 
 FORMATS = (".png", ".svg", ".pdf")
-NEEDED = ("count", "exact")  # of each kind, for the table of kinds
+MISSING = "-"
 METRICS = {
     "exact_sampled": "held-out examples exactly right, sampled",
     "exact": "held-out examples exactly right, greedy",
@@ -87,9 +87,9 @@ def names_of(runs: Sequence[Path]) -> dict[Path, str]:
     return {run: name if taken.count(name) == 1 else str(run) for run, name in names.items()}
 
 
-def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float]) -> Table:
+def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float | None]) -> Table:
     """The first and the last evaluation, sampled and greedy exact-match, one row per run."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     out.add_column("run", overflow="fold", min_width=8)  # names fold, figures do not
     ends = "after", "change"
     for name in ("steps", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
@@ -99,23 +99,31 @@ def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float]) -> Table:
         first, last = records[0], records[-1]
         shares = []
         for metric in ("exact_sampled", "exact"):
-            before, after = (nan if (x := value(r, metric)) is None else x for r in (first, last))
-            shares += [f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f}"]
+            shares += change(value(first, metric), value(last, metric))
         label = Text(names[run])  # as Text, because brackets in it are no markup
-        out.add_row(label, str(last["step"]), *shares, f"{seconds[run]:.0f}")
+        took = seconds[run]
+        shares.append(MISSING if took is None else f"{took:.0f}")
+        out.add_row(label, str(last["step"]), *shares)
     return out
 
 
-def seconds_of(run: Path, screen: Screen) -> float:
-    """How long a run took; NaN if it has not ended, or if its summary cannot be read."""
+def change(before: float | None, after: float | None) -> list[str]:
+    """Two shares as percentages, and their difference in points."""
+    cells = [MISSING if x is None else f"{x:.1%}" for x in (before, after)]
+    if before is None or after is None:
+        return [*cells, MISSING]
+    return [*cells, f"{100 * (after - before):+.1f}"]
+
+
+def seconds_of(run: Path, screen: Screen) -> float | None:
+    """How long a run took; None if it has not ended, or if its summary cannot be read."""
     path = run / "summary.json"
     try:
         summary = read_object(path) if path.exists() else {}
     except ConfigError as error:
         screen.warn(f"{error}; its seconds are not known")
-        return nan
-    found = summary.get("wall_seconds")
-    return float(found) if is_number(found) else nan
+        return None
+    return value(summary, "wall_seconds")
 
 
 def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
@@ -129,10 +137,13 @@ def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
     for kind in sorted(name.removeprefix("count/") for name in counted):
         shares, counts = [], [0.0, 0.0]
         for i in (0, 1):
-            pairs = [[value(end[i], f"{name}/{kind}") or 0 for name in NEEDED] for end in ends]
-            counts[i] = sum(count for count, _ in pairs)
-            hits = sum(count * exact for count, exact in pairs)
-            shares.append(f"{hits / counts[i]:.0%}" if counts[i] else "")
+            hits = 0.0
+            for end in ends:
+                count, exact = (value(end[i], f"{name}/{kind}") for name in ("count", "exact"))
+                if count is not None and exact is not None:
+                    counts[i] += count
+                    hits += count * exact
+            shares.append(f"{hits / counts[i]:.0%}" if counts[i] else MISSING)
         out.add_row(Text(kind), f"{counts[1]:.0f}", *shares)
     return out
 

@@ -10,6 +10,7 @@ nearly true of positions from one game.
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -109,14 +110,10 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
         functions=load_rewards(config.task.rewards),
         warn=screen.warn,
     )
-    with Progress(console=screen.errors) as progress:
+    with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
         bar = progress.add_task("answers", total=size)
-        graded = grade(
-            loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number)
-        )
-    scorer.close()
-    return graded
+        return grade(loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number))
 
 
 def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
