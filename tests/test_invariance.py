@@ -129,9 +129,18 @@ def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward(tmp_p
     )  # the third step is off-policy
 
 
-def test_padding_is_invisible(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "loss": "cispo", "sampler_correction": True, "top_k": 50},
+        {"kl_coef": 0.1, "num_iterations": 2, "micro_batch_size": 2},
+    ],
+    ids=["grpo", "sampler correction", "old log-probs"],
+)
+def test_padding_is_invisible(tmp_path: Path, options: dict[str, Any]) -> None:
     """More columns of junk to the right of prompts and completions change nothing at all."""
-    trainer = make_trainer(tmp_path / "run", kl_coef=0.1)
+    trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c = batch.completions
     assert batch.ref_logp is not None and c.sampler_logp is not None
@@ -142,8 +151,10 @@ def test_padding_is_invisible(tmp_path: Path) -> None:
         completion_mask=pad(c.completion_mask, (0, 3)),
         sampler_logp=pad(c.sampler_logp, (0, 3), value=torch.nan),
     )
+    if c.log_kept_mass is not None:
+        junk = replace(junk, log_kept_mass=pad(c.log_kept_mass, (0, 3), value=torch.nan))
     padded = replace(batch, completions=junk, ref_logp=pad(batch.ref_logp, (0, 3), value=torch.inf))
-    a, b = (make_trainer(tmp_path / name, kl_coef=0.1).learner for name in "ab")
+    a, b = (make_trainer(tmp_path / name, **options).learner for name in "ab")
     plain, with_junk = a.learn(batch, 0), b.learn(padded, 0)
     assert with_junk == pytest.approx(plain, rel=1e-12)
     for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True):
