@@ -50,9 +50,11 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     )
 
 
-def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])  # dapo divides by tokens, of which 0 are left
+def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     """All of them cut off: the step happens, and changes no weight."""
-    trainer = make_trainer(tmp_path / "run", overlong="mask", max_new_tokens=2, warmup_steps=0)
+    options = {"overlong": "mask", "max_new_tokens": 2, "warmup_steps": 0, "loss": loss}
+    trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     assert batch.loss_mask is not None
     batch.loss_mask[:] = False
