@@ -161,10 +161,13 @@ def test_padding_is_invisible(tmp_path: Path, options: dict[str, Any]) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "bnpo"])
 def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
-    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loss: str, kl_coef: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None is left out with a KL, whose gradient does not depend on the rewards."""
+    options = {"loss": loss, "kl_coef": kl_coef}
     batch_of = RolloutBatches.batch
     half_dead_advantages = torch.tensor(
         [[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]]
@@ -174,11 +177,11 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
         return replace(batch_of(self, step), advantages=half_dead_advantages)
 
     monkeypatch.setattr(RolloutBatches, "batch", half_dead)
-    kept = first_gradient(tmp_path / "kept", loss=loss, skip_zero_variance_groups=False)
-    assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
-    trainer = make_trainer(tmp_path / "live", loss=loss)
+    kept = first_gradient(tmp_path / "kept", **options, skip_zero_variance_groups=False)
+    assert_same(first_gradient(tmp_path / "left out", **options), kept)
+    trainer = make_trainer(tmp_path / "live", **options)
     assert trainer.learner.prompts_with_gradient(trainer.source.batch(0)) == (
-        [0, 1, 2, 3, 4, 5] if loss == "bnpo" else [0, 2, 5]
+        [0, 1, 2, 3, 4, 5] if kl_coef or loss == "bnpo" else [0, 2, 5]
     )
 
 
