@@ -13,6 +13,7 @@ from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.rewards import RewardScorer
 from minigrpo.rollout import rollout_metrics
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.optim import make_optimizer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
@@ -166,16 +167,33 @@ def test_a_gradient_longer_than_the_clip_is_shortened_and_logged_as_it_was(tmp_p
 
 
 def test_weight_decay_shrinks_matrices_and_spares_biases_and_norms(tmp_path: Path) -> None:
-    """With gradients of 0, decay is all that AdamW does: w * (1 - learning rate * decay)."""
-    options = {"weight_decay": 0.5, "learning_rate": 0.1, "warmup_steps": 0}
+    """With gradients of 0, decay is all that AdamW does: w * (1 - learning rate * decay).
+
+    The learning rate is the schedule's: half of it at the first of two steps of warm-up.
+    """
+    options = {"weight_decay": 0.5, "learning_rate": 0.2, "warmup_steps": 2}
     trainer = make_trainer(tmp_path / "run", **options)
     learner = trainer.learner
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for parameter in trainer.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    learner._set_learning_rate(0)
+    assert learner._set_learning_rate(0) == 0.1
     learner.optimizer.step()
     for name, p in trainer.model.named_parameters():
         share = 1 - 0.1 * 0.5 if p.dim() >= 2 else 1.0
         torch.testing.assert_close(p, before[name] * share)
     assert {p.dim() for p in trainer.model.parameters()} == {1, 2}
+
+
+def test_adamw_is_its_formula() -> None:
+    """Loshchilov and Hutter (arXiv 1711.05101), with betas of 0.9 and 0.98 and eps of 1e-8."""
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    optimizer = make_optimizer(model, learning_rate=0.1, weight_decay=0.01, fused=False)
+    expected, first, second = model.weight.item(), 0.0, 0.0
+    for step, gradient in enumerate([3.0, -1.0, 0.5, 2.0], 1):
+        first, second = 0.9 * first + 0.1 * gradient, 0.98 * second + 0.02 * gradient**2
+        scaled = first / (1 - 0.9**step) / ((second / (1 - 0.98**step)) ** 0.5 + 1e-8)
+        expected = expected * (1 - 0.1 * 0.01) - 0.1 * scaled
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+        assert model.weight.item() == pytest.approx(expected, rel=1e-12)
