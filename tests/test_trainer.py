@@ -116,6 +116,12 @@ def test_resuming_from_before_the_newest_checkpoint_abandons_the_newer_ones(tmp_
     ]
 
 
+def test_stopping_after_the_end_is_the_end(tmp_path: Path) -> None:
+    trainer = train(tmp_path / "run", max_steps=2, stop_after=4, eval_every=0)
+    assert trainer.step == 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
 def test_a_finished_run_that_is_resumed_is_left_as_it_is(tmp_path: Path) -> None:
     train(tmp_path / "run")
     before = {
