@@ -355,7 +355,7 @@ def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_s
     trainer.source.batch(0)
     trainer.learner.guard.halvings = 1
     trainer.source.batch(1)
-    assert all(k.dtype == torch.float32 for k, _ in trainer.sampler.graphs.cache.pairs)
+    assert {k.dtype for k, _ in trainer.sampler.graphs.cache.pairs} == {torch.float32}
 
     write_prompt, capacities = KVCache.write_prompt, list[int]()
 

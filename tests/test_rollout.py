@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from minigrpo import Trainer
 from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics, shuffled
 from minigrpo.types import Completions, Example, RewardTable
 
@@ -50,9 +51,27 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     )
 
 
-def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
+    tmp_path: Path,
+) -> None:
+    trainers = [make_trainer(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    trainers[1].model.load_state_dict(trainers[0].model.state_dict())
+    examples = [trainers[0].task.train(i) for i in range(3)]
+
+    def ids(trainer: Trainer, step: int) -> list[int]:
+        (part,) = trainer.source.sample(examples, step)  # type: ignore[attr-defined]
+        return part.completion_ids[part.completion_mask].tolist()
+
+    first = ids(trainers[0], 0)
+    assert ids(trainers[0], 0) == first
+    assert first not in (ids(trainers[0], 1), ids(trainers[1], 0))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])  # dapo divides by tokens, of which 0 are left
+def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     """All of them cut off: the step happens, and changes no weight."""
-    trainer = make_trainer(tmp_path / "run", overlong="mask", max_new_tokens=2, warmup_steps=0)
+    options = {"overlong": "mask", "max_new_tokens": 2, "warmup_steps": 0, "loss": loss}
+    trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     assert batch.loss_mask is not None
     batch.loss_mask[:] = False

@@ -92,7 +92,7 @@ def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("name", ["USR1", pytest.param("TERM", marks=pytest.mark.slow)])
 def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     name: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
@@ -142,6 +142,7 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     out, broken = tmp_path / "out", tmp_path / "bin" / "tar"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
+    slurm["GRPO_PROCESSES"] = "1"
     job = submit(slurm, max_steps=4)
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 1 and "could not be copied" in output

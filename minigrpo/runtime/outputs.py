@@ -105,7 +105,7 @@ def _is_there(path: Path) -> bool:
 
 def _check_can_make(flag: str, path: Path, folder: Path) -> None:
     """Check that the folder, or the nearest one above it that exists, takes new entries."""
-    nearest = next(above for above in (folder, *folder.absolute().parents) if _is_there(above))
+    nearest = next(filter(_is_there, (folder, *folder.parents)), Path("/"))
     if not nearest.is_dir():
         raise ConfigError(f"{flag} {path}: {nearest} is a file, not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from ..config import Config
 from ..runtime.distributed import DistContext
 from ..runtime.estimate import estimate_run
-from ..runtime.flags import exit_with
 from ..runtime.logging import Screen
 from ..runtime.startup import check_machine
+from .messages import one_line_errors
 
 
 def print_plan(config: Config, dist: DistContext) -> None:
@@ -23,11 +23,8 @@ def print_plan(config: Config, dist: DistContext) -> None:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    config = Config.from_cli(argv, prog=prog or "minigrpo plan")
-    try:
-        print_plan(config, DistContext())
-    except ValueError as error:
-        exit_with(error)
+    with one_line_errors():
+        print_plan(Config.from_cli(argv, prog=prog or "minigrpo plan"), DistContext())
 
 
 if __name__ == "__main__":
