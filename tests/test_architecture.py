@@ -159,7 +159,7 @@ def test_nothing_assigns_to_another_module() -> None:
 
 
 def test_every_imported_package_is_declared() -> None:
-    """What the installed commands import is a dependency; extras are imported where they are used."""
+    """What the installed commands import is a dependency, or an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     plots = project["optional-dependencies"]["plots"]
     peer = project["optional-dependencies"]["peer"]
