@@ -171,7 +171,7 @@ def test_a_file_that_is_no_utf_8_text_is_named(tmp_path: Path, content: bytes, w
         attack("24", ",", "--data must name a file, or several separated by commas, got ','"),
         attack("43", "{sums},{sums}", "names .*sums.jsonl twice"),
         ("{sums},{folder}/../{folder.name}/sums.jsonl", "names .*sums.jsonl twice"),
-        ("{sums},{others}", "0 usable .*; prompts and answers that are not about chess must be"),
+        ("{sums},{others}", "0 usable .*; prompts and answers that are not about chess need"),
         ("{folder}/pipe.jsonl", "pipe.jsonl: cannot be read .it is not a regular file"),
         ("{folder}/folder.jsonl", "folder.jsonl: cannot be read .Is a directory"),
         ("a\udcff.jsonl", "the name is not valid UTF-8"),
@@ -490,6 +490,7 @@ HELD_OUT, SCORE = 'Example(f"h{number}", str(number))', "return {name:"
         (SCORE, "return 1 // 0 #", r"score of train\(0\) and the text '0': ZeroDivisionError"),
         (SCORE, "return None #", "score of .*: returned NoneType 'None', without right"),
         (SCORE, "import time; time.sleep(9) #", "took longer than 0.05 s"),
+        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 1 texts: TypeError"),
         ("def score", "score_batch = lambda *a: {}\n    def score", "score of .*, without right"),
     ],
 )

@@ -168,6 +168,8 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata in the file's header, and its tensors: without the masks, and with
     `transformer.` removed from their names.
     """
+    if file.exists() and not file.is_file():  # opening a pipe would wait forever
+        raise ValueError(f"{file}: is not a regular file")
     try:
         with safe_open(file, framework="pt") as tensors:
             keys = list(tensors.keys())

@@ -167,6 +167,8 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
             answer = pool.wait(pool.submit(source.call, *args, needs_thread=True), timeout_s)
             scores = dict(zip(source.names, source.check(answer, 1)[:, 0].tolist(), strict=True))
         except Exception as error:
+            if isinstance(error, ConfigError) and str(error).startswith(task.name):
+                raise
             call = f"{task.name}: score of train(0) and the text {text[:60]!r}"
             raise ConfigError(f"{call}: {describe_failure(error)}") from error
         exact.append(scores.get("exact"))

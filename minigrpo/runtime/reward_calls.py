@@ -151,5 +151,5 @@ def _identity(example: Example) -> Example | int:
 
 def describe_failure(error: Exception) -> str:
     """What went wrong in a call, short enough for one line of a warning."""
-    own = isinstance(error, BadRewardError | TimeoutError)
+    own = isinstance(error, ConfigError | TimeoutError)
     return one_line(error).removeprefix(f"{type(error).__name__}: ") if own else one_line(error)

@@ -84,7 +84,10 @@ def load_rewards(path: str) -> list[RewardFunction]:
 def _load(path: str, flag: str) -> ModuleType:
     """Import a Python file. Raises ValueError, which names the flag, if that fails."""
     where = f"{flag} {path}"
-    guarded(flag, lambda: check_file_name(path))
+    try:
+        check_file_name(path)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {error}") from None
     spec = importlib.util.spec_from_file_location(f"minigrpo_{Path(path).stem}", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ConfigError(f"{where}: must be a Python file that exists")
