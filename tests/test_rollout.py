@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minigrpo import Trainer
+from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics, shuffled
 from minigrpo.types import Completions, Example, RewardTable
 
@@ -49,6 +50,30 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     assert rollout_metrics(mask, eos)["completions/clipped_ratio"] == pytest.approx(
         1 - float(ended.double().mean())
     )
+
+
+def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
+    reference, c = trainer.reference.model, trainer.source.batch(0).completions  # type: ignore[attr-defined]
+    packing = PACKINGS["repeated"](c)
+    for temperature, same in ((0.6, True), (1.0, False)):
+        expected = reference(packing.tokens, packing, temperature)[0]
+        assert torch.allclose(trainer.reference.logp(c), expected, rtol=1e-9, atol=1e-11) == same  # type: ignore[arg-type]
+
+
+def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
+    """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
+    options = {"sampler_correction": True, "loss": "cispo", "top_k": 20}
+    trainer = make_trainer(tmp_path / "run", **options)
+    batch = trainer.source.batch(0)
+    c, learner = batch.completions, trainer.learner
+    assert c.log_kept_mass is not None
+    logp, _ = learner.forward(learner.pack(c))
+    weights = learner._sampler_correction(batch, logp)
+    mask = c.completion_mask
+    kept = c.log_kept_mass.exp()[mask]
+    assert weights is not None and kept.mean() < 0.5
+    torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
 
 
 def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
