@@ -1,5 +1,6 @@
 """Rollouts: zero-variance groups, overlong completions, truncated sampling."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,12 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     kept = c.log_kept_mass.exp()[mask]
     assert weights is not None and kept.mean() < 0.5
     torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
+    # with several inner steps it is the old policy's weight, and does not move with the policy's
+    old = replace(batch, old_logp=logp.detach() - 0.5)
+    weights = learner._sampler_correction(old, logp)
+    assert weights is not None
+    share = kept * torch.tensor(-0.5).exp()
+    torch.testing.assert_close(weights[mask], share, rtol=1e-5, atol=0, check_dtype=False)
 
 
 def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
@@ -101,7 +108,8 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     assert batch.loss_mask is not None
     batch.loss_mask[:] = False
     before = trainer.model.wte.weight.clone()
-    assert trainer.learner.learn(batch, 0)["grad_norm"] == 0
+    metrics = trainer.learner.learn(batch, 0)
+    assert metrics["grad_norm"] == metrics["loss"] == trainer.learner.guard.skipped == 0
     assert torch.equal(trainer.model.wte.weight, before)
 
 
