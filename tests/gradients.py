@@ -191,15 +191,15 @@ def gradients_of_all_ways(own: Path, dist: DistContext) -> dict[str, Any]:
 
 
 def two_steps(own: Path, dist: DistContext) -> dict[str, Any]:
-    """What two steps sample, and the weights after them."""
+    """What two steps sample, their metrics, and the weights after them."""
     trainer = make_trainer(own / "sampled", dist)
-    batches = []
+    batches, metrics = [], []
     for step in range(2):
         batch = trainer.source.batch(step)
         assert batch.rewards is not None
         batches.append((batch.texts, batch.rewards.total.tolist()))
-        trainer.learner.learn(batch, step)
-    return {"batches": batches, "weights": trainer.model.state_dict()}
+        metrics.append(trainer.learner.learn(batch, step))
+    return {"batches": batches, "metrics": metrics, "weights": trainer.model.state_dict()}
 
 
 def poisoned_step(own: Path, dist: DistContext) -> dict[str, Any]:

@@ -314,7 +314,10 @@ def test_several_processes_sample_what_one_does_and_keep_equal_weights(
         texts, rewards = ([x for found in ranks for x in found["batches"][step][i]] for i in (0, 1))
         assert texts == batch.texts
         assert batch.rewards is not None and rewards == batch.rewards.total.tolist()
-        trainer.learner.learn(batch, step)
+        metrics = trainer.learner.learn(batch, step)
+        assert metrics["sampling/logp_difference_max"] > 0
+        for found in ranks:
+            assert found["metrics"][step] == pytest.approx(metrics, rel=1e-6, abs=1e-12)
     for name, weight in trainer.model.state_dict().items():
         assert all(
             torch.equal(ranks[0]["weights"][name], found["weights"][name]) for found in ranks

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.model import packing as packing_module
+from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packed_attention import additive_mask, shared_rows_of
 from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
 from minigrpo.model.transformer import ModelShape, Transformer
@@ -82,6 +83,26 @@ def test_gradients_are_those_of_the_plain_forward(
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_have_the_log_probs_and_entropies_of_all_at_once(
+    chunk: int, temperature: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (
+        torch.randn(n, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (17, VOCAB)
+    )
+    targets = torch.randint(0, VOCAB, (17,), generator=generator)
+    weights = torch.randn(17, generator=generator, dtype=torch.float64)
+    found, gradients = [], []
+    for size in (0, chunk):
+        found.append(token_logprobs(hidden, head, targets, temperature, size))
+        gradients.append(torch.autograd.grad((found[-1][0] * weights).sum(), (hidden, head)))
+    for a, b in [*zip(*found, strict=True), *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -1,5 +1,6 @@
 """Rollouts: zero-variance groups, overlong completions, truncated sampling."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from minigrpo import Trainer
+from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics, shuffled
 from minigrpo.types import Completions, Example, RewardTable
 
@@ -51,6 +53,36 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     )
 
 
+def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
+    reference, c = trainer.reference.model, trainer.source.batch(0).completions  # type: ignore[attr-defined]
+    packing = PACKINGS["repeated"](c)
+    for temperature, same in ((0.6, True), (1.0, False)):
+        expected = reference(packing.tokens, packing, temperature)[0]
+        assert torch.allclose(trainer.reference.logp(c), expected, rtol=1e-9, atol=1e-11) == same  # type: ignore[arg-type]
+
+
+def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
+    """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
+    options = {"sampler_correction": True, "loss": "cispo", "top_k": 20}
+    trainer = make_trainer(tmp_path / "run", **options)
+    batch = trainer.source.batch(0)
+    c, learner = batch.completions, trainer.learner
+    assert c.log_kept_mass is not None
+    logp, _ = learner.forward(learner.pack(c))
+    weights = learner._sampler_correction(batch, logp)
+    mask = c.completion_mask
+    kept = c.log_kept_mass.exp()[mask]
+    assert weights is not None and kept.mean() < 0.5
+    torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
+    # with several inner steps it is the old policy's weight, and does not move with the policy's
+    old = replace(batch, old_logp=logp.detach() - 0.5)
+    weights = learner._sampler_correction(old, logp)
+    assert weights is not None
+    share = kept * torch.tensor(-0.5).exp()
+    torch.testing.assert_close(weights[mask], share, rtol=1e-5, atol=0, check_dtype=False)
+
+
 def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
     tmp_path: Path,
 ) -> None:
@@ -76,7 +108,8 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     assert batch.loss_mask is not None
     batch.loss_mask[:] = False
     before = trainer.model.wte.weight.clone()
-    assert trainer.learner.learn(batch, 0)["grad_norm"] == 0
+    metrics = trainer.learner.learn(batch, 0)
+    assert metrics["grad_norm"] == metrics["loss"] == trainer.learner.guard.skipped == 0
     assert torch.equal(trainer.model.wte.weight, before)
 
 
