@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import _dynamo
 
-from benchmarks.layers import stacked
 from minigrpo import Config, Trainer
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
@@ -327,9 +326,6 @@ def test_without_a_compiler_nothing_is_begun(
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
         accel.check_compiler(Config.of(compile_model=True).speed, torch.device("cuda"))
-    assert [
-        row.status for row in stacked(torch.device("cpu")) if row.name == "(torch.compile)"
-    ] != ["ok"]
 
 
 def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) -> None:

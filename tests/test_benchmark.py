@@ -159,10 +159,17 @@ def test_a_layer_that_changes_nothing_on_a_job_is_not_timed(
 def test_tf32_has_nothing_to_do_on_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for capability in ((7, 0), (8, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        monkeypatch.setattr(no_effect, "cuda_capability", lambda _, c=capability: c)
         rows = stacked(job(device="cuda"))
         found.append(next(row.status for row in rows if row.name == "TF32"))
     assert found[0].startswith(layers.NOTHING_TO_DO) and found[1] == "ok"
+
+
+def test_a_row_says_that_its_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    (status,) = (row.status for row in stacked(job()) if row.name == "(torch.compile)")
+    assert status.startswith("--compile-model needs a C++ compiler")
 
 
 def test_a_layer_alone_is_compared_with_the_library_without_layers() -> None:
@@ -358,7 +365,7 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
         (["scaling", "--steps", "3"], "--steps must be at least 4, got 3"),
         (["scaling", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["scaling", "--config", "nope"], "--config nope: no such file or preset; presets: "),
-        (["--json", "/"], "--json /: is a folder, and must be a file"),
+        (["--json", "/"], "--json must name a file, got '/'"),
         (["--json", "/proc/nope/x.json"], "--json /proc/nope/x.json: cannot be written"),
         (["memory", "--out-dir", "/proc/nope"], "--out-dir /proc/nope: cannot be written"),
         (["--repats", "3"], "Unrecognized options: --repats"),

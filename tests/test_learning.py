@@ -42,7 +42,7 @@ def gain(found: list[float]) -> tuple[float, float]:
 
 
 def test_a_short_run_learns_and_with_shuffled_rewards_it_does_not(tmp_path: Path) -> None:
-    """The thresholds leave room: over the seeds 0 to 11 the gain was 0.19 to 0.49, and 14 to 25 of
+    """The thresholds leave room: over the seeds 0 to 11 the gain was 0.19 to 0.49, and 15 to 24 of
     its standard errors; with shuffled rewards it was -0.02 to 0.02.
     """
     learnt, error = gain(rewards(tmp_path / "learns"))

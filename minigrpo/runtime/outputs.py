@@ -6,6 +6,7 @@ turns that into the same one line, and keeps the file that was there before.
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,8 @@ def _check_can_make(flag: str, path: Path, folder: Path) -> None:
         raise ConfigError(f"{flag} {path}: {nearest} is a file, not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag} {path}: cannot be written (no permission in {nearest})")
+    # some file systems take no new files, although the permissions say so
+    tempfile.TemporaryFile(dir=nearest).close()
     longest = os.pathconf(nearest, "PC_NAME_MAX")  # in bytes
     if any(len(part.encode()) > longest for part in path.parts):
         raise ConfigError(f"{flag} {path}: cannot be written (File name too long)")
