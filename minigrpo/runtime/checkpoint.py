@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .failures import NotFinite, reason_of
-from .files import PARTIAL, flush_folder, parse_json, put_in_place, write_aside
+from .files import PARTIAL, flush_folder, put_in_place, write_aside
+from .text import parse_json
 
 State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"

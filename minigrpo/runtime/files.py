@@ -56,17 +56,6 @@ def flush_folder(folder: Path) -> None:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for any text that is not JSON.
-
-    That includes bytes that are not UTF-8, and brackets nested so deeply that the parser gives up.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record that is valid JSON: null for NaN and infinities, with their number, if any."""
     count = 0

@@ -21,8 +21,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import text as text_summary
 
 from .failures import reason_of
-from .files import NUM_NOT_FINITE, parse_json, to_json, write_whole
+from .files import NUM_NOT_FINITE, to_json, write_whole
 from .flags import ConfigError
+from .text import parse_json
 
 Scalars = Mapping[str, float]
 Say = Callable[[str], object]

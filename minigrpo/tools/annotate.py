@@ -33,6 +33,7 @@ from rich.progress import (
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_file, one_line
+from ..runtime.text import parse_json
 from ..tasks.best_move import MATE, PROMPT_PREFIX, write
 from ..tasks.chess_env import ChessEnv
 from ..tasks.files import ExampleSource
@@ -183,9 +184,9 @@ def read_done(path: Path, made_by: str) -> set[str]:
     done: set[str] = set()
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             fen, by = record["prompt"].removeprefix(PROMPT_PREFIX), record["made_by"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f"--out {path}, line {number}: was not written by this tool; take another file"
             ) from None

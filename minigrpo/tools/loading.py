@@ -18,10 +18,10 @@ from ..runtime.checkpoint import CheckpointError, State, checkpoints, load_check
 from ..runtime.flags import ConfigError
 from ..runtime.logging import Screen
 from ..runtime.settings import places, read_settings
+from ..runtime.text import printable
 from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
 from ..types import Task
-from .records import shortened
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transform
         try:
             return str(path), _model_of(state)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            reason = shortened(" ".join(str(error).split()), 200)
+            reason = printable(str(error))[:200]
             warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")
     if (folder / WEIGHTS).exists():
         return str(folder / WEIGHTS), Transformer.from_pretrained(folder / WEIGHTS)

@@ -1,11 +1,11 @@
 """Read the JSONL files of a run's folder; what is wrong in one is named with its line."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..runtime.flags import ConfigError
+from ..runtime.text import parse_json, quoted
 
 Record = dict[str, Any]
 
@@ -35,8 +35,8 @@ def read_records(path: Path, numbers: Collection[str] = ()) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             if number == len(lines):
                 break
             raise ConfigError(f"{path}, line {number}: is not JSON") from None
@@ -51,10 +51,10 @@ def read_records(path: Path, numbers: Collection[str] = ()) -> list[Record]:
 def read_object(path: Path) -> Record:
     """The object in a JSON file. Raises ConfigError in one line."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ConfigError(f"{path}: is not whole JSON") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must be a JSON object")
@@ -72,15 +72,9 @@ def _problem(record: object, numbers: Collection[str]) -> str:
         return "must be a JSON object"
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
-        return f"step must be a whole number, got {shortened(step)}"
+        return f"step must be a whole number, got {quoted(step)}"
     for name, value in record.items():
         asked = name in numbers or f"{name.partition('/')[0]}/" in numbers
         if asked and value is not None and not is_number(value):
-            return f"{shortened(name)} must be a number, got {shortened(value)}"
+            return f"{quoted(name)} must be a number, got {quoted(value)}"
     return ""
-
-
-def shortened(value: object, longest: int = 60) -> str:
-    """A value as it is shown in a message: on one line, and not longer than it is useful."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[:longest]}..."
