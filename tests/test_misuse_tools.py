@@ -471,7 +471,7 @@ def test_ctrl_c_in_the_middle_of_an_evaluation_ends_its_threads_too(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--config", "folder"], "--config folder: cannot be read"),
+        (["--config", "folder"], "--config folder: is a folder, not a file"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read"),
         (["--init-from", "folder"], "--init-from"),
         (["--tokenizer", "folder"], "--tokenizer folder"),
