@@ -1,8 +1,6 @@
 """Measure on this machine: `python benchmark.py [NAME] [flags]`; `--help` lists the names."""
 
-import sys
-
-from benchmarks.cli import main
+from minigrpo.tools.cli import run_script
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script("benchmark")

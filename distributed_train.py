@@ -3,7 +3,7 @@
 The flags are those of train.py. Each process joins the others because torchrun sets WORLD_SIZE.
 """
 
-from minigrpo.tools.train import main
+from minigrpo.tools.cli import run_script
 
 if __name__ == "__main__":
-    main()
+    run_script("train")

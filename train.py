@@ -1,6 +1,6 @@
 """Train a model: `python train.py --help`. The same as `minigrpo train`."""
 
-from minigrpo.tools.train import main
+from minigrpo.tools.cli import run_script
 
 if __name__ == "__main__":
-    main()
+    run_script("train")

@@ -2,15 +2,19 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
+from minigrpo.runtime.outputs import check_output_file, check_output_folder, write_output
 
 from .memory import Memory
+from .peers import Peers
 from .precision import Precision
+from .report import RESULTS
 from .rewards import Rewards
 from .scaling import Scaling
 from .steps import Steps
@@ -33,26 +37,38 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "rewards": Rewards,
     "scaling": Scaling,
     "precision": Precision,
+    "peers": Peers,
 }
 
 
-def main(argv: list[str]) -> None:
-    """Run one benchmark. Invalid input gives one line on stderr and exit code 2."""
+def parse_benchmark(argv: Sequence[str], prog: str = "python benchmark.py") -> Benchmark:
+    """The benchmark of a command line, with its flags; it is not run. Raises ValueError."""
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         allowed = ", ".join(BENCHMARKS)
-        exit_with(
-            ConfigError(f"python benchmark.py [NAME]: NAME must be one of {allowed}, got {name!r}")
-        )
-    console = Console() if sys.stdout.isatty() else Console(width=150)  # the tables are wide
+        raise ConfigError(f"{prog} [NAME]: NAME must be one of {allowed}, got {name!r}")
+    others = ", ".join(other for other in BENCHMARKS if other != name)
+    about = f"{BENCHMARKS[name].__doc__} Other benchmarks: {others}."
+    return parse(BENCHMARKS[name], rest, prog=f"{prog} {name}", description=about)
+
+
+def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
+    """Run one benchmark. Invalid input gives one line on stderr and exit code 2.
+
+    `prog` is the program as the user typed it.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=170)  # the tables are wide
     try:
-        others = ", ".join(other for other in BENCHMARKS if other != name)
-        about = f"{BENCHMARKS[name].__doc__} Other benchmarks: {others}."
-        benchmark = parse(BENCHMARKS[name], rest, prog=f"benchmark.py {name}", description=about)
+        benchmark = parse_benchmark(argv, prog)
+        out_dir = getattr(benchmark, "out_dir", None)
+        if hasattr(benchmark, "out_dir"):
+            check_output_folder("--out-dir", out_dir or RESULTS)
+        if benchmark.json:
+            check_output_file("--json", benchmark.json)
         result = benchmark.run(console)
-    except ValueError as error:
+        if benchmark.json:
+            text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+            write_output("--json", benchmark.json, lambda file: file.write_text(text))
+            console.print(f"wrote {benchmark.json}", markup=False)
+    except (ValueError, OSError) as error:  # such as a disk that fills up while it runs
         exit_with(error)
-    if benchmark.json:
-        benchmark.json.parent.mkdir(parents=True, exist_ok=True)
-        benchmark.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"wrote {benchmark.json}")

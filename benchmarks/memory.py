@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -28,12 +28,14 @@ from rich.progress import Progress
 
 from minigrpo.model.logprobs import chunk_size, token_logprobs
 from minigrpo.runtime import accel
+from minigrpo.runtime.constraints import AtLeast
 from minigrpo.runtime.logging import PhaseTimer
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
 from . import probe
 from .bench_step import BenchStep
+from .flags import Positive
 from .memory_report import write_memory
 from .workload import Workload, WorkloadFlags
 
@@ -155,9 +157,9 @@ class Memory(WorkloadFlags):
     time.
     """
 
-    group_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    group_sizes: Annotated[tuple[int, ...], AtLeast(2)] = (2, 4, 8, 16, 32, 64)
     """Completions per prompt; --group-size is not used."""
-    repeats: int = 2
+    repeats: Positive = 2
     """Timed steps per row, after two that warm up."""
     out_dir: Path | None = None
     """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
@@ -183,7 +185,10 @@ class Memory(WorkloadFlags):
                             timelines[way] = {"group_size": size, "readings": readings}
                         progress.advance(bar)
         result = {**probe.describe_machine(device), "measures": probe.PeakMemory(device).measures}
-        result["work"] = first.to_dict() | {"text": text}
+        result |= {
+            "made_by": probe.made_by(self.command()),
+            "work": first.to_dict() | {"text": text},
+        }
         with console.status("log-probs alone"):
             result |= {"rows": rows, "timelines": timelines, "logprobs": logprobs_alone(device)}
         write_memory(result, self.out_dir, console)

@@ -43,7 +43,8 @@ def write_memory(result: dict[str, Any], out_dir: Path | None, console: Console)
     )
     print_table(console, heading, alone["rows"], LOGPROBS)
     tables = [markdown(title, result["rows"], MEMORY), markdown(heading, alone["rows"], LOGPROBS)]
-    text = "\n".join([f"# {result['device']}\n\n{result['work']['text']}\n", *tables])
+    intro = f"# {result['device']}\n\n{result['work']['text']}\n\n{result['made_by']}\n"
+    text = "\n".join([intro, *tables])
     (folder / "memory.md").write_text(text)
     (folder / "memory.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     draw_memory(result, folder / "memory.png", console)

@@ -21,11 +21,12 @@ from rich.console import Console
 
 from minigrpo.config import Config
 from minigrpo.runtime import accel
-from minigrpo.runtime.flags import ConfigError, flag
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.tools.curves import FORMATS
 
 from . import probe
+from .flags import BenchmarkFlags, Positive
 from .precision_curves import COLUMNS, LIMIT, Curves, draw
 from .report import markdown, print_table
 from .training_runs import Run, train
@@ -47,20 +48,20 @@ POLICY = {
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(BenchmarkFlags):
     """Training curves in float32, bfloat16 and, on CUDA, float16: how far they are apart."""
 
-    steps: int = 1000
+    steps: Positive = 1000
     """Steps per run; the learning rate decays over them."""
-    seeds: int = 3
+    seeds: Positive = 3
     """Runs per job and precision, with the seeds 0, 1, ..."""
     config: Path | None = None
     """A TOML file or preset: compare on its job, instead of the warm start and the default job."""
-    jobs: int = 1
+    jobs: Positive = 1
     """Runs side by side."""
-    threads: int = 1
+    threads: Positive = 1
     """Threads per run (OMP_NUM_THREADS)."""
-    eval_size: int = 512
+    eval_size: Positive = 512
     """Held-out examples per evaluation."""
     out_dir: Path = Path("runs/precision")
     """Folder of the runs, and of precision.json, .md and .png. Finished runs in it are reused."""
@@ -70,9 +71,6 @@ class Precision:
     """Write the figures here too."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        for name in ("steps", "seeds", "jobs", "threads", "eval_size"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{flag(name)} must be at least 1, got {value}")
         if self.figure and self.figure.suffix not in FORMATS:
             raise ConfigError(f"--figure must end with {', '.join(FORMATS)}, got {self.figure}")
         runs = self._runs()

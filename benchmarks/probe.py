@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,3 +104,13 @@ def _resident(field: str) -> float:
 def describe_machine(device: torch.device) -> dict[str, Any]:
     found = versions(1) | ({"cuda": str(torch.version.cuda)} if device.type == "cuda" else {})
     return {"device": device_name(device), "versions": found, "cpu_count": os.cpu_count()}
+
+
+def made_by(command: str) -> str:
+    """The line that names a figure's command and commit; docs/check_figures.py reads such lines."""
+    commit = versions(1)["git_commit"][:7]
+    changes = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain", "-uno"]
+    if commit == "unknown":
+        return f"Made by `{command}`, commit unknown."
+    changed = subprocess.run(changes, capture_output=True, text=True).stdout.strip()
+    return f"Made by `{command}` at {commit}{' with local changes' if changed else ''}."

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import chess
 import Levenshtein
@@ -23,10 +23,15 @@ from rich.table import Table
 
 from minigrpo.config import Config
 from minigrpo.rewards import RewardFunction, RewardScorer
+from minigrpo.runtime.constraints import AtLeast
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.tasks.chess_env import ENDING, ChessEnv
 from minigrpo.tasks.fen import _rank
 from minigrpo.trainer import Trainer
 from minigrpo.types import Example
+
+from .flags import BenchmarkFlags, Positive, PositiveOrZero
+from .probe import made_by
 
 GROUP = 8
 HOSTILE = [
@@ -47,19 +52,22 @@ Batch = tuple[list[Example], Texts]
 
 
 @dataclass(frozen=True)
-class Rewards:
+class Rewards(BenchmarkFlags):
     """Time of scoring alone, and what a step saves by overlapping it with the rollout."""
 
-    sizes: tuple[int, ...] = (64, 1024, 16384)
+    sizes: Annotated[tuple[int, ...], AtLeast(GROUP)] = (64, 1024, 16384)
     """Numbers of completions; multiples of 8."""
-    repeats: int = 7
+    repeats: Positive = 7
     """Timed runs per variant."""
-    steps: int = 12
+    steps: PositiveOrZero = 12
     """Training steps with and without --overlap-rewards; 0: none."""
     json: Path | None = None
     """Write the figures here."""
 
     def run(self, console: Console) -> dict[str, Any]:
+        for size in self.sizes:
+            if size % GROUP:
+                raise ConfigError(f"--sizes must be multiples of {GROUP}, got {size}")
         with TemporaryDirectory() as folder:
             trainer = Trainer(
                 Config.of(out_dir=f"{folder}/run", max_steps=10**6, group_size=GROUP), quiet=True
@@ -67,7 +75,7 @@ class Rewards:
             rows = []
             for size in self.sizes:
                 now, before = (
-                    _completions(trainer, max(1, size // GROUP), seed, console) for seed in (0, 1)
+                    _completions(trainer, size // GROUP, seed, console) for seed in (0, 1)
                 )
                 rows.append(_time_variants(now, before, self.repeats if size <= 1024 else 3))
                 console.print(_table(rows[-1]))
@@ -81,6 +89,7 @@ class Rewards:
             overlap = _time_overlap(Path(folder), self.steps, console) if self.steps else {}
         return {
             "benchmark": "rewards",
+            "made_by": made_by(self.command()),
             "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
             "scoring": rows,
             "a reward that waits 5 ms": waiting,

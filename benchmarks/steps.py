@@ -3,62 +3,35 @@
 The first row is grpo.py's step, the second the library without its speed layers, and each further
 row adds one layer. All rows sample the same tokens for the same prompts. A learning rate close to
 zero keeps their weights equal, although the whole step runs. On CPU the rows are interleaved, A B C
-A B C, so that a machine that slows down slows all of them.
+A B C, so that a machine that slows down slows all of them. intervals.py says when two rows differ.
 """
 
 import gc
-import json
-import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from torch import Tensor
+from rich.progress import Progress
 
-from minigrpo.config import Config
 from minigrpo.runtime import accel
 from minigrpo.runtime.flags import ConfigError
-from minigrpo.types import RolloutBatch
 
 from . import probe
-from .bench_step import BenchStep, MeasuredStep
+from .bench_step import BenchStep
+from .flags import Positive, PositiveOrZero
 from .grpo_step import GrpoPyStep
 from .layers import RowSpec, alone, stacked
 from .report import write_report
-from .roofline import Roofline, StepWork
+from .roofline import Roofline
+from .rows import Baseline, Comparisons, Row, records
 from .workload import Workload, WorkloadFlags
 
 FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
-PHASES = ("rollout", "reward", "reference", "update")
-
-
-@dataclass
-class Row:
-    """The measurements of a row."""
-
-    spec: RowSpec
-    status: str
-    bench: MeasuredStep | None = None
-    steps: list[dict[str, float]] = field(default_factory=list)
-    peak_mib: float = math.nan
-    warm_up_s: float = 0.0
-    recompiles: int = 0
-    different: int = 0  # completions that differ from the first row's
-    loss_difference: float = math.nan
-    grad_difference: float = math.nan
-
-    def median(self, name: str) -> float:
-        """The median over the timed steps; NaN if the row did not run."""
-        if self.status != "ok" or not self.steps:
-            return math.nan
-        return median(step.get(name, 0.0) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -73,8 +46,12 @@ class Steps(WorkloadFlags):
     """Run only grpo.py and the rows whose names contain one of these words; each row still has the
     layers of the omitted rows above it.
     """
-    repeats: int = 5
-    """Timed steps per row, after two that warm up."""
+    repeats: Positive = 6
+    """Timed steps per row, after two that warm up; 6 are the fewest for an interval of 95 %."""
+    max_repeats: Positive = 12
+    """A row whose interval is wider than 6 % takes more steps than --repeats, up to this number."""
+    max_seconds: PositiveOrZero = 300
+    """No step beyond --repeats begins later than this many seconds after the first row."""
     out_dir: Path | None = None
     """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
     json: Path | None = None
@@ -83,37 +60,79 @@ class Steps(WorkloadFlags):
     def run(self, console: Console) -> dict[str, Any]:
         device = accel.pick_device(self.device)
         work = Workload.of(self, device)
+        tables = {"rows": self._chosen(stacked(work, as_configured=bool(self.config)))}
+        if self.full:
+            tables["alone"] = self._chosen(alone(work))
         console.print(f"{probe.device_name(device)}: {work.describe()}", highlight=False)
         result = {
             **probe.describe_machine(device),
+            "made_by": probe.made_by(self.command()),
             "work": work.to_dict(),
-            "rows": self._measure(work, stacked(device), console),
         }
-        if self.full:
-            result["alone"] = self._measure(work, alone(device), console)
+        for name, specs in tables.items():
+            result[name] = self._measure(work, specs, console)
         write_report(result, self.out_dir, console)
         return result
 
-    def _measure(
-        self, work: Workload, specs: list[RowSpec], console: Console
-    ) -> list[dict[str, Any]]:
-        rows = [Row(spec, spec.status) for spec in specs if self._is_wanted(spec)]
-        jobs, baseline = list[tuple[Row, Callable[[Row], None]]](), Baseline()
-        # a GPU has no room for the models of all rows, so there they run one after the other
-        for together in [rows] if work.device.type == "cpu" else [[row] for row in rows]:
-            jobs += [(row, partial(_warm_up, work=work, baseline=baseline)) for row in together]
-            jobs += [
-                (row, partial(_time_step, turn=turn + 1, baseline=baseline))
-                for turn in range(self.repeats)
-                for row in together
-            ]
-            jobs += [(row, _release) for row in together]
-        for row, job in track(jobs, f"{len(rows)} rows", console=console, transient=True):
-            _attempt(row, job)
-        return list(_records(rows, Roofline.probed(work)))
+    def _chosen(self, specs: list[RowSpec]) -> list[tuple[RowSpec, bool]]:
+        """Each row, and whether --only wants it. Raises ConfigError for a word in no row's name."""
+        for word in self.only:
+            if not any(word in spec.name for spec in specs):
+                names = ", ".join(spec.name.strip("()") for spec in specs)
+                raise ConfigError(f"--only {word!r}: no row has this in its name; rows: {names}")
+        words = self.only
+        return [
+            (spec, not words or spec.is_grpo_py or any(word in spec.name for word in words))
+            for spec in specs
+        ]
 
-    def _is_wanted(self, spec: RowSpec) -> bool:
-        return not self.only or spec.is_grpo_py or any(word in spec.name for word in self.only)
+    def _measure(
+        self, work: Workload, specs: list[tuple[RowSpec, bool]], console: Console
+    ) -> list[dict[str, Any]]:
+        rows = [Row(spec, spec.status) for spec, wanted in specs if wanted]
+        baseline, deadline = Baseline(), time.perf_counter() + self.max_seconds
+        comparisons = Comparisons(rows, [spec for spec, _ in specs])
+        # a GPU has no room for the models of all rows, so there they run one after the other
+        groups = [rows] if work.device.type == "cpu" else [[row] for row in rows]
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task(f"{len(rows)} rows", total=(1 + self.repeats) * len(rows))
+
+            def run(row: Row, job: Callable[[Row], None]) -> None:
+                _attempt(row, job)
+                progress.advance(bar)
+
+            for group in groups:
+                for row in group:
+                    run(row, partial(_warm_up, work=work, baseline=baseline))
+                turn = 1
+                while due := self._due(group, turn, comparisons, deadline):
+                    for row in due:
+                        run(row, partial(_time_step, turn=turn, baseline=baseline))
+                    turn += 1
+                for row in group:
+                    _release(row)
+        return list(records(rows, comparisons, Roofline.probed(work)))
+
+    def _due(
+        self, group: list[Row], turn: int, comparisons: Comparisons, deadline: float
+    ) -> list[Row]:
+        """The rows of a group that run in this turn.
+
+        Beyond --repeats these are the rows whose interval is wide, and those that they are compared
+        with.
+        """
+        rows = [row for row in group if row.status == "ok"]
+        if turn <= self.repeats:
+            return rows
+        if turn > self.max_repeats or time.perf_counter() > deadline:
+            return []
+        due = list[Row]()
+        for row in filter(comparisons.is_wide, rows):
+            before = comparisons.before(row) or row
+            # a row of another group is over: only the turns that it ran can be paired
+            if before in group or turn in before.steps:
+                due += [row, before]
+        return [row for row in rows if row in due]
 
 
 def _attempt(row: Row, job: Callable[[Row], None]) -> None:
@@ -136,7 +155,7 @@ def _release(row: Row) -> None:
     torch.cuda.empty_cache()
 
 
-def _warm_up(row: Row, work: Workload, baseline: "Baseline") -> None:
+def _warm_up(row: Row, work: Workload, baseline: Baseline) -> None:
     """Build the row's step, run it twice, and compare its loss and gradient."""
     config = work.config.replace(**row.spec.flags, learning_rate=FROZEN_LR)
     with probe.PeakMemory(work.device) as memory:
@@ -154,83 +173,9 @@ def _warm_up(row: Row, work: Workload, baseline: "Baseline") -> None:
     row.loss_difference, row.grad_difference = baseline.compare(row.bench)
 
 
-def _time_step(row: Row, turn: int, baseline: "Baseline") -> None:
+def _time_step(row: Row, turn: int, baseline: Baseline) -> None:
     assert row.bench is not None
     graphs = accel.graphs_compiled()
-    row.steps.append(row.bench.step(turn))
+    row.steps[turn] = row.bench.step(turn)
     row.recompiles += accel.graphs_compiled() - graphs
-    row.different += baseline.count_different(turn, row.bench.tokens())
-
-
-class Baseline:
-    """Tokens, loss and gradient of the first row that ran; the others are compared with them."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, Tensor] = {}  # by turn
-        self.first: tuple[RolloutBatch, float, list[Tensor]] | None = None
-
-    def count_different(self, turn: int, ids: Tensor) -> int:
-        """How many completions of a turn differ, of `[P * G, S]`."""
-        return int((ids != self.tokens.setdefault(turn, ids)).any(-1).sum())
-
-    def compare(self, bench: MeasuredStep) -> tuple[float, float]:
-        """Relative differences of loss and gradient, both on the first row's rollout."""
-        batch = bench.batch if self.first is None else self.first[0]
-        loss, gradient = bench.gradient(batch)
-        gradient = [g.to("cpu", torch.float64) for g in gradient]
-        if self.first is None:
-            self.first = batch, loss, gradient
-        _, first_loss, first_gradient = self.first
-        apart = _norm([a - b for a, b in zip(gradient, first_gradient, strict=True)])
-        return abs(loss - first_loss) / (abs(first_loss) or 1), apart / (_norm(first_gradient) or 1)
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(sum(float(x.square().sum()) for x in tensors))
-
-
-def _work_of(row: Row, group_size: int) -> StepWork:
-    flags = row.spec.flags
-    return StepWork(
-        completions=row.median("completions"),
-        completion_len=row.median("completion_len"),
-        rounds=row.median("rollout/rounds"),
-        tokens_rollout=row.median("rollout/tokens"),
-        tokens_update=row.median("tokens/run"),
-        prompt_copies=group_size if row.spec.is_grpo_py else 1,
-        precision="amp" if flags["use_amp"] else "tf32" if flags["use_tf32"] else "float32",
-    )
-
-
-def _records(rows: list[Row], roof: Roofline) -> Iterator[dict[str, Any]]:
-    """The figures of each row as plain JSON; what was not measured is null."""
-    default, first = Config().flat(), rows[0].median("seconds")
-    for row in rows:
-        step = _work_of(row, roof.work.config.sampling.group_size)
-        least, least_flops = roof.seconds(step)
-        seconds = row.median("seconds")
-        record = {
-            "name": row.spec.name,
-            "flags": {name: x for name, x in row.spec.flags.items() if x != default[name]},
-            "s_per_step": seconds,
-            "samples": [timed["seconds"] for timed in row.steps],
-            **{name: row.median(name) for name in PHASES},
-            "tokens_per_s": step.completions * step.completion_len / seconds,
-            "speedup": first / seconds,
-            "peak_mib": row.peak_mib,
-            "memory_measures": probe.PeakMemory(roof.work.device).measures,
-            "loss_difference": row.loss_difference,
-            "grad_difference": row.grad_difference,
-            "roofline_multiple": seconds / least,
-            "flops_multiple": seconds / least_flops,
-            "rounds": step.rounds,
-            "rounds_each": row.median("rollout/rounds_each"),
-            "tokens_rollout": step.tokens_rollout,
-            "tokens_update": step.tokens_update,
-            "different_completions": row.different,
-            "completions": sum(int(timed["completions"]) for timed in row.steps),
-            "warm_up_s": row.warm_up_s,
-            "recompiles": row.recompiles,
-            "status": row.status,
-        }
-        yield json.loads(json.dumps(record).replace("NaN", "null").replace("Infinity", "null"))
+    baseline.count_different(row, turn, row.bench.tokens())

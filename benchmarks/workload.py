@@ -8,12 +8,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tiktoken
 import torch
+import tyro
 
 from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
@@ -22,11 +22,16 @@ from minigrpo.model.tokenizer import END_OF_TEXT
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import similarities
 from minigrpo.runtime.build import make_model, make_task, make_tokenizer
+from minigrpo.runtime.constraints import AtLeast, AtMost
 from minigrpo.runtime.flags import ConfigError, flag
 from minigrpo.runtime.rng import stream
+from minigrpo.runtime.settings import read_settings
 from minigrpo.tasks.scoring import BatchScored
 from minigrpo.types import Example, Task
 
+from .flags import BenchmarkFlags
+
+ConfigFiles = tyro.conf.UseAppendAction[tuple[str, ...]]
 # a natural job brings its own model and prompts, so it takes none of these
 MODEL_SIZES = ("layers", "width", "heads", "vocab_size", "prompt_len")
 STEP_SIZES = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef", "micro_batch_size")
@@ -42,6 +47,7 @@ FIXED_BY_GRPO_PY = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "dynamic_sampling",
     "rewards",
     "reward_weights",
@@ -57,6 +63,7 @@ FIXED_BY_GRPO_PY = (
     "num_iterations",
 )
 ANSWER_TAIL = 32  # tokens by which made-up answers exceed completions, so proposals never run out
+HELD_OUT = 2**40  # made-up examples from this number on are never trained on
 LENGTHS_MEASURED = 64  # prompts whose mean length is reported
 
 
@@ -75,7 +82,7 @@ class RandomText(BatchScored):
         return Example(text[: self.prompt_len], text[self.prompt_len :], index=number)
 
     def held_out(self, number: int) -> Example:
-        return self.train(-1 - number)
+        return self.train(HELD_OUT + number)
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
@@ -86,11 +93,9 @@ class RandomText(BatchScored):
 def byte_tokenizer(vocab_size: int) -> tiktoken.Encoding:
     """A tokenizer of a given size with one token per byte.
 
-    Its longer tokens never occur; they only make the output head as large as asked for. Raises
-    ConfigError for fewer tokens than the 256 bytes and end of text.
+    Its longer tokens never occur; they only make the output head as large as asked for. There are
+    at least the 256 bytes and end of text.
     """
-    if vocab_size < 257:
-        raise ConfigError(f"--vocab-size must be at least 257, got {vocab_size}")
     by_length = (map(bytes, itertools.product(range(256), repeat=n)) for n in (1, 2, 3))
     tokens = itertools.islice(itertools.chain.from_iterable(by_length), vocab_size - 1)
     return tiktoken.Encoding(
@@ -101,8 +106,17 @@ def byte_tokenizer(vocab_size: int) -> tiktoken.Encoding:
     )
 
 
+def read_config(files: Sequence[str]) -> Config:
+    """The config of TOML files or presets; later ones override earlier ones. Raises ConfigError."""
+    settings = {name: x for path in files for name, x in read_settings(Config, path).items()}
+    try:
+        return Config.of(**settings).resolved(settings)
+    except ConfigError as error:
+        raise ConfigError(f"--config {', '.join(files)}: {error}") from None
+
+
 @dataclass(frozen=True)
-class WorkloadFlags:
+class WorkloadFlags(BenchmarkFlags):
     """The flags that choose a workload."""
 
     preset: Literal["tiny", "gpt2"] = "tiny"
@@ -111,8 +125,10 @@ class WorkloadFlags:
     """
     natural: bool = False
     """The default job with its own model, prompts and rewards; completions end with end of text."""
-    config: Path | None = None
-    """Like --natural, with the job of a TOML file."""
+    config: ConfigFiles = ()
+    """Like --natural, with the job of a TOML file or a preset, and a row with its own flags. May be
+    repeated: later files override earlier ones.
+    """
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     layers: int | None = None
@@ -121,13 +137,13 @@ class WorkloadFlags:
     """Size of the residual stream."""
     heads: int | None = None
     """Attention heads."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, AtLeast(257), AtMost(10**6)] = None
     """Tokens in the vocabulary."""
     prompts_per_step: int | None = None
     """Prompts per step."""
     group_size: int | None = None
     """Completions per prompt."""
-    prompt_len: int | None = None
+    prompt_len: Annotated[int | None, AtLeast(1)] = None
     """Tokens per prompt."""
     max_new_tokens: int | None = None
     """Longest completion in tokens."""
@@ -159,7 +175,7 @@ class Workload:
     @classmethod
     def of(cls, flags: WorkloadFlags, device: torch.device) -> "Workload":
         """Raises ConfigError (ValueError for a file) in one line."""
-        natural = flags.natural or flags.config is not None
+        natural = flags.natural or bool(flags.config)
         config, model, tokenizer, task = _natural_job(flags) if natural else _made_up_job(flags)
         some = [task.train(i) for i in range(LENGTHS_MEASURED)]
         lengths = encode_prompts(tokenizer, some, model.shape.context)[1]
@@ -215,14 +231,14 @@ def _natural_job(flags: WorkloadFlags) -> Job:
             f"{flag(wrong[0])} goes with made-up work: --natural and --config have their own model "
             "and prompts"
         )
-    base = Config.from_toml(flags.config) if flags.config else Config()
+    base = read_config(flags.config)
     config = base.replace(**sizes, max_steps=10**6)
     given, default = config.flat(), Config().flat()
     for name in FIXED_BY_GRPO_PY:
         if given[name] != default[name]:
             raise ConfigError(
-                f"--config {flags.config}: {flag(name)} must be {default[name] or 'unset'}, "
-                f"because grpo.py has no other, got {given[name]}"
+                f"--config {', '.join(flags.config)}: {flag(name)} must be "
+                f"{default[name] or 'unset'}, because grpo.py has no other, got {given[name]}"
             )
     tokenizer = make_tokenizer(config)
     return config, make_model(config, tokenizer), tokenizer, make_task(config)
@@ -231,7 +247,8 @@ def _natural_job(flags: WorkloadFlags) -> Job:
 def _made_up_job(flags: WorkloadFlags) -> Job:
     given = flags.sizes()
     sizes: dict[str, Any] = {**PRESETS[flags.preset], **given}
-    if "micro_batch_size" not in given:  # the preset's may not divide the given number of prompts
+    if sizes["micro_batch_size"] and "micro_batch_size" not in given:
+        # the preset's may not divide the given number of prompts
         sizes["micro_batch_size"] = math.gcd(sizes["micro_batch_size"], sizes["prompts_per_step"])
     vocab_size, prompt_len = sizes.pop("vocab_size"), sizes.pop("prompt_len")
     context = prompt_len + sizes["max_new_tokens"]

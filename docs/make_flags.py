@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from minigrpo.config import Config
+from minigrpo.runtime.constraints import Above, AtLeast, AtMost
 from minigrpo.runtime.flags import flag
 from minigrpo.runtime.renamed import NAMES, VALUES
-from minigrpo.runtime.settings import Above, AtLeast, AtMost, places
+from minigrpo.runtime.settings import groups_of, places
 
 PAGE = Path(__file__).with_name("flags.md")
 INTRO = """\
@@ -30,11 +31,13 @@ It is generated from [minigrpo/config.py](../minigrpo/config.py) by `python docs
 - A flag that is on or off has two forms: `--kv-cache` and `--no-kv-cache`.
 - `--config FILE.toml` reads settings from a file. It may be given several times, and the name of a
   shipped preset works too: `--config rtx4090`. Files override the defaults, later files override
-  earlier ones, and the command line overrides all files.
+  earlier ones, and the command line overrides all files. What comes out is checked as a whole.
 - In TOML, a setting stands in the table of its group, without dashes: `group_size = 8` under
   `[sampling]`. `--task` and `--loss` are `name` in their tables. A file without tables is also
   read; its keys are the flags' names.
 - In Python, `Config.of(group_size=8)` sets a flag and `config.sampling.group_size` reads it.
+- A flag that does nothing in a run is listed as the run starts, with the reason:
+  `no effect here: --use-tf32 (CPU)`.
 - Wrong input ends the run before any work, with exit code 2 and one line that names the flag or
   the file and says what is allowed.
 """
@@ -51,7 +54,7 @@ SAMPLE = 8  # shows how a renamed flag's value changes, where it does
 
 def page() -> str:
     """The whole text of docs/flags.md."""
-    groups = typing.get_type_hints(Config)
+    groups = groups_of(Config)
     parts = [INTRO, *(_section(group, kind) for group, kind in groups.items()), OLD + _old_names()]
     return "\n".join(parts) + "\n"
 

@@ -8,19 +8,24 @@ Precedence: the defaults below, then `--config FILE.toml`, then the command line
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
 from .runtime import combinations
+from .runtime.constraints import Above, AtLeast, AtMost, Group
 from .runtime.fast import fast_layers
 from .runtime.flags import ConfigError
-from .runtime.settings import Above, AtLeast, AtMost, Group, Grouped
+from .runtime.settings import Grouped
 
-Count = Annotated[int, AtLeast(1)]
-CountOrZero = Annotated[int, AtLeast(0)]
+# The upper limits only refuse slips of the keyboard, which would fill the memory or never end.
+Count = Annotated[int, AtLeast(1), AtMost(10**9)]
+CountOrZero = Annotated[int, AtLeast(0), AtMost(10**9)]
+Size = Annotated[int, AtLeast(1), AtMost(10**6)]
+Few = Annotated[int, AtLeast(0), AtMost(1024)]
+Seconds = Annotated[float, AtLeast(0.001), AtMost(10**7)]
 Positive = Annotated[float, Above(0)]
 PositiveOrZero = Annotated[float, AtLeast(0)]
 if TYPE_CHECKING:  # type checkers cannot evaluate the table
@@ -39,26 +44,29 @@ class TaskConfig(Group):
     """chess-env, best-move, chess-env+best-move, or a Python file with a task (FILE.py)."""
     data: str = ""
     """Comma-separated files with prompts, instead of self-play: .pgn, .pgn.gz, .txt, .jsonl."""
-    history: CountOrZero = 0
+    history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
     rewards: str = ""
     """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
     reward_weights: str = ""
     """Weights of reward parts, such as exact_fen=1,similarity=0.5; parts left out weigh 0."""
-    reward_timeout: Positive = 10.0
+    reward_timeout: Seconds = 10.0
     """Seconds per completion that a reward function may take before it counts as failed."""
 
     def weights(self) -> dict[str, float]:
         """`reward_weights` as a mapping; empty means the defaults. Raises ConfigError."""
         weights: dict[str, float] = {}
         for item in filter(None, self.reward_weights.split(",")):
-            name, _, number = item.partition("=")
+            name, _, text = (word.strip() for word in item.partition("="))
             try:
-                weights[name.strip()] = float(number)
+                number = float(text)
             except ValueError:
-                weights[name.strip()] = math.nan
-            if not math.isfinite(weights[name.strip()]):
+                number = math.nan
+            if not (name and math.isfinite(number)):
                 raise ConfigError(f"--reward-weights must read part=number,..., got {item!r}")
+            if name in weights:
+                raise ConfigError(f"--reward-weights names {name} twice")
+            weights[name] = number
         return weights
 
 
@@ -70,13 +78,13 @@ class ModelConfig(Group):
     """shipped (a warm-started model), scratch, a run's folder, or a GPT-2's safetensors."""
     tokenizer: str = "chess"
     """chess (shipped), gpt2 (from tiktoken), or a path: .tiktoken, or GPT-2's two files."""
-    layers: Count = 4
+    layers: Size = 4
     """Transformer blocks, with --init-from scratch."""
-    width: Count = 128
+    width: Size = 128
     """Size of the residual stream, with --init-from scratch."""
-    heads: Count = 4
+    heads: Size = 4
     """Attention heads, with --init-from scratch."""
-    context: Count = 256
+    context: Size = 256
     """Context length in tokens, with --init-from scratch."""
 
 
@@ -84,19 +92,21 @@ class ModelConfig(Group):
 class SamplingConfig(Group):
     """How completions are sampled."""
 
-    prompts_per_step: Count = 16
+    prompts_per_step: Size = 16
     """Prompts per step, over all processes."""
-    group_size: Count = 16
+    group_size: Size = 16
     """Completions per prompt."""
-    max_new_tokens: Count = 96
+    max_new_tokens: Size = 96
     """Longest completion in tokens, end of text included."""
-    temperature: Positive = 1.0
+    temperature: Annotated[float, AtLeast(0.001), AtMost(1000)] = 1.0
     """Sampling temperature; training divides the logits by it too."""
     top_k: CountOrZero = 0
     """Sample from the k most likely tokens; training uses the full distribution. 0: all."""
     top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
     """Sample from the most likely tokens with this total probability; training uses all."""
-    dynamic_sampling: CountOrZero = 0
+    min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    """Sample from tokens at least this times as likely as the likeliest; training uses all."""
+    dynamic_sampling: Few = 0
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
 
 
@@ -172,7 +182,7 @@ class SpeedConfig(Group):
     """Cache keys and values while sampling."""
     speculative_decoding: bool = True
     """Propose tokens from the known answer while sampling: same tokens, fewer rounds."""
-    num_speculative_tokens: CountOrZero = 7
+    num_speculative_tokens: Few = 7
     """Tokens proposed per completion and decoding round."""
     cuda_graphs: bool = False
     """Capture decoding rounds as CUDA graphs, and replay them."""
@@ -182,7 +192,7 @@ class SpeedConfig(Group):
     """Leave out of the update groups whose gradient is exactly 0: equal rewards, no KL."""
     parallel_rewards: bool = True
     """Score completions in a thread pool."""
-    num_reward_workers: Count = 2
+    num_reward_workers: Annotated[int, AtLeast(1), AtMost(256)] = 2
     """Threads in the reward pool."""
     overlap_rewards: bool = False
     """Score in the reward pool while the next rollout batch decodes and the reference runs."""
@@ -216,15 +226,15 @@ class RunConfig(Group):
     """Stop after this step as if interrupted; the schedule does not change. 0: off."""
     eval_every: CountOrZero = 100
     """Steps between evaluations; 0: only before and after training."""
-    eval_size: Count = 1024
+    eval_size: Size = 1024
     """Held-out examples in the first and the last evaluation."""
-    eval_size_during: Count = 512
+    eval_size_during: Size = 512
     """Held-out examples in the evaluations in between."""
     save_every: Count = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Count = 2
     """How many of the newest checkpoints to keep."""
-    seed: CountOrZero = 0
+    seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] = 0
     """Seed for examples, samples and initial weights."""
     out_dir: str = ""
     """The run's folder; empty: runs/<time>-<loss>."""
@@ -234,7 +244,7 @@ class RunConfig(Group):
     """Print the estimated tokens, FLOPs and memory of a step, and run nothing."""
     profile: bool = False
     """Write a torch.profiler trace of steps 4 to 6 into the run's folder."""
-    pg_timeout: Positive = 600.0
+    pg_timeout: Annotated[float, AtLeast(1), AtMost(31_536_000)] = 600.0
     """Seconds that a process waits for the others before it fails."""
 
 
@@ -261,8 +271,4 @@ class Config(Grouped):
 
     def resolved(self, given: Collection[str]) -> Self:
         """This config with the layers of --fast, except the settings that are `given`."""
-        if not self.speed.fast:
-            return self
-        speed = self.speed
-        layers = fast_layers(speed.device, speed.amp_dtype, speed.use_amp, given)
-        return self.replace(**layers)
+        return replace(self, **self._groups(fast_layers(self.speed, given)))

@@ -28,7 +28,7 @@ from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime import accel
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard
+from .runtime.guard import NonFiniteGuard, check_weights, weight_norm
 from .runtime.oom import OOMBackoff
 from .runtime.optim import learning_rate_at, make_optimizer
 from .types import Completions, RolloutBatch
@@ -69,8 +69,8 @@ class Learner:
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
 
-        Returns the metrics of the last one, over all processes. Raises Diverged if too
-        many steps in a row had a loss or gradient that is not finite.
+        Returns the metrics of the last one, over all processes. Raises Diverged if the weights are
+        not finite, or if too many steps in a row had a loss or gradient that is not.
         """
         learning_rate = self._set_learning_rate(step)
         prepared, normalizer = self.prepare(batch)
@@ -81,13 +81,16 @@ class Learner:
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
             metrics["grad_norm"] = norm
-            if not self._update(metrics["loss"], norm):
+            if not self._update(metrics["loss"], norm, step):
                 self._skip_step(batch, step, metrics)
                 break
         else:
             self.guard.accept()
-        values = torch.stack([x.double() for x in metrics.values()]).tolist()  # one device sync
-        return dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
+        scalars = [*metrics.values(), weight_norm(self.model)]
+        *values, weights = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
+        check_weights(self.model, weights, step, learning_rate)
+        learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
+        return learnt | self.guard.metrics(self.scaler)
 
     # --- prepare --------------------------------------------------------------------------------
 
@@ -237,20 +240,21 @@ class Learner:
             group["lr"] = learning_rate
         return learning_rate
 
-    def _update(self, loss: Tensor, norm: Tensor) -> bool:
+    def _update(self, loss: Tensor, norm: Tensor, step: int) -> bool:
         """Step the optimizer if loss and gradient are finite; return False for a bad step.
 
         Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
-        an infinite gradient of a finite loss is not a bad step: that is how it finds its scale.
+        an infinite gradient of a finite loss is not a bad step as long as the scale falls.
         """
         finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if finite or self.scaler.is_enabled():  # the scaler checks the gradient itself
+        if finite:
             self.scaler.step(self.optimizer)
-        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return finite or (self.scaler.is_enabled() and bool(torch.isfinite(loss)))
+        return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite
 
     def _skip_step(self, batch: RolloutBatch, step: int, metrics: Metrics) -> None:
+        learning_rate = self._set_learning_rate(step)
+        check_weights(self.model, float(weight_norm(self.model)), step, learning_rate)
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         kept = self.dump(batch, step)
         where = f"; the batch is in {kept}" if kept else ""

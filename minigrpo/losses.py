@@ -16,6 +16,7 @@ learner.py calls `policy_loss`, rollout.py calls `advantages`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +35,15 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 
     A group with equal rewards has advantages of exactly 0. Raises ValueError for groups of one.
     """
-    if rewards.shape[-1] < 2:
-        raise ValueError(
-            "a group-relative advantage needs a group: --group-size must be at least 2, got 1"
-        )
+    if not rewards.dim() or rewards.shape[-1] < 2:
+        raise ValueError(f"--group-size must be at least 2, got {rewards.shape[-1:].numel()}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     size = rewards.shape[-1]
     centred = rewards - rewards.mean(-1, keepdim=True)
     if estimator == "leave_one_out":
         centred = centred * (size / (size - 1))
     elif estimator != "group_mean":
-        raise ValueError(
-            f"advantage estimator must be group_mean or leave_one_out, got {estimator!r}"
-        )
+        raise ValueError(f"estimator must be group_mean or leave_one_out, got {estimator!r}")
     if scale == "group":
         centred = centred / (rewards.std(-1, keepdim=True) + STD_EPS)
     elif scale == "batch":
@@ -245,9 +242,18 @@ def policy_loss(
             normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
 
     Returns:
-        The scalar loss, and metrics: scalars without gradient.
+        The scalar loss, and metrics: scalars without gradient. Raises ValueError, with the name of
+        the argument, for one that is unknown, missing, or of a shape that only broadcasts.
     """
-    spec = LOSSES[loss]
+    spec: LossSpec = _choose("loss", loss, LOSSES)
+    estimate_kl = _choose("kl", kl, {**KL_ESTIMATORS, KL_IN_REWARD: None}) if kl_coef else None
+    if not logp.dim() or not logp.shape[-1]:
+        raise ValueError(f"logp must be [..., S] with at least one column, got {list(logp.shape)}")
+    _check_shape("mask", mask, logp.shape, needed=True)
+    _check_shape("old_logp", old_logp, logp.shape)
+    _check_shape("advantages", advantages, logp.shape[:-1], needed=spec.needs_group)
+    _check_shape("ref_logp", ref_logp, logp.shape, needed=estimate_kl is not None)
+    _check_shape("token_weights", token_weights, logp.shape)
     normalizer = normalizer or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
@@ -268,9 +274,22 @@ def policy_loss(
     by_token = per_token(m, normalizer, 0)
     by_row = by_token if spec.ratio is token_ratio else per_completion(m, normalizer, 0)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
-    if kl_coef and ref_logp is not None and kl in KL_ESTIMATORS:
-        penalty = KL_ESTIMATORS[kl](torch.where(mask, ref_logp, 0.0) - logp, ratio)
+    if estimate_kl and ref_logp is not None:
+        penalty = estimate_kl(torch.where(mask, ref_logp, 0.0) - logp, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
     weights = spec.reduce(m, normalizer, max_completion_length or mask.shape[-1])
     return (weights * term).sum(), metrics
+
+
+def _choose(name: str, key: str, table: dict[str, Any]) -> Any:
+    if key not in table:
+        raise ValueError(f"{name} must be one of {', '.join(table)}, got {key!r}")
+    return table[key]
+
+
+def _check_shape(name: str, x: Tensor | None, shape: torch.Size, *, needed: bool = False) -> None:
+    """Raise ValueError for another shape: one that only broadcasts would give a wrong loss."""
+    if (needed and x is None) or (x is not None and x.shape != shape):
+        got = None if x is None else list(x.shape)
+        raise ValueError(f"{name} must have the shape {list(shape)}, got {got}")

@@ -1,9 +1,9 @@
-"""Text similarity, user-defined reward functions, and the scorer that runs all reward parts.
+"""Text similarity, and the scorer that runs all reward parts.
 
-The tasks' own scores are in tasks/. How calls are cut, limited and checked is in
-runtime/reward_calls.py.
+The tasks' own scores are in tasks/, a user's functions in runtime/reward_functions.py. How calls
+are cut, limited and checked is in runtime/reward_calls.py.
 
-Scoring is cheap because each distinct (prompt, text) is scored once, and malformed texts are
+Scoring is cheap because each distinct (example, text) is scored once, and malformed texts are
 rejected before they are parsed. Threads do not make it faster, because python-chess holds the
 interpreter lock (GIL). They let scoring overlap with work on the device, let rewards wait side by
 side (for a network, say), and keep one that hangs from stopping the run.
@@ -11,14 +11,22 @@ side (for a network, say), and keep one that hangs from stopping the run.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from rapidfuzz import process
-from rapidfuzz.distance import Levenshtein  # the package Levenshtein is a wrapper around this one
+from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a batch per call
 
 from .runtime.pool import Job, WorkerPool
-from .runtime.reward_calls import RewardSource, describe_failure, distinct_pairs, task_source
+from .runtime.reward_calls import (
+    BadRewardError,
+    RewardSource,
+    describe_failure,
+    distinct_pairs,
+    task_source,
+)
+from .runtime.reward_functions import RewardFunction as RewardFunction
+from .runtime.reward_functions import check_number
+from .runtime.reward_functions import reward as reward
 from .tasks.fen import is_valid_fen as is_valid_fen
 from .types import Example, RewardTable, Task
 
@@ -34,64 +42,6 @@ def similarities(a: Sequence[str], b: Sequence[str]) -> np.ndarray:
         a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64
     )
     return scores
-
-
-@dataclass(frozen=True)
-class RewardFunction:
-    """A reward part that does not come from the task; made by the decorator `reward`."""
-
-    function: Callable[..., Any]
-    name: str
-    weight: float = 1.0
-    timeout_s: float | None = None  # seconds per completion; None: the scorer's
-    floor: float = 0.0  # the score of a completion on which the function failed
-    batched: bool = False  # function(examples, texts) -> floats, else function(example, text)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-    def source(self, timeout_s: float) -> RewardSource:
-        """What the scorer calls; `timeout_s` is the limit if the function has none of its own."""
-
-        def call(*args: Any) -> dict[str, Any]:
-            return {self.name: self.function(*args)}
-
-        return RewardSource(
-            [self.name], call, self.batched, self.timeout_s or timeout_s, self.floor
-        )
-
-
-def reward(
-    *,
-    weight: float = 1.0,
-    timeout_s: float | None = None,
-    floor: float = 0.0,
-    batched: bool = False,
-) -> Callable[[Callable[..., Any]], RewardFunction]:
-    """Decorator: make a function a reward part, named after the function.
-
-        @reward(weight=0.2)
-        def brevity(example, text):
-            return 1 / (1 + len(text))
-
-    `--rewards FILE.py` adds the decorated functions of a file to the task's parts. A call that
-    raises, exceeds its time limit, or returns anything but a finite number has failed: the failure
-    is counted, and the completion gets `floor`.
-
-    Args:
-        weight: of this part in the total. `[reward_weights]` in TOML and --reward-weights override
-            it.
-        timeout_s: seconds per completion; None for --reward-timeout.
-        floor: the score of a completion on which the function failed.
-        batched: the function takes lists of examples and texts and returns one float per text, as a
-            reward model does. Which texts share a call depends on the number of processes and on
-            --rollout-batch-size, so the score of a text should depend on that text alone.
-    """
-
-    def decorate(function: Callable[..., Any]) -> RewardFunction:
-        return RewardFunction(function, function.__name__, weight, timeout_s, floor, batched)
-
-    return decorate
 
 
 @dataclass
@@ -132,6 +82,8 @@ class PendingRewards:
                 answer = self.scorer.pool.wait(job, source.time_limit(size))
                 rows = source.check(answer, size)
             except Exception as error:
+                if isinstance(error, BadRewardError) and source.trusted:
+                    raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
                 if source.trusted:
                     raise
                 rows = np.full((len(source.names), size), source.floor, dtype=np.float32)
@@ -149,7 +101,7 @@ class PendingRewards:
 
 
 class RewardScorer:
-    """Runs the reward parts over a batch of texts, each distinct (prompt, text) once."""
+    """Runs the reward parts over a batch of texts, each distinct (example, text) once."""
 
     def __init__(
         self,
@@ -172,11 +124,15 @@ class RewardScorer:
             warn: called with the first failure of each reward source.
 
         Raises:
-            ValueError: a weight of an unknown part, or a function named like a part of the task.
+            ValueError: a weight of an unknown part, or two parts of one name.
         """
         own = {function.name: function.weight for function in functions}
         if twice := set(own) & set(task.parts):
             raise ValueError(f"--rewards: the task already has a part {', '.join(sorted(twice))}")
+        if len(own) < len(functions):
+            names = [function.name for function in functions]
+            twice = {name for name in names if names.count(name) > 1}
+            raise ValueError(f"--rewards: two functions are named {', '.join(sorted(twice))}")
         allowed = {**task.parts, **own}
         self.weights = dict(weights or allowed)
         if unknown := set(self.weights) - set(allowed):
@@ -184,6 +140,8 @@ class RewardScorer:
                 f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: "
                 f"{', '.join(allowed)}"
             )
+        for name, weight in self.weights.items():
+            check_number(f"--reward-weights: {name}", weight)
         self.sources = [task_source(task, timeout_s), *(f.source(timeout_s) for f in functions)]
         self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
         self._warned: set[tuple[str, bool]] = set()

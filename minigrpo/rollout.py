@@ -56,8 +56,9 @@ class SupervisedBatches:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
             ids, lengths = encode_answers(self.tokenizer, examples)
-            room = self.context - ids.shape[1]
-            prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
+            prompt_ids, prompt_len = encode_prompts(
+                self.tokenizer, examples, self.context - lengths
+            )
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
@@ -129,7 +130,7 @@ class RolloutBatches:
             examples,
             num_samples=sampling.group_size,
             u=uniforms(self.config.run.seed, "sample", step, rows, *size),
-            params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
+            params=SamplingParams.of(sampling),
             batch_size=self.config.memory.rollout_batch_size,
         )
 

@@ -16,13 +16,16 @@ from .learner import Learner
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches, rollout_metrics
 from .runtime import accel, announce
 from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
-from .runtime.combinations import check_shares
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
-from .runtime.logging import NoLog, PhaseTimer, RunLog, Screen, peak_memory_mib
+from .runtime.examples import check_examples
+from .runtime.failures import RunFailed, describe
+from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
+from .runtime.no_effect import Situation
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
+from .runtime.startup import check_machine
 from .sampling.sampler import Sampler
 
 Evaluation = dict[str, float]
@@ -38,9 +41,8 @@ class Trainer:
         self.config = config
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
-        self.device = accel.pick_device(config.speed.device, self.dist.local_rank)
+        self.device = check_machine(config, self.dist)
         accel.use_tf32(config.speed)
-        check_shares(config, self.dist.world_size)
 
         self.tokenizer = make_tokenizer(config)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
@@ -48,6 +50,8 @@ class Trainer:
         # a copy, so that the reference stays the initial model even if a checkpoint is loaded below
         initial = make_model(config, self.tokenizer, self.device, self.screen.say)
         self.model = copy.deepcopy(initial) if config.loss.kl_coef else initial
+        limits = initial.shape.context, self.screen.warn
+        self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
         self.estimate = measure_lengths_and_estimate(
             config,
             initial,
@@ -68,10 +72,15 @@ class Trainer:
         self.source = self._make_source(first_step=self.step)
 
         self.stop_reason = ""
+        self.in_update = False  # whether the weights are between two steps
         self.measured = MeasuredSteps()
         self.signal = announce.SignalWatch(self.screen, self.dist.is_main)
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None
+
+    def _situation(self) -> Situation:
+        processes, shape = self.dist.world_size, self.model.shape
+        return Situation(self.config, self.device, processes, shape, self.task)
 
     def _make_source(self, first_step: int) -> BatchSource:
         examples = ExamplePrefetcher(self.task, self.config, self.dist, first_step)
@@ -87,21 +96,20 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         began = time.perf_counter()
-        folder, is_main = self.run_dir.path, self.dist.is_main
-        self.log = RunLog(folder, start_step=self.step) if is_main else NoLog()
-        self.dist.on_main(self.run_dir.write_config)
+        self.log = self.run_dir.open_log(self.step)
         parameters = sum(p.numel() for p in self.model.parameters())
-        announce.introduce(self.screen, self.config, parameters, self.device, self.dist.world_size)
+        announce.introduce(self.screen, self._situation(), parameters, self.scorer.weights)
         try:
             with StopRequest(self.screen.warn) as request:
                 self._train(request)
                 self.run_dir.save(self.step, self.learner)
-                weights = folder / "model.safetensors"
-                self.dist.on_main(lambda: self.model.save_pretrained(weights))
+                self.run_dir.save_weights(self.model)
                 if not self.stop_reason:
                     self._evaluate(self.config.run.eval_size)
         except BaseException as error:
-            self._summarise("failed", repr(error), time.perf_counter() - began)
+            if not self.in_update and not isinstance(error, RunFailed | KeyboardInterrupt):
+                self.run_dir.save_before_ending(self.step, self.learner)
+            self._summarise("failed", describe(error), time.perf_counter() - began)
             raise
         finally:
             self.screen.stop()
@@ -135,14 +143,15 @@ class Trainer:
         start, graphs = time.perf_counter(), accel.graphs_compiled()
         with self.dist.during(f"step {self.step + 1}"):
             batch = self.source.batch(self.step)
+        self.in_update = True
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
-        self.step += 1
-        rolled = self.dist.combine(rollout_metrics(batch, self.tokenizer.eot_token))
+        self.step, self.in_update = self.step + 1, False
+        own = rollout_metrics(batch, self.tokenizer.eot_token)
+        rolled = self.dist.combine(own | {"memory/peak_mib": peak_memory_mib(self.device)})
         metrics = {**rolled, **learnt}
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
-        metrics["memory/peak_mib"] = peak_memory_mib(self.device)
         if self.config.speed.compile_model:  # more than 0 after the first steps is a recompile
             metrics["recompiles"] = accel.graphs_compiled() - graphs
         self.log.step(self.step, metrics)
@@ -156,9 +165,9 @@ class Trainer:
         """Evaluate on the first `size` held-out examples, unless this step has been evaluated."""
         if not size or (self.last and self.last["step"] == self.step):
             return
-        options = {"size": size, "seed": self.config.run.seed}
+        seed = self.config.run.seed
         values = self.dist.on_main(
-            lambda: evaluate(self.sampler, self.task, self.scorer, **options)
+            lambda: evaluate(self.sampler, self.task, self.scorer, size=size, seed=seed)
         )
         self.last = {"step": self.step, **values}
         self.first = self.first or self.last
@@ -168,23 +177,14 @@ class Trainer:
     # --- the end --------------------------------------------------------------------------------
 
     def _finish(self, seconds: float) -> dict[str, Any]:
-        status, reason = "finished", "max_steps"
-        if self.stop_reason:
-            status, reason = "stopped", self.stop_reason
-        elif self.first and self.last:
+        status, reason = "stopped" if self.stop_reason else "finished", self.stop_reason
+        if not self.stop_reason and self.first and self.last:
             announce.show_change(self.screen, self.first, self.last, self.step, seconds)
         if self.measured.steps:
-            title = "one step of one process: estimated (if nothing repeats) and measured"
             rows = self.measured.beside(self.estimate, self.device.type, self.dist.world_size)
-            self.screen.table(title, ["", "estimated", "measured"], rows)
-        saved = self.run_dir.name_of_checkpoint(self.step)
-        self.screen.say(f"{status} ({reason}) at step {self.step}; saved {saved}")
-        if self.stop_reason:
-            path = self.run_dir.path
-            resume = f"--config {path / 'config.toml'} --out-dir {path} --resume auto"
-            self.screen.say(f"continue with: {resume}")
-        self.screen.say(f"run: {self.run_dir.path}")
-        return self._summarise(status, reason, seconds)
+            announce.show_cost(self.screen, rows)
+        announce.say_end(self.screen, self.run_dir.path, status, reason or "max_steps", self.step)
+        return self._summarise(status, reason or "max_steps", seconds)
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
         summary = {

@@ -52,7 +52,7 @@ class Completions:
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
     completion_mask: Tensor  # [P, G, S] bool, true up to and including EOS
     sampler_logp: Tensor | None = None  # [P, G, S] float32, from the sampler's forward
-    log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass top-k, top-p kept
+    log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
 
     def __len__(self) -> int:
         return len(self.prompt_len)
@@ -168,7 +168,7 @@ class RolloutBatch:
     def behavior_logp(self) -> Tensor | None:
         """`[P, G, S]` log-probs under the distribution that tokens were drawn from.
 
-        Top-k and top-p renormalise: the tokens that they keep get more mass.
+        Top-k, top-p and min-p renormalise: the tokens that they keep get more mass.
         """
         logp, log_kept_mass = self.completions.sampler_logp, self.completions.log_kept_mass
         return logp if logp is None or log_kept_mass is None else logp - log_kept_mass

@@ -4,6 +4,11 @@
 
 import contextlib
 import os
+
+# before torch is imported: tiny tensors gain nothing from threads, and the processes that tests
+# start would compete for the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import re
 import signal
 from collections.abc import Iterator

@@ -223,6 +223,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "is_available": True,
         "is_bf16_supported": True,
         "get_device_name": "no device",
+        "get_device_capability": (8, 0),
     }
     answers |= {"memory_allocated": 2**20, "max_memory_allocated": 2**21}
     monkeypatch.setattr(Tensor, "backward", _backward)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import _dynamo
 
-from benchmarks.layers import stacked
 from minigrpo import Config, Trainer
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
@@ -19,11 +18,13 @@ from minigrpo.runtime.estimate import KEPT, estimate_step
 from minigrpo.runtime.fast import LAYERS
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
+from minigrpo.runtime.no_effect import Situation
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
 from minigrpo.sampling.generate import generate
 from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.sampler import Sampler
+from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tools import train
 from minigrpo.types import Completions, Example
 
@@ -198,7 +199,9 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     from_toml = Config.from_toml(tmp_path / "fast.toml").speed
     assert from_toml.use_amp and not from_toml.use_tf32
     config = options_of(tmp_path / "run", fast=True)
-    announce.introduce(Screen(), config, 10, torch.device("cpu"), 1)
+    shape = ModelShape(VOCAB, context=40, layers=2, width=16, heads=2)
+    here = Situation(config, torch.device("cpu"), 1, shape, ChessEnv(0))
+    announce.introduce(Screen(), here, 10, {})
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
@@ -324,9 +327,6 @@ def test_without_a_compiler_nothing_is_begun(
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"needs a C compiler, gcc or clang"):
         accel.check_compiler(Config.of(compile_model=True).speed, torch.device("cuda"))
-    assert [
-        row.status for row in stacked(torch.device("cpu")) if row.name == "(torch.compile)"
-    ] != ["ok"]
 
 
 def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) -> None:
@@ -352,7 +352,7 @@ def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_s
     trainer.source.batch(0)
     trainer.learner.guard.halvings = 1
     trainer.source.batch(1)
-    assert all(k.dtype == torch.float32 for k, _ in trainer.sampler.graphs.cache.pairs)
+    assert {k.dtype for k, _ in trainer.sampler.graphs.cache.pairs} == {torch.float32}
 
     write_prompt, capacities = KVCache.write_prompt, list[int]()
 

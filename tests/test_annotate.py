@@ -170,7 +170,7 @@ def test_when_an_engine_dies_its_answers_so_far_are_kept(
         (["--engine", "/nowhere/fish"], "--engine /nowhere/fish: no such program"),
         (["--engine", "true"], "is no UCI engine (EngineTerminatedError)"),
         ([], "no Stockfish: apt-get install stockfish, or --engine PATH"),
-        (["--out", "a.txt"], "--out must be a .jsonl file, got a.txt"),
+        (["--out", "a.txt"], "--out must end with .jsonl, got a.txt"),
     ],
 )
 def test_what_is_wrong_is_one_line(

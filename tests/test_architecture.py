@@ -1,7 +1,10 @@
 """Which packages may import which, and how large files may be."""
 
 import ast
+import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,24 @@ FILES = {
     for path in PACKAGE.rglob("*.py")
 }
 ALGORITHM = {name for name in FILES if "." not in name and not name.startswith("__")}
-WIRING = {"build", "estimate", "run_dir", "announce"}  # of runtime: they put the algorithm together
+WIRING = {
+    "build",
+    "estimate",
+    "run_dir",
+    "announce",
+    "no_effect",
+    "startup",
+}  # of runtime: they put the algorithm together
 # What the modules of a room may import besides their own room. A name with a dot is a module.
 MAY_SEE: dict[str, set[str]] = {
     "types": set(),
     "losses": set(),
-    "model": {"types", "runtime.flags"},
+    "model": {"types", "runtime.flags", "runtime.text"},
     "sampling": {"types", "config", "model", "runtime"},
-    "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"},
-    "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"},
+    "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
+    | {"runtime.text", "runtime.reward_functions"},
+    "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
+    | {"runtime.reward_functions"},
     "config": {"losses", "runtime"},
     "runtime": {"types", "config", "model"},
     "runtime wiring": {"types", "config", "losses", "model", "tasks", "runtime", "sampling"}
@@ -151,6 +163,31 @@ def test_nothing_assigns_to_another_module() -> None:
             for target in node.targets if isinstance(node, ast.Assign) else ():
                 if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                     assert target.value.id not in modules, f"{name}: {ast.unparse(node)}"
+
+
+def test_every_imported_package_is_declared() -> None:
+    """What the installed commands import is a dependency; extras are imported where used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    plots = project["optional-dependencies"]["plots"]
+    peer = project["optional-dependencies"]["peer"]
+    declared = {
+        re.split(r"[<>=\[ ]", x)[0].lower() for x in (*project["dependencies"], *plots, *peer)
+    }
+    found = set[str]()
+    for path in (*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *ROOT.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").split(".")[0])
+    foreign = (
+        found - sys.stdlib_module_names - {"minigrpo", "minigrpo_benchmarks", "benchmarks", "grpo"}
+    )
+    assert {"torch", "numpy", "rapidfuzz"} <= foreign
+    assert {name.lower() for name in foreign} <= declared
+    assert {re.split(r"[<>=\[ ]", x)[0].lower() for x in project["dependencies"]} <= {
+        name.lower() for name in foreign
+    } | {"tensorboard"}  # imported by torch.utils.tensorboard
 
 
 def project_code() -> list[Path]:

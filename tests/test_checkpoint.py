@@ -1,7 +1,9 @@
+import hashlib
 import json
 import os
 import pickle
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -91,7 +93,8 @@ def test_with_only_damaged_checkpoints_auto_is_an_error_and_with_none_a_fresh_st
 
 def test_a_run_that_was_killed_in_its_very_first_save_starts_afresh(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    (path_of(tmp_path, 1) / "manifest.json").unlink()  # which is written last
+    manifest = path_of(tmp_path, 1) / "manifest.json"
+    manifest.rename(manifest.with_name("manifest.json.tmp"))  # its new name comes last
     warnings: list[str] = []
     assert find_checkpoint(tmp_path, "auto", warnings.append) is None
     assert len(warnings) == 1 and "step_000001" in warnings[0]
@@ -114,9 +117,8 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
         pickle.dump({"model": Evil()}, file)
     save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=1)
     target = path_of(tmp_path, 1)
-    digest = checkpoint._write(
-        target / "state.pt", lambda path: path.write_bytes((tmp_path / "evil").read_bytes())
-    )
+    (target / "state.pt").write_bytes((tmp_path / "evil").read_bytes())
+    digest = hashlib.sha256((tmp_path / "evil").read_bytes()).hexdigest()
     (target / "manifest.json").write_text(json.dumps({"files": {"state.pt": digest}}))
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_checkpoint(target)
@@ -128,13 +130,13 @@ def test_a_save_that_fails_leaves_the_older_checkpoints_and_no_partial_file(
 ) -> None:
     save(tmp_path, 1)
 
-    def disk_full(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def disk_full(state: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise RuntimeError("no space left")
 
     monkeypatch.setattr(torch, "save", disk_full)
     with pytest.raises(RuntimeError, match="no space left"):
         save(tmp_path, 2, keep_last=1)
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     found = find_checkpoint(tmp_path, "auto", lambda text: None)
     assert found is not None and found["step"] == 1

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
         (["--loss", "ppo"], ["--loss", "grpo", "nll"]),
         (["--learning-rate", "-1"], ["--learning-rate must be a number above 0", "-1"]),
         (["--learning-rate", "nan"], ["--learning-rate must be a number above 0", "nan"]),
-        (["--temperature", "0"], ["--temperature must be a number above 0"]),
+        (["--temperature", "0"], ["--temperature must be at least 0.001"]),
         (["--kl-coef", "-0.1"], ["--kl-coef must be at least 0"]),
         (["--clip-low", "x"], ["--clip-low"]),
         (
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
         (["--resume", "last", "--out-dir", "x"], ["--resume must be auto or a step number"]),
         (["--reward-weights", "exact_fen"], ["--reward-weights", "part=number"]),
         (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
-        (["--config"], ["--config", "expected one argument"]),
+        (["--config"], ["--config needs a value"]),
         (["stray"], ["stray"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

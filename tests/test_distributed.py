@@ -19,6 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from minigrpo import Config
+from minigrpo.runtime.combinations import check_shares
+from minigrpo.runtime.flags import ConfigError
+
 from .gradients import TINY
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
@@ -152,7 +156,7 @@ def test_a_killed_rank_takes_all_down_and_a_restart_ends_with_the_same_bits(
     assert weights(tmp_path / "run") == weights(calm)
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize("fault", [pytest.param("kill", marks=pytest.mark.slow), "raise"])
 def test_a_fault_in_one_rank_ends_all_of_them_soon(fault: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     process = start(env={"FAULT": fault, "FAULT_MARKER": str(marker)}, out_dir=tmp_path / "run")
@@ -201,7 +205,14 @@ def test_a_long_evaluation_does_not_trip_the_timeout(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["wall_seconds"] > 2 + metrics["step_time"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGTERM",
+        pytest.param("SIGINT", marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_the_launcher_finishes_the_step_and_saves(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launcher = ("--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",) if name == "SIGUSR1" else ()
@@ -259,7 +270,25 @@ def test_two_agents_meet_on_one_machine(calm: Path, tmp_path: Path) -> None:
     assert weights(tmp_path / "run") == weights(calm)
 
 
-def test_what_does_not_divide_is_an_error_that_proposes_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("processes", "changes", "words"),
+    [
+        (3, {}, "--prompts-per-step 4 does not divide among 3 processes; 3 or 6 would"),
+        (8, {}, "--prompts-per-step 4 does not divide among 8 processes; 8 would"),
+        (2, {"micro_batch_size": 4}, "--micro-batch-size must divide the 2 prompts of each pro"),
+        (2, {"rollout_batch_size": 4}, "--rollout-batch-size must divide the 2 prompts of each"),
+    ],
+)
+def test_what_does_not_divide_is_an_error_that_proposes_sizes(
+    processes: int, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_shares(Config.of(prompts_per_step=4, **changes), processes)
+    assert words in str(error.value)
+
+
+@pytest.mark.slow
+def test_what_does_not_divide_ends_torchrun_before_any_work(tmp_path: Path) -> None:
     process = start(processes=3, out_dir=tmp_path / "run")
     output = finish(process)
     assert process.returncode not in (0, None)

@@ -5,10 +5,8 @@ import importlib.util
 import io
 import re
 import runpy
-import shlex
 import sys
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +19,9 @@ from minigrpo.runtime.settings import find_preset, places
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+FIGURES = runpy.run_path(str(ROOT / "docs" / "check_figures.py"))
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ENDS = {";", "&&", "||", "|", "&", "do", "done", "then"}  # words between two commands of a line
 
 # where the flags of a command are declared: the Config, or a script or module with a --help
 CONFIG = "the Config"
@@ -34,7 +32,7 @@ COMMANDS = {
     **{name: f"minigrpo.tools.{name}" for name in ("evaluate", "sample", "curves", "export")},
     "annotate": "minigrpo.tools.annotate",
 }
-TRAINING = {"train.py", "distributed_train.py", "slurm/grpo.sbatch"}
+TRAINING = FIGURES["TRAINING"]
 
 
 def prose(path: Path) -> str:
@@ -58,21 +56,6 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(path: Path) ->
         target = path.parent / name if name else path
         assert target.exists(), f"{path.name}: {link} is not there"
         assert not anchor or anchor in anchors(target), f"{path.name}: {link} has no such heading"
-
-
-def commands(path: Path) -> Iterator[list[str]]:
-    """The commands in a page's bash blocks, as lists of words."""
-    for language, code in CODE.findall(path.read_text(encoding="utf-8")):
-        for line in code.replace("\\\n", " ").splitlines() if language == "bash" else ():
-            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-            lexer.whitespace_split = True
-            words: list[str] = []
-            for word in [*lexer, ";"]:
-                if word not in ENDS:
-                    words.append(word)
-                elif words:
-                    yield words
-                    words = []
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]] | None:
@@ -119,7 +102,7 @@ def test_every_command_and_every_flag_of_it_exists(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # so that --help does not wrap a flag
-    for words in commands(path):
+    for words in FIGURES["bash_commands"](path.read_text(encoding="utf-8")):
         if (found := split_command(words)) is None:
             continue
         program, arguments = found
@@ -136,3 +119,49 @@ def test_every_command_and_every_flag_of_it_exists(
 def test_the_page_of_flags_is_what_the_config_says() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_flags.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run docs/make_flags.py"
+
+
+def test_every_figure_says_what_made_it_and_its_command_still_parses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = FIGURES["main"]()
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "python benchmark.py steps --natural" in printed and "WRONG" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("| | s |\n|---|---|\n| a | 3.2 |\n", "no line says what made it"),
+        ("![A curve](curves.png)\n", "no line says what made it"),
+        ("It takes 12 s.\n", "no line says what made it"),
+        ("It takes 12 s.\n\n## Next\n\nMade by `python train.py` at HEAD.\n", "no line says"),
+        ("Made by `python train.py` at HEAD.\n\n![A curve](c.png)\n", "no line says what made it"),
+        ("12 s. Made by `python train.py --steps 3` at HEAD.\n", "unknown flag --steps"),
+        ("12 s. Made by `python benchmark.py stepz` at HEAD.\n", "NAME must be one of"),
+        ("12 s. Made by `python benchmark.py --repeats 0` at HEAD.\n", "--repeats must be"),
+        ("12 s. Made by `minigrpo curves a --nope` at HEAD.\n", "--nope"),
+        ("12 s. Made by `minigrpo juggle` at HEAD.\n", "no command juggle"),
+        ("12 s. Made by `python docs/gone.py` at HEAD.\n", "no script docs/gone.py"),
+        ("12 s. Made by `python -m tests.gone` at HEAD.\n", "no module tests.gone"),
+        ("12 s. Made by `python grpo.py` at 0123456.\n", "commit 0123456 is not in the history"),
+        ("12 s. Made by `python grpo.py` and\n`minigrpo train --seed 1` at HEAD.\n", ""),
+        (
+            "```bash\nminigrpo train --seed $s\n```\n\n12 s. Made by the command above at HEAD.\n",
+            "",
+        ),
+        ("12 s. (Recorded at HEAD; no command makes it again.)\n", ""),
+        ("<!-- not measured: settings -->\n| | w |\n|---|---|\n| a | 0.5 |\n", ""),
+        ("Seed 3 of 4, in 2 columns; see arXiv 2506.09477 and `--x 12 s`.\n", ""),
+    ],
+)
+def test_a_figure_without_a_source_is_found(tmp_path: Path, text: str, said: str) -> None:
+    if not FIGURES["has_history"]() and "0123456" in text:
+        pytest.skip("without the history no commit can be checked")
+    page = tmp_path / "page.md"
+    head = FIGURES["_git"]("rev-parse", "--short=8", "HEAD").stdout.strip() or "0" * 8
+    page.write_text("# A page\n\n" + text.replace("HEAD", head))
+    problems = [x for figure in FIGURES["figures"](page) for x in FIGURES["problems"](figure)]
+    assert len(problems) == bool(said)
+    assert not said or said in problems[0]

@@ -1,13 +1,13 @@
 """The gradient of a step does not depend on how the step is run.
 
 In float64 it is equal to 1e-10, relative to its largest entry: for any micro-batch size,
-accumulation and packing, with and without chunked log-probs, checkpointing, an offloaded reference,
-a KV cache and drafts, and on one to three processes. bnpo is the exception, because by definition
-it averages over the micro-batch.
+accumulation and packing, with and without chunked log-probs, checkpointing, compiled blocks, a KV
+cache and drafts, and on one to three processes; two processes combine with all that changes the
+update. bnpo is the exception, because by definition it averages over the micro-batch. An offloaded
+reference does nothing on a CPU: test_device.py has it on a pretended GPU.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,10 +20,24 @@ from torch.nn.functional import pad
 
 from minigrpo import Config, Trainer
 from minigrpo.model import logprobs
+from minigrpo.model.transformer import Block
 from minigrpo.rollout import RolloutBatches
+from minigrpo.runtime import accel
 from minigrpo.types import RolloutBatch
 
-from .gradients import LOSSES, TINY, first_gradient, make_trainer
+from .gradients import (
+    AUTOCAST,
+    AUTOCAST_LOSSES,
+    CHUNK,
+    COMPILED,
+    FEW,
+    LOSSES,
+    TINY,
+    compile_with,
+    first_gradient,
+    make_trainer,
+)
+from .gradients import WAYS as WAYS_OF_TWO
 
 ROOT = Path(__file__).parent.parent
 WAYS: dict[str, dict[str, Any]] = {
@@ -40,11 +54,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "micro_batch_size": 1,
         "packing": "repeated",
     },
-    "offloaded reference": {"offload_reference": True},
     "no cache": {"kv_cache": False},
     "no drafts": {"speculative_decoding": False},
     "rollout batches of 1": {"rollout_batch_size": 1},
-    "serial rewards": {"parallel_rewards": False, "overlap_rewards": False},
+    "serial rewards": {"parallel_rewards": False},
+    "overlapped rewards": {"overlap_rewards": True, "rollout_batch_size": 2},
 }
 
 
@@ -77,7 +91,7 @@ def test_the_gradient_does_not_depend_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK", 5)
+    monkeypatch.setattr(logprobs, "CHUNK", CHUNK)
     assert_same(
         first_gradient(tmp_path / "run", loss=loss, **LOSSES[loss], **WAYS[way]), whole[loss]
     )
@@ -115,9 +129,18 @@ def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward(tmp_p
     )  # the third step is off-policy
 
 
-def test_padding_is_invisible(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "loss": "cispo", "sampler_correction": True, "top_k": 50},
+        {"kl_coef": 0.1, "num_iterations": 2, "micro_batch_size": 2},
+    ],
+    ids=["grpo", "sampler correction", "old log-probs"],
+)
+def test_padding_is_invisible(tmp_path: Path, options: dict[str, Any]) -> None:
     """More columns of junk to the right of prompts and completions change nothing at all."""
-    trainer = make_trainer(tmp_path / "run", kl_coef=0.1)
+    trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c = batch.completions
     assert batch.ref_logp is not None and c.sampler_logp is not None
@@ -128,18 +151,23 @@ def test_padding_is_invisible(tmp_path: Path) -> None:
         completion_mask=pad(c.completion_mask, (0, 3)),
         sampler_logp=pad(c.sampler_logp, (0, 3), value=torch.nan),
     )
+    if c.log_kept_mass is not None:
+        junk = replace(junk, log_kept_mass=pad(c.log_kept_mass, (0, 3), value=torch.nan))
     padded = replace(batch, completions=junk, ref_logp=pad(batch.ref_logp, (0, 3), value=torch.inf))
-    a, b = (make_trainer(tmp_path / name, kl_coef=0.1).learner for name in "ab")
+    a, b = (make_trainer(tmp_path / name, **options).learner for name in "ab")
     plain, with_junk = a.learn(batch, 0), b.learn(padded, 0)
     assert with_junk == pytest.approx(plain, rel=1e-12)
     for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "bnpo"])
 def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
-    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loss: str, kl_coef: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None is left out with a KL, whose gradient does not depend on the rewards."""
+    options = {"loss": loss, "kl_coef": kl_coef}
     batch_of = RolloutBatches.batch
     half_dead_advantages = torch.tensor(
         [[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]]
@@ -149,47 +177,132 @@ def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
         return replace(batch_of(self, step), advantages=half_dead_advantages)
 
     monkeypatch.setattr(RolloutBatches, "batch", half_dead)
-    kept = first_gradient(tmp_path / "kept", loss=loss, skip_zero_variance_groups=False)
-    assert_same(first_gradient(tmp_path / "left out", loss=loss), kept)
-    trainer = make_trainer(tmp_path / "live", loss=loss)
+    kept = first_gradient(tmp_path / "kept", **options, skip_zero_variance_groups=False)
+    assert_same(first_gradient(tmp_path / "left out", **options), kept)
+    trainer = make_trainer(tmp_path / "live", **options)
     assert trainer.learner.prompts_with_gradient(trainer.source.batch(0)) == (
-        [0, 1, 2, 3, 4, 5] if loss == "bnpo" else [0, 2, 5]
+        [0, 1, 2, 3, 4, 5] if kl_coef or loss == "bnpo" else [0, 2, 5]
     )
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What two or three processes over gloo say: see tests/gradients.py."""
-    out, count = tmp_path_factory.mktemp("ranks"), request.param
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
+def run_processes(out: Path, **suites: int) -> dict[str, list[dict[str, Any]]]:
+    """What each of several processes over gloo says, by suite: see tests/gradients.py."""
+    words = [f"{suite}={count}" for suite, count in suites.items()]
+    command = [sys.executable, "-m", "tests.gradients", str(out), *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {
+        suite: [torch.load(out / suite / f"{rank}.pt") for rank in range(count)]
+        for suite, count in suites.items()
     }
-    command = [sys.executable, "-m", "tests.gradients", str(out)]
-    options: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options)
-        for rank in range(count)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, errors
-    return [torch.load(out / f"{rank}.pt") for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_processes(tmp_path_factory.mktemp("several"), all=2, few=3)
+
+
+@pytest.fixture(scope="module")
+def two(several: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return several["all"]
+
+
+@pytest.fixture(scope="module")
+def three(several: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return several["few"]
+
+
+@pytest.fixture(params=["two", "three"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_several_processes_have_the_gradient_of_one(
-    loss: str, ranks: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+def test_two_processes_have_the_gradient_of_one(
+    loss: str, two: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
 ) -> None:
-    for found in ranks:
+    for found in two:
         assert_same(found[loss], whole[loss])
+
+
+@pytest.mark.parametrize("loss", FEW)
+def test_three_processes_have_the_gradient_of_one(
+    loss: str, three: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+) -> None:
+    for found in three:
+        assert_same(found[loss], whole[loss])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("way", WAYS_OF_TWO)
+def test_two_processes_have_the_gradient_of_one_with(
+    way: str, loss: str, two: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+) -> None:
+    for found in two:
+        assert_same(found[f"{loss}, {way}"], whole[loss])
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_two_processes_have_the_gradient_of_one_when(
+    way: str, two: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+) -> None:
+    """With the compiler's front end; the next test has all of it."""
+    for found in two:
+        assert_same(found[f"grpo, {way}"], whole["grpo"])
+
+
+@pytest.mark.slow
+def test_blocks_of_the_real_compiler_have_the_gradient_of_plain_ones(
+    whole: dict[str, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    """On one process and on two. Needs g++."""
+    for way, options in COMPILED.items():
+        found = first_gradient(tmp_path / way, loss="grpo", **LOSSES["grpo"], **options)
+        assert_same(found, whole["grpo"])
+    for ways in run_processes(tmp_path, compiler=2)["compiler"]:
+        assert ways.keys() == {f"grpo, {way}" for way in COMPILED}
+        for found in ways.values():
+            assert_same(found, whole["grpo"])
+
+
+def test_compiled_blocks_have_the_gradient_of_plain_ones(
+    whole: dict[str, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the compiler's front end alone."""
+    monkeypatch.setattr(Block, "compile", Block.compile)  # restored after the test
+    monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
+    compile_with("eager")
+    torch.compiler.reset()
+    before = accel.graphs_compiled()
+    for way, options in COMPILED.items():
+        found = first_gradient(tmp_path / way, loss="grpo", **LOSSES["grpo"], **options)
+        assert_same(found, whole["grpo"])
+    assert accel.graphs_compiled() > before
+
+
+@pytest.mark.parametrize("loss", AUTOCAST_LOSSES)
+def test_two_processes_have_the_gradient_of_one_under_autocast(
+    loss: str, two: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """In float32 and bfloat16, so to 1e-5; and autocast changes more than that."""
+    options = {"loss": loss, **LOSSES[loss]}
+    half, full = (
+        first_gradient(tmp_path / str(amp), dtype=torch.float32, **options, **AUTOCAST | amp)
+        for amp in ({}, {"use_amp": False})
+    )
+    for found in two:
+        assert_same(found[f"{loss}, autocast"], half, tolerance=1e-5)
+    with pytest.raises(AssertionError):
+        assert_same(half, full, tolerance=1e-4)
+
+
+def test_micro_batches_do_not_communicate_more(two: list[dict[str, Any]]) -> None:
+    """DDP reduces gradients in the last backward pass of a step only."""
+    for found in two:
+        once, in_two, in_three = found["all-reduces"]
+        assert once == in_two == in_three > 0
 
 
 def test_several_processes_sample_what_one_does_and_keep_equal_weights(
@@ -201,7 +314,10 @@ def test_several_processes_sample_what_one_does_and_keep_equal_weights(
         texts, rewards = ([x for found in ranks for x in found["batches"][step][i]] for i in (0, 1))
         assert texts == batch.texts
         assert batch.rewards is not None and rewards == batch.rewards.total.tolist()
-        trainer.learner.learn(batch, step)
+        metrics = trainer.learner.learn(batch, step)
+        assert metrics["sampling/logp_difference_max"] > 0
+        for found in ranks:
+            assert found["metrics"][step] == pytest.approx(metrics, rel=1e-6, abs=1e-12)
     for name, weight in trainer.model.state_dict().items():
         assert all(
             torch.equal(ranks[0]["weights"][name], found["weights"][name]) for found in ranks

@@ -137,6 +137,30 @@ def test_without_old_logp_the_ratio_is_one_and_the_gradient_is_that_of_the_polic
     assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == 0
 
 
+def test_only_a_clip_that_takes_the_gradient_away_is_counted() -> None:
+    """Below the range with a negative advantage, or above it with a positive one."""
+    logp = torch.tensor([[0.5], [1.0], [1.5]] * 2).log().requires_grad_()
+    adv = torch.tensor([1.0, 1, 1, -1, -1, -1])
+    one = torch.ones(6, 1, dtype=torch.bool)
+    loss, metrics = policy_loss(logp, torch.zeros(6, 1), adv, one)
+    loss.backward()
+    assert (logp.grad[:, 0] != 0).tolist() == [True, True, False, False, True, True]
+    sixth = pytest.approx(1 / 6)
+    assert metrics["clip_ratio/high_mean"] == sixth and metrics["clip_ratio/low_mean"] == sixth
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_old_logp_means_that_of_the_policy(loss: str) -> None:
+    logp, _, ref, adv, mask = golden_inputs()
+    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "max_completion_length": 3}
+    gradients = []
+    for old in (None, logp.detach()):
+        value, _ = policy_loss(logp, old, adv, mask, **options)
+        gradients.append(torch.autograd.grad(value, logp)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    assert gradients[0].any()
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_empty_completion_is_no_nan(loss: str) -> None:
     logp = torch.zeros(2, 3, requires_grad=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.model import packing as packing_module
+from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packed_attention import additive_mask, shared_rows_of
 from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
 from minigrpo.model.shape import ModelShape
@@ -27,13 +29,28 @@ def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None
 def naive_logp(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
     """One completion at a time through the plain causal forward."""
     out = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
-    for p, g in np.ndindex(out.shape[:2]):
+    for (p, g), completion, predicted in _one_by_one(model, c, temperature):
+        out[p, g, : len(completion)] = predicted.gather(1, completion[:, None])[:, 0]
+    return out
+
+
+def naive_entropy(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
+    """Likewise, the entropy of the distribution that each token was predicted from."""
+    out = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
+    for (p, g), completion, predicted in _one_by_one(model, c, temperature):
+        out[p, g, : len(completion)] = torch.distributions.Categorical(logits=predicted).entropy()
+    return out.detach()
+
+
+def _one_by_one(
+    model: Transformer, c: Completions, temperature: float
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
+    """For each completion: its place, its tokens `[n]`, and the log-probs `[n, V]` for them."""
+    for p, g in np.ndindex(c.completion_ids.shape[:2]):
         prompt = c.prompt_ids[p, : c.prompt_len[p]]
         completion = c.completion_ids[p, g][c.completion_mask[p, g]]
         logits = model.logits(torch.cat([prompt, completion])[None])[0] / temperature
-        predicted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        out[p, g, : len(completion)] = predicted.gather(1, completion[:, None])[:, 0]
-    return out
+        yield (p, g), completion, logits.log_softmax(-1)[len(prompt) - 1 : -1]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -46,7 +63,10 @@ def test_log_probs_are_those_of_the_plain_forward(
     torch.testing.assert_close(
         logp, naive_logp(model, completions, temperature), rtol=1e-10, atol=1e-12
     )
-    assert (entropy[completions.completion_mask] > 0).all()
+    mask = completions.completion_mask
+    torch.testing.assert_close(
+        entropy[mask], naive_entropy(model, completions, temperature)[mask], rtol=1e-10, atol=1e-12
+    )
     assert (logp[~completions.completion_mask] == 0).all()
 
 
@@ -64,6 +84,26 @@ def test_gradients_are_those_of_the_plain_forward(
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_have_the_log_probs_and_entropies_of_all_at_once(
+    chunk: int, temperature: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (
+        torch.randn(n, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (17, VOCAB)
+    )
+    targets = torch.randint(0, VOCAB, (17,), generator=generator)
+    weights = torch.randn(17, generator=generator, dtype=torch.float64)
+    found, gradients = [], []
+    for size in (0, chunk):
+        found.append(token_logprobs(hidden, head, targets, temperature, size))
+        gradients.append(torch.autograd.grad((found[-1][0] * weights).sum(), (hidden, head)))
+    for a, b in [*zip(*found, strict=True), *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

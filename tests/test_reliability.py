@@ -2,9 +2,11 @@
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from hypothesis import settings
 
 import minigrpo.runtime.run_dir
 from minigrpo import Config, Trainer
+from minigrpo.runtime import accel
 from minigrpo.runtime.checkpoint import State, save_checkpoint
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.failures import Diverged, RunFailed
 from minigrpo.runtime.flags import ConfigError
-from minigrpo.runtime.guard import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, Diverged, NonFiniteGuard
+from minigrpo.runtime.guard import BAD_STEPS_TO_HALVE, BAD_STEPS_TO_STOP, NonFiniteGuard
 
 from .gradients import TINY
 from .killing import OPTIONS, SUMS, fingerprint
@@ -82,7 +87,7 @@ def test_a_disk_that_is_full_at_the_end_fails_the_run_and_keeps_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_the_disk(monkeypatch, {6})
-    with pytest.raises((OSError, RuntimeError)):
+    with pytest.raises(RunFailed, match="step 6: NOT SAVED .File too large.; older checkpoints"):
         make(tmp_path / "run", save_every=2).fit()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     again = make(tmp_path / "run", resume="auto", save_every=2)
@@ -221,3 +226,182 @@ def test_another_number_of_threads_is_said_on_resume(
     finally:
         torch.set_num_threads(threads)
     assert f"was written by {threads} threads, this run has {threads + 1}" in capfd.readouterr().err
+
+
+# --- float16 --------------------------------------------------------------------------------------
+
+
+def with_scaler(monkeypatch: pytest.MonkeyPatch, scale: float = 2.0**16) -> None:
+    """Give every run the scaler of float16, on the CPU, where it works as on CUDA."""
+
+    def scaler(*_: object) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
+
+    monkeypatch.setattr(accel, "grad_scaler", scaler)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_under_float16_an_overflow_while_the_scale_settles_is_said_and_logged_but_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with_scaler(monkeypatch)
+    trainer = make(tmp_path / "run", max_steps=10)
+    poison(trainer, {0, 1, 2, 3, 4, 5, 6})
+    assert trainer.fit()["skipped_steps"] == 0
+    found = metrics(tmp_path / "run")
+    halved = [2.0**power for power in (15, 14, 13, 12, 11, 10, 9)]
+    assert [record["scaler/scale"] for record in found] == [*halved, *(2.0**9,) * 3]
+    assert [record["scaler/skipped_steps"] for record in found] == [1, 2, 3, 4, 5, 6, 7, 7, 7, 7]
+    assert {record["skipped_steps"] for record in found} == {0}
+    said = capfd.readouterr().err
+    assert said.count("float16 overflow, no update") == 7 and "scale is now 512" in said
+    assert not (tmp_path / "run" / "bad_batches").exists()
+
+
+def test_under_float16_a_gradient_that_stays_nan_stops_the_run_below_the_scales_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two overflows take the scale from 4 to 1, which is the floor; then come six bad steps."""
+    with_scaler(monkeypatch, scale=4.0)
+    trainer = make(tmp_path / "run", max_steps=30)
+    poison(trainer, set(range(3, 30)))
+    with pytest.raises(Diverged, match="6 steps in a row"):
+        trainer.fit()
+    assert trainer.step == 3 + 2 + BAD_STEPS_TO_STOP - 1
+    assert trainer.learner.scaler.get_scale() == 1.0
+    assert trainer.learner.guard == NonFiniteGuard(skipped=6, in_a_row=6, halvings=1, overflows=2)
+    dumped = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
+    assert dumped == [f"step_{step:06d}_rank_0.pt" for step in range(6, 12)]
+    assert [record["skipped_steps"] for record in metrics(tmp_path / "run")[-3:]] == [3, 4, 5]
+
+
+def test_the_scalers_state_survives_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_scaler(monkeypatch)
+    whole, cut = make(tmp_path / "whole"), make(tmp_path / "cut", stop_after=4)
+    for trainer in (whole, cut):
+        poison(trainer, {0, 1})
+        trainer.fit()
+    state = cut.learner.scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (2.0**14, 2)
+    again = make(tmp_path / "cut", resume="auto")
+    assert again.learner.scaler.state_dict() == state
+    assert again.learner.guard.overflows == 2
+    again.fit()
+    assert again.learner.scaler.state_dict() == whole.learner.scaler.state_dict()
+    assert fingerprint(again) == fingerprint(whole)
+
+
+# --- checkpoints of other versions and settings ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after two of six steps."""
+    folder = tmp_path_factory.mktemp("resumable") / "run"
+    make(folder, stop_after=2).fit()
+    return folder
+
+
+def resave(folder: Path, step: int, change: Callable[[State], object]) -> None:
+    """Rewrite a checkpoint as another version of the library could have written it."""
+    path = folder / "checkpoints" / f"step_{step:06d}"
+    state = torch.load(path / "state.pt", weights_only=True)
+    change(state)
+    save_checkpoint(folder / "checkpoints", step, state, keep_last=9)
+
+
+def test_an_older_run_resumes_where_newer_settings_have_their_defaults(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoint lacks settings, counts and records that came later, and has old names."""
+    make(tmp_path / "run", stop_after=2, eval_every=2).fit()
+
+    def older(state: State) -> None:
+        config = state["config"]
+        for name in ("top_p", "sampler_correction", "keep_last", "use_tf32", "overlong"):
+            del config[name]
+        config["layout"] = {"prefix-tree": "tree"}[config.pop("packing")]
+        config["resample_dead_groups"] = config.pop("dynamic_sampling")
+        state["made_by"] = {"processes": 1, "threads": torch.get_num_threads()}
+        del state["guard"]
+
+    resave(tmp_path / "run", 2, older)
+    manifest = tmp_path / "run" / "checkpoints" / "step_000002" / "manifest.json"
+    contents = json.loads(manifest.read_text())
+    assert contents.pop("format") == 1
+    manifest.write_text(json.dumps(contents))
+    resumed = make(tmp_path / "run", resume="auto", eval_every=2)
+    resumed.fit()
+    assert resumed.step == 6 and "warning" not in capfd.readouterr().err
+    calm = make(tmp_path / "calm")
+    calm.fit()
+    assert fingerprint(resumed) == fingerprint(calm)
+
+
+def test_a_newer_setting_that_is_not_at_its_default_is_another_run(
+    tmp_path: Path, resumable: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(resumable, run)
+    resave(run, 2, lambda state: state["config"].pop("top_p"))
+    with pytest.raises(ConfigError, match=r"--top-p was 1.0, is 0.5"):
+        make(run, resume="auto", top_p=0.5)
+    resave(run, 2, lambda state: state["config"].update(from_the_future=3))
+    make(run, resume="auto").run_dir.close()
+    assert "settings that this version ignores: from_the_future" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_amp": True}, "--use-amp was False, is True"),
+        ({"use_tf32": True}, "--use-tf32 was False, is True"),
+        ({"packing": "repeated"}, "--packing was prefix-tree, is repeated"),
+        ({"fused_optimizer": False}, "--fused-optimizer was True, is False"),
+        ({"micro_batch_size": 2}, "--micro-batch-size was 0, is 2"),
+        ({"chunked_logprobs": True}, "--chunked-logprobs was False, is True"),
+        ({"max_steps": 7}, "--max-steps was 6, is 7"),
+        ({"amp_dtype": "float16"}, ""),  # without --use-amp
+        ({"num_reward_workers": 1, "save_every": 1, "device": "cpu"}, ""),
+    ],
+)
+def test_layers_that_change_bits_are_said_on_resume(
+    resumable: Path, changes: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        make(resumable, resume="auto", **changes).run_dir.close()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    said = capfd.readouterr().err
+    if words:
+        assert f"warning: {words}: the batches are the same, but results may not be equal" in said
+    else:
+        assert "bit for bit" not in said
+
+
+def test_the_peak_memory_is_that_of_the_largest_process() -> None:
+    """Two processes, whose sums are exchanged by hand."""
+
+    @dataclass(frozen=True)
+    class Two(DistContext):
+        others: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+
+        def sum(self, x: torch.Tensor) -> torch.Tensor:
+            return self.others(x)
+
+    sent: list[torch.Tensor] = []
+    own = {"memory/peak_mib": 100.0, "reward": 0.25, "tokens/repeated": 3.0, "x/failures": 1.0}
+    larger = {"memory/peak_mib": 900.0, "reward": 0.75, "tokens/repeated": 4.0, "x/failures": 2.0}
+    Two(1, 1, 2, others=lambda x: sent.append(x) or x).combine(larger)
+    combined = Two(0, 0, 2, others=lambda x: x + sent[0]).combine(own)
+    assert combined == {
+        "memory/peak_mib": 900.0,
+        "reward": 0.5,
+        "tokens/repeated": 7.0,
+        "x/failures": 3.0,
+    }

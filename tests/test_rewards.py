@@ -91,16 +91,17 @@ def test_similarity() -> None:
     assert similarity("", "ab") == 0
 
 
-@given(st.text(max_size=30), st.text(max_size=30), st.integers(0, 30), st.characters())
-def test_moving_away_from_the_truth_never_raises_similarity(
-    truth: str, prefix: str, place: int, other: str
-) -> None:
-    """A right character is replaced by one that does not occur in the truth."""
-    if place < len(truth) and other not in truth:
-        assert similarity(truth[:place] + other + truth[place + 1 :], truth) < 1
-        assert similarity(prefix + other, truth) <= similarity(prefix, truth) + 1e-12 or len(
-            prefix
-        ) < len(truth)
+@given(st.text(alphabet="KQrbn12/ +w-", min_size=1, max_size=30), st.data())
+def test_similarity_falls_with_each_wrong_character(truth: str, data: st.DataObject) -> None:
+    """A character that does not occur in the truth costs exactly one edit."""
+    wrong = data.draw(st.sets(st.integers(0, len(truth) - 1)))
+    text = "".join("x" if place in wrong else char for place, char in enumerate(truth))
+    assert similarity(text, truth) == pytest.approx(1 - len(wrong) / len(truth))
+    added = data.draw(st.integers(0, 30))
+    longer = len(truth) / (len(truth) + added)
+    assert similarity(truth + "x" * added, truth) == pytest.approx(longer)
+    assert similarity("x" * added + truth, truth) == pytest.approx(longer)
+    assert similarity(truth, truth + "x" * added) == pytest.approx(longer)
 
 
 def test_parts_tell_what_is_wrong() -> None:

@@ -1,11 +1,14 @@
 """Rollouts: zero-variance groups, overlong completions, truncated sampling."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from minigrpo import Trainer
+from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics, shuffled
 from minigrpo.types import Completions, Example, RewardTable
 
@@ -50,14 +53,63 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     )
 
 
-def test_masked_completions_have_no_gradient(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
+    reference, c = trainer.reference.model, trainer.source.batch(0).completions  # type: ignore[attr-defined]
+    packing = PACKINGS["repeated"](c)
+    for temperature, same in ((0.6, True), (1.0, False)):
+        expected = reference(packing.tokens, packing, temperature)[0]
+        assert torch.allclose(trainer.reference.logp(c), expected, rtol=1e-9, atol=1e-11) == same  # type: ignore[arg-type]
+
+
+def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
+    """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
+    options = {"sampler_correction": True, "loss": "cispo", "top_k": 20}
+    trainer = make_trainer(tmp_path / "run", **options)
+    batch = trainer.source.batch(0)
+    c, learner = batch.completions, trainer.learner
+    assert c.log_kept_mass is not None
+    logp, _ = learner.forward(learner.pack(c))
+    weights = learner._sampler_correction(batch, logp)
+    mask = c.completion_mask
+    kept = c.log_kept_mass.exp()[mask]
+    assert weights is not None and kept.mean() < 0.5
+    torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
+    # with several inner steps it is the old policy's weight, and does not move with the policy's
+    old = replace(batch, old_logp=logp.detach() - 0.5)
+    weights = learner._sampler_correction(old, logp)
+    assert weights is not None
+    share = kept * torch.tensor(-0.5).exp()
+    torch.testing.assert_close(weights[mask], share, rtol=1e-5, atol=0, check_dtype=False)
+
+
+def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
+    tmp_path: Path,
+) -> None:
+    trainers = [make_trainer(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    trainers[1].model.load_state_dict(trainers[0].model.state_dict())
+    examples = [trainers[0].task.train(i) for i in range(3)]
+
+    def ids(trainer: Trainer, step: int) -> list[int]:
+        (part,) = trainer.source.sample(examples, step)  # type: ignore[attr-defined]
+        return part.completion_ids[part.completion_mask].tolist()
+
+    first = ids(trainers[0], 0)
+    assert ids(trainers[0], 0) == first
+    assert first not in (ids(trainers[0], 1), ids(trainers[1], 0))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])  # dapo divides by tokens, of which 0 are left
+def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     """All of them cut off: the step happens, and changes no weight."""
-    trainer = make_trainer(tmp_path / "run", overlong="mask", max_new_tokens=2, warmup_steps=0)
+    options = {"overlong": "mask", "max_new_tokens": 2, "warmup_steps": 0, "loss": loss}
+    trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     assert batch.loss_mask is not None
     batch.loss_mask[:] = False
     before = trainer.model.wte.weight.clone()
-    assert trainer.learner.learn(batch, 0)["grad_norm"] == 0
+    metrics = trainer.learner.learn(batch, 0)
+    assert metrics["grad_norm"] == metrics["loss"] == trainer.learner.guard.skipped == 0
     assert torch.equal(trainer.model.wte.weight, before)
 
 
@@ -132,8 +184,9 @@ def test_completions_that_are_joined_are_those_that_were_put_in() -> None:
     assert both.completion_mask.sum(-1).tolist() == [[2], [3]]
 
 
-def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd) -> None:  # type: ignore[no-untyped-def]
-    trainer = make_trainer(tmp_path / "run", top_p=0.9, max_steps=2)
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"min_p": 0.5}])
+def test_truncation_warns_once_and_logs_what_it_removes(tmp_path, capfd, truncation) -> None:  # type: ignore[no-untyped-def]
+    trainer = make_trainer(tmp_path / "run", **truncation, max_steps=2)
     trainer.fit()
     assert capfd.readouterr().err.count("truncate the sampler only") == 1
     removed = [

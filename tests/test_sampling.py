@@ -1,12 +1,13 @@
 """Sampling: caches, drafts and batching change nothing but the time it takes."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.losses import policy_loss
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.transformer import Transformer
@@ -17,7 +18,9 @@ from minigrpo.sampling.drafts import propose
 from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
 from minigrpo.sampling.params import SamplingParams, pick_token, truncate
 from minigrpo.sampling.running import assign_slots
-from minigrpo.types import Completions
+from minigrpo.tools.loading import Loaded, config_of
+from minigrpo.tools.sample import Arguments, complete
+from minigrpo.types import Completions, Example
 
 from .conftest import EOS, VOCAB, make_completions
 
@@ -172,20 +175,6 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
         torch.testing.assert_close(logp, c.sampler_logp, rtol=0, atol=1e-5)
 
 
-def test_the_ratio_is_exactly_one_on_the_first_inner_step(
-    model: Transformer, prompts: Completions
-) -> None:
-    c = sample(model, prompts, [0, 1, 2])
-    packing = PACKINGS["shared-prompt"](c)
-    logp, _ = model(packing.tokens, packing, 1.0)
-    with torch.no_grad():
-        old, _ = model(packing.tokens, packing, 1.0)
-    adv = torch.randn(3, 3, dtype=torch.float64)
-    assert ((logp - old).exp() == 1).all()
-    implied, explicit = (policy_loss(logp, x, adv, packing.mask)[0] for x in (None, old))
-    assert implied == explicit
-
-
 def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(
     model: Transformer, prompts: Completions
 ) -> None:
@@ -223,13 +212,15 @@ CHOICES = {
     "top-k": SamplingParams(top_k=5),
     "top-p": SamplingParams(top_p=0.8),
     "both": SamplingParams(top_k=8, top_p=0.6),
+    "min-p": SamplingParams(min_p=0.2),
+    "all three": SamplingParams(top_k=12, top_p=0.9, min_p=0.15),
     "one": SamplingParams(top_k=1),
     "more than there are": SamplingParams(top_k=10**6),
 }
 
 
 def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]:
-    """The tokens that remain and their probabilities: sort, cut, renormalise, cut, renormalise."""
+    """The tokens that remain and their probabilities: sort, then top-k, top-p, min-p in turn."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     total, kept, mass = sum(p[i] for i in order), [], 0.0
     for i in order:
@@ -237,6 +228,7 @@ def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]
         mass += p[i] / total
         if mass >= params.top_p:
             break
+    kept = [i for i in kept if p[i] >= params.min_p * p[order[0]]]
     return {i: p[i] / sum(p[j] for j in kept) for i in kept}
 
 
@@ -262,10 +254,58 @@ def test_tokens_are_drawn_with_their_probabilities(name: str) -> None:
     assert chi_square <= freedom + 3.72 * (2 * freedom) ** 0.5 + 9
 
 
-def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_recorded(
-    model: Transformer, prompts: Completions
+@pytest.mark.parametrize("params", CHOICES.values(), ids=CHOICES)
+def test_truncation_is_the_naive_formula_in_float64(params: SamplingParams) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(VOCAB, generator=generator, dtype=torch.float64).mul(1.5)
+        logp = logits.log_softmax(-1)
+        expected = naive_truncation(logp.exp().tolist(), params)
+        left = truncate(logp, params)
+        assert set(left.isfinite().nonzero()[:, 0].tolist()) == set(expected)
+        renormalised = left.softmax(-1)
+        for i, p in expected.items():
+            assert float(renormalised[i]) == pytest.approx(p, rel=1e-12)
+
+
+def test_min_p_comes_after_top_p_and_keeps_ties() -> None:
+    def kept(*p: float, **params: float) -> list[int]:
+        logp = torch.tensor(p, dtype=torch.float64).log()
+        return truncate(logp, SamplingParams(**params)).isfinite().nonzero()[:, 0].tolist()
+
+    assert kept(0.4, 0.2, 0.2, 0.1, 0.1, min_p=0.45) == [0, 1, 2]
+    assert kept(0.4, 0.4, 0.2, min_p=1.0) == [0, 1]
+    # Top-p counts 0.4, 0.65, 0.8. After min-p it would count 0.4 / 0.8 and 0.65 / 0.8, and stop.
+    assert kept(0.4, 0.25, 0.15, 0.1, 0.1, min_p=0.3, top_p=0.75) == [0, 1, 2]
+    assert SamplingParams(min_p=0.1).truncates and not SamplingParams().truncates
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_min_p_is_the_same_in_all_decoders_and_with_drafts(
+    model: Transformer, prompts: Completions, kind: type
 ) -> None:
-    params = SamplingParams(temperature=0.9, top_k=6, top_p=0.9)
+    everyone, params = list(range(6)), SamplingParams(0.8, min_p=0.3)
+    plain = sample(model, prompts, everyone, params=params, decoder=UncachedDecoder)
+    free = sample(model, prompts, everyone, params=SamplingParams(0.8), decoder=UncachedDecoder)
+    assert plain.log_kept_mass is not None
+    assert not torch.equal(plain.completion_ids, free.completion_ids)
+    for drafts in (None, plain.completion_ids[:, 0]):
+        out = sample(model, prompts, everyone, params=params, decoder=kind, drafts=drafts)
+        assert torch.equal(out.completion_ids, plain.completion_ids)
+        torch.testing.assert_close(out.log_kept_mass, plain.log_kept_mass, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.9, top_k=6, top_p=0.9),
+        SamplingParams(temperature=0.9, min_p=0.4),
+    ],
+    ids=["top-k and top-p", "min-p"],
+)
+def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_recorded(
+    model: Transformer, prompts: Completions, params: SamplingParams
+) -> None:
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "params": params}
     out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
@@ -289,6 +329,23 @@ def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_rec
         assert float(out.log_kept_mass[0, 0, s].exp()) == pytest.approx(
             sum(p[i] for i in remaining), rel=1e-5
         )
+
+
+def test_the_sample_tool_takes_the_truncation_of_the_run_and_its_own() -> None:
+    asked: list[SamplingParams] = []
+
+    class Sampler:
+        tokenizer = None
+
+        def complete(self, *_: object, params: SamplingParams, **__: object) -> list[object]:
+            asked.append(params)
+            return []
+
+    for own in ({}, {"top_k": 5, "top_p": 0.8, "min_p": 0.3}):
+        config = config_of(Arguments(Path("nowhere"), temperature=0.7, **own))
+        loaded = Loaded("", config, None, Sampler())  # type: ignore[arg-type]
+        complete(loaded, [Example("", "")], 2)
+    assert asked == [SamplingParams(0.7), SamplingParams(0.7, 5, 0.8, 0.3)]
 
 
 def test_uniforms_at_both_ends_of_the_interval_pick_tokens_of_positive_probability() -> None:

@@ -60,7 +60,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
     words = ["sbatch", str(SCRIPT)]
-    for name, value in {**OPTIONS, **changes}.items():
+    for name, value in {**OPTIONS, "device": "cpu", **changes}.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
@@ -92,7 +92,7 @@ def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("name", ["USR1", pytest.param("TERM", marks=pytest.mark.slow)])
 def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     name: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:
@@ -142,6 +142,7 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     out, broken = tmp_path / "out", tmp_path / "bin" / "tar"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
+    slurm["GRPO_PROCESSES"] = "1"
     job = submit(slurm, max_steps=4)
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 1 and "could not be copied" in output
@@ -159,6 +160,8 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     ("env", "words"),
     [
         ({"SLURM_GPUS_ON_NODE": "2", "FAKE_GPUS": "1"}, "SLURM gave 2 GPUs, 1 are visible"),
+        ({}, "this job has no GPU: ask for some (--gpus-per-node), or train on CPU with --device"),
+        ({"SLURM_GPUS_ON_NODE": "gpu:2"}, "SLURM_GPUS_ON_NODE is 'gpu:2', not a number of GPUs"),
         ({"GRPO_CHECKPOINT_MB": "999999999"}, "three checkpoints need 2999999997: free some"),
         ({"GRPO_LOCAL": "/nowhere"}, "GRPO_LOCAL=/nowhere is not a folder"),
         ({"GRPO_OUT": "/dev/null/run"}, "GRPO_OUT=/dev/null/run cannot be made"),
@@ -168,7 +171,8 @@ def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
 def test_what_is_missing_is_reported_before_any_work(
     slurm: dict[str, str], env: dict[str, str], words: str
 ) -> None:
-    job = submit({**slurm, **env})
+    asks_for_cpu = {} if "GPU" in words else {"device": "cpu"}
+    job = submit({**slurm, **env}, **{"device": "auto", **asks_for_cpu})
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2
     assert output.startswith("error: ") and words in output and output.count("\n") == 1

@@ -279,7 +279,9 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
         ]
         (tmp_path / name / "eval.jsonl").write_text("\n".join(lines) + "\n")
     drawn = list[Figure]()
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **_: drawn.append(figure) or path.touch()
+    )
     runs = tmp_path / "a", tmp_path / "b"
     call(curves, *runs, "--out", tmp_path / "c.png", "--difference", "--metric", "exact")
     assert "+50.0" in capsys.readouterr().out
@@ -290,7 +292,7 @@ def test_curves_of_two_runs_their_difference_and_what_cannot_be_drawn(
     ]  # a line and its ends, each
     assert [list(line.get_ydata()) for line in apart.lines] == [[0, 0, 0], [0, pytest.approx(-10)]]
     for arguments, words in (
-        ([tmp_path], "no readable eval.jsonl"),
+        ([tmp_path], "no eval.jsonl in this folder"),
         ([*runs, "--out", "c.gif"], "--out must end with"),
         ([*runs, "--out", "c.png"], "--metric exact_sampled: "),
     ):

@@ -27,19 +27,25 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def encode_prompts(
-    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
+    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the prompts as right-padded ids, `[P, Lp]` int64, and their lengths, `[P]` int64.
 
+    Args:
+        room: how many tokens a prompt may have, or `[P]` int64, one number for each.
+
     Raises:
-        ConfigError: a prompt is empty, or longer than `room` tokens.
+        ConfigError: a prompt is empty, or longer than its room. (Most such prompts are found by
+            `runtime.examples.check_examples` before a run starts.)
     """
     ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
-    if int(lengths.max()) > room:
-        worst = examples[int(lengths.argmax())].prompt
+    excess = lengths - room
+    if int(excess.max()) > 0:
+        worst = int(excess.argmax())
+        size, most = int(lengths[worst]), int((lengths - excess)[worst])
         raise ConfigError(
-            f"a prompt of {int(lengths.max())} tokens leaves no room for --max-new-tokens in the "
-            f"model's --context: at most {room} are allowed ({worst[:60]!r}...)"
+            f"a prompt of {size} tokens leaves no room for its completion in the model's "
+            f"--context: at most {most} are allowed ({examples[worst].prompt[:60]!r}...)"
         )
     if not int(lengths.min()):
         raise ConfigError(

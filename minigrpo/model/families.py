@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.text import quoted
 from .shape import ModelShape, RopeScaling
 from .weight_files import CONFIG, WEIGHTS, WeightFiles
 
@@ -63,7 +64,7 @@ def read_gpt2(files: WeightFiles) -> tuple[Fields, Problems]:
         problems.append(f"{heads} heads do not divide a width of {width}")
         sizes["heads"] = 1
     problems += [
-        f"{theirs} in {CONFIG} is {settings[theirs]!r}, in {WEIGHTS} {sizes[ours]}"
+        f"{theirs} in {CONFIG} is {quoted(settings[theirs])}, in {WEIGHTS} {sizes[ours]}"
         for ours, theirs in GPT2_SIZES.items()
         if ours != "heads" and settings.get(theirs, sizes[ours]) != sizes[ours]
     ]
@@ -75,6 +76,8 @@ def write_gpt2(shape: ModelShape) -> dict[str, Any]:
         **{name: values[0] for name, values in GPT2_COMPUTED.items()},
         **{theirs: getattr(shape, ours) for ours, theirs in GPT2_SIZES.items()},
         "tie_word_embeddings": True,
+        # transformers would train with its default of 0.1
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     }
 
 
@@ -125,7 +128,7 @@ def read_llama(
     optional = ("kv_heads", "head_dim")
     sizes = {ours: settings.get(theirs) or 0 for ours, theirs in LLAMA_SIZES.items()}
     wrong = [
-        f"{LLAMA_SIZES[name]} in {CONFIG} is {settings.get(LLAMA_SIZES[name])!r}"
+        f"{LLAMA_SIZES[name]} in {CONFIG} is {quoted(settings.get(LLAMA_SIZES[name]))}"
         for name, size in sizes.items()
         if type(size) is not int or size < 0 or not (size or name in optional)
     ]
@@ -302,7 +305,7 @@ def read_shape(files: WeightFiles) -> tuple[ModelShape, Problems]:
 
 def _uncomputed(settings: Settings, computed: Mapping[str, tuple[Any, ...]]) -> Problems:
     return [
-        f"{name} in {CONFIG} is {settings[name]!r}, not {values[0]!r}"
+        f"{name} in {CONFIG} is {quoted(settings[name])}, not {values[0]!r}"
         for name, values in computed.items()
         if settings.get(name, values[0]) not in values
     ]

@@ -11,4 +11,6 @@ def load_pretrained(name: str) -> Transformer:
     """The shipped model (`shipped`), or the one at a path. Raises ValueError if it does not fit."""
     if name == "shipped":
         name = str(files("minigrpo.assets").joinpath(SHIPPED))
+    if not name:
+        raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
     return Transformer.from_pretrained(name)

@@ -10,13 +10,14 @@ because moves change single characters of it, and merged tokens would hide that.
 
 import base64
 import itertools
-import json
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 import tiktoken
+
+from ..runtime.text import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 RANKS_FILE = "chess.tiktoken"
@@ -99,7 +100,7 @@ def parse_gpt2(merges: str, vocabulary: str) -> dict[bytes, int]:
         return bytes(byte_of[letter] for letter in text)
 
     try:
-        numbers: dict[str, int] = json.loads(vocabulary)
+        numbers: dict[str, int] = parse_json(vocabulary)
     except ValueError as error:
         raise ValueError(f"the vocabulary is not whole JSON ({error})") from None
     if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
@@ -141,7 +142,7 @@ def _from_path(path: Path) -> tiktoken.Encoding:
     merges = path.with_name(merges_of.get(path.name, path.name))
     if merges.name in GPT2_FILES:
         vocabulary = merges.with_name(GPT2_FILES[merges.name])
-        texts = (file.read_text(encoding="utf-8") for file in (merges, vocabulary))
+        texts = (file.read_text(encoding="utf-8-sig") for file in (merges, vocabulary))
         return _encoding(path.parent.name, GPT2_PATTERN, parse_gpt2(*texts))
     return _encoding(path.stem, GPT2_PATTERN, parse_ranks(path.read_bytes().splitlines()))
 

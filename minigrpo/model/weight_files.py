@@ -4,7 +4,6 @@ Nothing is read before it is asked for: names, shapes and types come from the fi
 tensor is read when it is used.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..runtime.text import parse_json
+
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
 INDEX = "model.safetensors.index.json"  # which shard holds a tensor
 
@@ -20,10 +21,10 @@ INDEX = "model.safetensors.index.json"  # which shard holds a tensor
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file. Raises ValueError, naming the file."""
     try:
-        found = json.loads(file.read_text()) if file.exists() else {}
+        found = parse_json(file.read_bytes()) if file.exists() else {}
         if not isinstance(found, dict):
             raise ValueError("not an object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error})") from None
     return found
 
@@ -73,6 +74,8 @@ class _opened:
     """`safe_open`, whose errors name the file in one line."""
 
     def __init__(self, file: Path) -> None:
+        if file.exists() and not file.is_file():  # opening a pipe would wait forever
+            raise ValueError(f"{file}: is not a regular file")
         try:
             self.file = safe_open(file, framework="pt")
         except FileNotFoundError:

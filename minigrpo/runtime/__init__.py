@@ -3,6 +3,6 @@
 settings    settings, flags, renamed, combinations, fast
 hardware    accel, oom, distributed, guard, optim
 data        rng, prefetch, pool, reward_calls
-the run     build, run_dir, checkpoint, environment, signals
-reports     logging, announce, estimate, flops
+the run     build, run_dir, folder, checkpoint, resume, environment, signals, failures
+reports     logging, log_files, files, announce, estimate, flops
 """

@@ -1,13 +1,17 @@
 """A run's messages on the screen: at the start, at evaluations, without a signal, at the end."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
-from ..config import Config
 from ..types import RolloutBatch
-from .fast import LAYERS, device_kind
-from .logging import NoLog, RunLog, Screen
+from .checkpoint import path_of
+from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
+from .log_files import NoLog, RunLog
+from .logging import Screen
+from .no_effect import Situation, without_effect
 from .settings import as_flags
 
 STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
@@ -17,11 +21,14 @@ Evaluation = Mapping[str, float]
 
 
 def introduce(
-    screen: Screen, config: Config, parameters: int, device: torch.device, processes: int
+    screen: Screen, situation: Situation, parameters: int, weights: Mapping[str, float]
 ) -> None:
-    """Print one line that describes a step, and warnings about the settings."""
-    sampling, speed = config.sampling, config.speed
-    share = sampling.prompts_per_step // processes
+    """Print what a step is, what the reward is, and which settings have no effect.
+
+    `weights` are those of the reward parts in force.
+    """
+    config, device, processes = situation.config, situation.device, situation.processes
+    sampling, speed, share = config.sampling, config.speed, situation.share
     micro = -(-share // (config.memory.micro_batch_size or share))
     group = "true answers" if config.supervised else f"{sampling.group_size} completions"
     screen.say(
@@ -29,19 +36,59 @@ def introduce(
         f"on {processes} x {device.type}: {share} prompts per process in {micro} "
         f"micro-batch{'es' if micro > 1 else ''}; {parameters / 1e6:.1f} M parameters"
     )
+    parts = [f"{weight:g} x {name}" for name, weight in weights.items() if weight]
+    where = " (in evaluations only)" if config.supervised else ""
+    screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
     if speed.fast:
-        kind = device_kind(speed.device, speed.amp_dtype)
+        kind = device_kind(str(device))
         settings = config.flat()
         layers = as_flags({name: settings[name] for name in LAYERS[kind]})
         screen.say(f"--fast on {kind}: {' '.join(layers)}")
-    if speed.cuda_graphs and device.type != "cuda":
-        screen.warn(
-            "--cuda-graphs: no CUDA device, so rounds are not captured: slower, same tokens"
+    if idle := without_effect(situation):
+        screen.say(idle)
+    if screen.rank == 0:
+        for warning in warnings(situation):
+            screen.warn(warning)
+
+
+def warnings(situation: Situation) -> Iterator[str]:
+    """What is allowed, and perhaps not what was meant."""
+    speed, sampling = situation.config.speed, situation.config.sampling
+    if speed.cuda_graphs and situation.on_cpu:
+        yield "--cuda-graphs: no CUDA device, so rounds are not captured: slower, same tokens"
+    if speed.use_amp and speed.amp_dtype == "bfloat16" and not situation.on_cpu:
+        capability = cuda_capability(str(situation.device))
+        if capability < BFLOAT16_AND_TF32:
+            instead = "--amp-dtype float16" if capability >= FLOAT16 else "--no-use-amp"
+            yield (
+                f"--amp-dtype bfloat16 is slow on a card of compute capability "
+                f"{'.'.join(map(str, capability))}: it is emulated below 8.0; {instead} is faster"
+            )
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        yield (
+            "--top-k, --top-p and --min-p truncate the sampler only: training uses the full "
+            "distribution (sampling/removed_mass is what they remove; --sampler-correction "
+            "corrects for it)"
         )
-    if sampling.top_k or sampling.top_p < 1:
-        screen.warn(
-            "--top-k and --top-p truncate the sampler only: training uses the full distribution "
-            "(sampling/removed_mass is what they remove; --sampler-correction corrects for it)"
+    yield from busy_cores(torch.get_num_threads())
+
+
+def busy_cores(threads: int) -> Iterator[str]:
+    """A warning if other programs keep so many cores busy that this one's threads do not fit.
+
+    The threads of a matrix product spin while they wait for each other, so two trainings of two
+    threads each on two cores take up to 50 times as long per step. One thread waits for nobody.
+    """
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # unknown on this system
+        return
+    cores = os.cpu_count() or 1
+    # rounded, because an idle machine has a load of a few tenths
+    if threads > 1 and round(load) + threads > cores:
+        yield (
+            f"{cores} cores, a load of {load:.1f}, and {threads} threads of this run: threads "
+            "that wait for a core make steps many times slower; OMP_NUM_THREADS=1 prevents it"
         )
 
 
@@ -84,7 +131,7 @@ def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
     screen.say(
         f"evaluation at step {step} on {values['n']:.0f} held-out examples: exactly right "
         f"{values['exact_sampled']:.1%} sampled, {values['exact']:.1%} greedy; "
-        f"greedy reward {values['reward']:.3f}"
+        f"greedy reward {values['reward']:.3f} (held out)"
     )
 
 
@@ -92,9 +139,10 @@ def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
     """The text next to the progress bar."""
     seen = ""
     if last:
-        seen = f"step {last['step']:.0f}: {last['exact_sampled']:.1%} exactly right, sampled  "
+        right = f"{last['exact_sampled']:.1%} exactly right (sampled)"
+        seen = f"held out at step {last['step']:.0f}: {right}  "
     if "reward" in metrics:
-        now = f"reward {metrics['reward']:.3f}"
+        now = f"training reward {metrics['reward']:.3f} (sampled)"
     else:
         now = f"loss {metrics['loss']:.4f}"
     return f"{now}  {seen}{metrics['step_time']:.2f} s/step"
@@ -119,3 +167,19 @@ def show_change(
         rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
     title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
+
+
+def show_cost(screen: Screen, rows: list[list[str]]) -> None:
+    """Print the estimated and the measured cost of a step."""
+    title = "one step of one process: estimated (if nothing repeats) and measured"
+    screen.table(title, ["", "estimated", "measured"], rows)
+
+
+def say_end(screen: Screen, run: Path, status: str, reason: str, step: int) -> None:
+    """Print how a run ended, and how to continue one that was stopped."""
+    saved = path_of(run / "checkpoints", step)
+    screen.say(f"{status} ({reason}) at step {step}; saved {saved}")
+    if status == "stopped":
+        resume = f"--config {run / 'config.toml'} --out-dir {run} --resume auto"
+        screen.say(f"continue with: {resume}")
+    screen.say(f"run: {run}")

@@ -1,135 +1,217 @@
 """Atomic checkpoints: each is either complete or ignored. run_dir.py decides when to save and load.
 
-A file is written under another name, flushed to disk and renamed; then its manifest, with a sha256,
-is written the same way. The hash is needed because torch loads a file with a flipped bit without
-complaint. A checkpoint without a matching manifest does not count. `state.pt` is a dict of plain
-types and tensors, so it loads with `weights_only=True` and cannot run code.
+Both files of a checkpoint are written under temporary names and flushed to disk; then `state.pt` is
+renamed, and its manifest, with a sha256, last. The hash is needed because torch loads a file with a
+flipped bit without complaint. A checkpoint without a matching manifest does not count. `state.pt`
+is a dict of plain types and tensors, so it loads with `weights_only=True` and cannot run code.
 """
 
 import hashlib
 import json
-import os
+import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .failures import NotFinite, reason_of
+from .files import PARTIAL, flush_folder, put_in_place, write_aside
+from .text import parse_json
 
 State = dict[str, Any]
-
-
-def path_of(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}"
-
-
-def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
-    """Write `step_NNNNNN/{state.pt, manifest.json}`, then keep only the newest `keep_last`.
-
-    Raises OSError, or RuntimeError, which torch raises for a full disk. Then older checkpoints are
-    untouched, and the partial file is removed.
-    """
-    target = path_of(folder, step)
-    target.mkdir(parents=True, exist_ok=True)
-    # an old manifest must not be found next to the new file
-    (target / "manifest.json").unlink(missing_ok=True)
-    digest = _write(target / "state.pt", lambda path: torch.save(state, path))
-    manifest = json.dumps({"step": step, "files": {"state.pt": digest}}, indent=1)
-    _write(target / "manifest.json", lambda path: path.write_text(manifest + "\n"))
-    for old in [path for path in checkpoints(folder) if path != target][: -keep_last + 1 or None]:
-        shutil.rmtree(old)
-    return target
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Folders of checkpoints, complete or not, by step."""
-    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def discard_after(folder: Path, step: int) -> None:
-    """Remove checkpoints of later steps: damaged ones, or those of a run that started over."""
-    for path in checkpoints(folder):
-        if int(path.name.removeprefix("step_")) > step:
-            shutil.rmtree(path)
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> str:
-    """Write a file atomically, even if the machine stops; return its sha256."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _flush_folder(path.parent)
-        _flush_folder(path.parent.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return digest
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+STATE, MANIFEST = "state.pt", "manifest.json"
+FORMAT = 1  # raised when an older version of the library could misread a checkpoint
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing or damaged; the message names the file."""
 
 
-def load_checkpoint(path: Path) -> State:
-    """The state in a checkpoint's folder. Raises CheckpointError if it is missing or damaged."""
-    file, manifest = path / "state.pt", path / "manifest.json"
+class NewerCheckpoint(ValueError):
+    """A newer version of the library wrote the checkpoint. Using an older one would lose work."""
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder, or None for any other name."""
+    found = re.fullmatch(r"step_([0-9]+)", path.name)
+    step = int(found[1]) if found else None
+    return step if step is not None and path_of(path.parent, step) == path else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Folders of checkpoints, complete or not, by step. Whatever else is there does not count."""
+    steps = {path: step_of(path) for path in folder.iterdir()} if folder.is_dir() else {}
+    found = [(step, path) for path, step in steps.items() if step is not None and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def in_the_way(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint but is no folder, so that it cannot be saved."""
+    there = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in there if step_of(path) is not None and not path.is_dir())
+
+
+def was_interrupted(path: Path) -> bool:
+    """Whether a process died while it saved here. Then nothing that was ever complete is lost."""
+    unfinished = not (path / STATE).exists() or any(path.glob(f"*{PARTIAL}"))
+    return unfinished and not (path / MANIFEST).exists()
+
+
+def discard_after(folder: Path, step: int) -> None:
+    """Remove checkpoints of later steps: damaged ones, or those of a run that started over."""
+    for path in checkpoints(folder):
+        if (step_of(path) or 0) > step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
+    """Write `step_NNNNNN/{state.pt, manifest.json}`, then keep only the newest `keep_last`.
+
+    Raises NotFinite if a value in the state is not finite, and OSError for a full disk. Then older
+    checkpoints are untouched, and nothing partial is left.
+    """
+    if name := first_not_finite(state):
+        raise NotFinite(f"step {step}: not saved, because {name} has values that are not finite")
+    target = path_of(folder, step)
+    target.mkdir(parents=True, exist_ok=True)
+    file, manifest = target / STATE, target / MANIFEST
     try:
-        promised = json.loads(manifest.read_text())["files"]["state.pt"]
+        digest = write_aside(file, lambda path: _write_state(path, state))
+        contents = {"format": FORMAT, "step": step, "files": {STATE: digest}}
+        text = json.dumps(contents, indent=1) + "\n"
+        write_aside(manifest, lambda path: path.write_text(text))
+    except BaseException:
+        file.with_name(STATE + PARTIAL).unlink(missing_ok=True)
+        if not any(target.iterdir()):
+            target.rmdir()
+        raise
+    manifest.unlink(missing_ok=True)  # an old manifest must not be found next to the new file
+    put_in_place(file)
+    put_in_place(manifest)
+    flush_folder(folder)
+    for old in [path for path in checkpoints(folder) if path != target][: -keep_last + 1 or None]:
+        _remove(old)
+    return target
+
+
+def _write_state(path: Path, state: State) -> None:
+    """torch.save, which hides the system's error, such as a full disk, behind one of its own."""
+    with open(path, "wb") as opened:
+        try:
+            torch.save(state, opened)
+        except RuntimeError as error:
+            hidden = error.__context__
+            raise hidden if isinstance(hidden, OSError) else error from None
+
+
+def first_not_finite(state: Mapping[str, Any]) -> str:
+    """The name of a tensor or number in a state that is NaN or infinite, or "" if all are finite.
+
+    One fused pass over the tensors, and one device sync; only if that finds something, a search.
+    """
+    tensors = {name: x for name, x in _leaves(state) if isinstance(x, Tensor)}
+    tensors = {name: x for name, x in tensors.items() if x.is_floating_point() and x.numel()}
+    bad = [name for name, x in _leaves(state) if isinstance(x, float) and not math.isfinite(x)]
+    if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():
+        bad += [name for name, x in tensors.items() if not x.isfinite().all()]
+    return bad[0] if bad else ""
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in nested dicts and lists, with names such as `optimizer.state.0.exp_avg`."""
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield name, value
+    for key, item in items:
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: Path) -> State:
+    """The state in a checkpoint's folder.
+
+    Raises CheckpointError if it is missing, damaged, or not finite; NewerCheckpoint if this version
+    cannot read it.
+    """
+    file, manifest = path / STATE, path / MANIFEST
+    try:
+        contents = parse_json(manifest.read_bytes())
+        written_as = contents.get("format", 0)  # 0: from before there were formats
+        promised = contents["files"][STATE] if written_as <= FORMAT else ""
         with open(file, "rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{manifest.parent}: not a whole checkpoint ({type(error).__name__}: {error})"
+            f"{path}: not a whole checkpoint ({type(error).__name__}: {reason_of(error)})"
         ) from None
+    if written_as > FORMAT:
+        raise NewerCheckpoint(
+            f"{path}: has format {written_as}, written by a newer version of minigrpo; "
+            f"this one reads formats up to {FORMAT}"
+        )
     if found != promised:
         raise CheckpointError(f"{file}: damaged, its sha256 is not the one in its manifest")
     try:
         state: State = torch.load(file, map_location="cpu", weights_only=True)
     # EOFError, UnpicklingError or RuntimeError, depending on where the file is damaged
     except Exception as error:
-        raise CheckpointError(
-            f"{file}: cannot be loaded ({str(error).splitlines()[0][:200]})"
-        ) from None
+        raise CheckpointError(f"{file}: cannot be loaded ({reason_of(error)})") from None
+    if name := first_not_finite(state):
+        raise CheckpointError(f"{file}: {name} has values that are not finite")
     return state
+
+
+def existing_checkpoint(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint. Raises CheckpointError, with the steps that are there."""
+    paths = checkpoints(folder)
+    if path_of(folder, step) not in paths:
+        there = ", ".join(str(step_of(path)) for path in paths) or "none"
+        raise CheckpointError(f"--resume {step}: no such checkpoint in {folder}; there: {there}")
+    return path_of(folder, step)
 
 
 def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) -> State | None:
     """The state to resume from, or None to start afresh.
 
     `resume` is "" (start afresh), "auto" (the newest intact checkpoint; `warn` names damaged ones)
-    or a step. Raises CheckpointError if that step is missing or damaged, or if all are damaged.
+    or a step. Raises CheckpointError if that step is missing or damaged, or if all are damaged;
+    NewerCheckpoint if this version cannot read the one to use.
     """
     if not resume:
         return None
     if resume != "auto":
-        path = path_of(folder, int(resume))
-        if not path.exists():
-            there = (
-                ", ".join(str(int(path.name.removeprefix("step_"))) for path in checkpoints(folder))
-                or "none"
-            )
-            raise CheckpointError(
-                f"--resume {resume}: no such checkpoint in {folder}; there: {there}"
-            )
-        return load_checkpoint(path)
+        return load_checkpoint(existing_checkpoint(folder, int(resume)))
     paths = checkpoints(folder)[::-1]
     for path in paths:
         try:
             return load_checkpoint(path)
         except CheckpointError as error:
             warn(f"{error}; trying the one before it")
-    if any((path / "manifest.json").exists() for path in paths):
+    if not all(map(was_interrupted, paths)):
         raise CheckpointError(
             f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh"
         )

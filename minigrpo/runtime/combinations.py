@@ -1,8 +1,9 @@
 """Checks across settings: values that are valid one by one but not together."""
 
+import re
 from typing import TYPE_CHECKING
 
-from .flags import ConfigError, flag
+from .flags import ConfigError, flag, shown
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -55,8 +56,8 @@ def check(c: "Config") -> None:
             "--resume needs --out-dir, the folder of the run to continue",
         ),
         (
-            resume not in ("", "auto") and not resume.isdigit(),
-            f"--resume must be auto or a step number, got {resume}",
+            resume not in ("", "auto") and not re.fullmatch("[0-9]{1,9}", resume),
+            f"--resume must be auto or a step number, got {shown(resume)}",
         ),
     ):
         if bad:

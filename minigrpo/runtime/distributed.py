@@ -21,8 +21,19 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from .failures import describe, reason_of
+from .flags import ConfigError
+
 T = TypeVar("T")
 COUNTED = ("tokens/", "rollout/tokens")  # metrics that are summed, not averaged
+LARGEST = ("memory/",)  # metrics of which the largest counts
+# what torchrun tells each process, with the smallest and the largest value
+VARIABLES = {
+    "WORLD_SIZE": (1, 2**20),
+    "RANK": (0, 2**20),
+    "LOCAL_RANK": (0, 2**20),
+    "MASTER_PORT": (0, 2**16 - 1),
+}
 POLL_SECONDS = 0.02  # between checks whether the main process is done
 
 
@@ -41,11 +52,19 @@ class DistContext:
         """Join the processes that torchrun started; without torchrun, a run of one process.
 
         CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than
-        `timeout_s` seconds is an error.
+        `timeout_s` seconds is an error. Raises ConfigError, in one line, for variables that no
+        launcher sets like that, or if the processes do not find each other.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        timeout = timedelta(seconds=timeout_s)
+        _check_environment()
+        try:
+            return cls._join(timedelta(seconds=timeout_s))
+        except (RuntimeError, ValueError, OSError, OverflowError) as error:
+            raise ConfigError(f"cannot join the other processes: {reason_of(error)}") from error
+
+    @classmethod
+    def _join(cls, timeout: timedelta) -> "DistContext":
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
         # after a restart the store may still hold messages of the previous attempt
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -82,17 +101,17 @@ class DistContext:
         return self._reduce(x, dist.ReduceOp.MAX, "max")
 
     def combine(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics over all processes: sums of counts (COUNTED, .../failures), else means."""
+        """Metrics over all processes, in one collective.
+
+        Sums of counts (COUNTED, .../failures), maxima of LARGEST, means of all others.
+        """
         if self.world_size == 1:
             return metrics
-        totals = self.sum(torch.tensor(list(metrics.values()), dtype=torch.float64)).tolist()
-        counted = {
-            name for name in metrics if name.startswith(COUNTED) or name.endswith("/failures")
-        }
-        pairs = zip(metrics, totals, strict=True)
-        return {
-            name: total if name in counted else total / self.world_size for name, total in pairs
-        }
+        # a row per process, 0 in all others: the sum holds every process's own values
+        rows = torch.zeros(self.world_size, len(metrics), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(list(metrics.values()), dtype=torch.float64)
+        columns = self.sum(rows).T
+        return {name: _combined(name, x) for name, x in zip(metrics, columns, strict=True)}
 
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate equal shares in order of rank: `[P / world_size, ...]` -> `[P, ...]`."""
@@ -171,8 +190,32 @@ class DistContext:
             dist.destroy_process_group()
 
 
+def _combined(name: str, values: Tensor) -> float:
+    """One metric, from its value in every process."""
+    if name.startswith(LARGEST):
+        return float(values.max())
+    counted = name.startswith(COUNTED) or name.endswith("/failures")
+    return float(values.sum() if counted else values.mean())
+
+
+def _check_environment() -> None:
+    """Raise ConfigError unless torchrun's variables are numbers that belong together."""
+    advice = "torchrun sets it, and without WORLD_SIZE the run has one process"
+    for name, (low, high) in VARIABLES.items():
+        text = os.environ.get(name)
+        if text is None:
+            continue  # torch says which one it misses
+        is_number = text.isascii() and text.isdigit() and len(text) < 10
+        if not (is_number and low <= int(text) <= high):
+            allowed = f"a whole number from {low} to {high}"
+            raise ConfigError(f"{name} must be {allowed}, got {text!r}; {advice}")
+    rank, world_size = os.environ.get("RANK", "0"), os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world_size):
+        raise ConfigError(f"RANK must be below WORLD_SIZE={world_size}, got {rank}; {advice}")
+
+
 def _pickled(outcome: tuple[Any, Exception | None]) -> bytes:
     try:
         return pickle.dumps(outcome)
     except Exception:  # for instance an exception class from a user's file: send its repr instead
-        return pickle.dumps((None, RuntimeError(repr(outcome[1]))))
+        return pickle.dumps((None, RuntimeError(describe(outcome[1]))))

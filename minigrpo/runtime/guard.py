@@ -1,14 +1,23 @@
-"""What to do after steps whose loss or gradient is not finite: skip, then slow down, then stop."""
+"""What to do when numbers are not finite: skip the step, then slow down, then stop.
 
+A bad step is one whose loss or gradient is not finite. Under float16, an infinite gradient is also
+how the loss scaler finds its scale: it lowers the scale and skips the update. That is no bad step
+as long as the scale can fall, which is down to SCALE_FLOOR.
+"""
+
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from .failures import Diverged
 
 BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
 BAD_STEPS_TO_STOP = 6
-
-
-class Diverged(RuntimeError):
-    """Too many steps in a row had a loss or a gradient that is not finite."""
+SCALE_FLOOR = 1.0  # below it, the scaler would make gradients smaller than they are
+Say = Callable[[str], object]
 
 
 @dataclass
@@ -18,12 +27,13 @@ class NonFiniteGuard:
     skipped: int = 0
     in_a_row: int = 0
     halvings: int = 0  # of the learning rate; after the first, training continues in float32
+    overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
 
     def accept(self) -> None:
         """Record a step with a finite loss and gradient."""
         self.in_a_row = 0
 
-    def skip(self, warn: Callable[[str], object]) -> None:
+    def skip(self, warn: Say) -> None:
         """Record a skipped step. Raises Diverged after BAD_STEPS_TO_STOP in a row."""
         self.skipped += 1
         self.in_a_row += 1
@@ -40,9 +50,61 @@ class NonFiniteGuard:
                 "from here on half the learning rate, and float32"
             )
 
+    def update_scale(
+        self, scaler: torch.amp.GradScaler, loss: Tensor, step: int, warn: Say
+    ) -> bool:
+        """Update the loss scale; return whether the update was skipped only to lower it.
+
+        An infinite gradient of a finite loss is no bad step as long as the scale can fall. At
+        SCALE_FLOOR it stays, and once training has fallen back to float32 it explains nothing.
+        """
+        before = scaler.get_scale()
+        scaler.update()
+        after = scaler.get_scale()
+        if after < SCALE_FLOOR:
+            scaler.update(SCALE_FLOOR)
+        fell = after < before and before > SCALE_FLOOR
+        if not fell or self.halvings or not torch.isfinite(loss):
+            return False
+        self.overflows += 1
+        warn(f"step {step + 1}: float16 overflow, no update; the loss scale is now {after:g}")
+        return True
+
+    def metrics(self, scaler: torch.amp.GradScaler) -> dict[str, float]:
+        """Counts since the beginning of the run, and the scale of a scaler that is in use."""
+        counts = {"skipped_steps": float(self.skipped)}
+        if scaler.is_enabled():
+            counts["scaler/scale"] = scaler.get_scale()
+            counts["scaler/skipped_steps"] = float(self.overflows)
+        return counts
+
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.skipped, self.in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
-        self.halvings = state.get("halvings", 0)
+        for field in fields(self):
+            setattr(self, field.name, state.get(field.name, 0))
+
+
+def weight_norm(model: nn.Module) -> Tensor:
+    """The norm of all parameters, as a scalar on their device; not finite if one of them is not.
+
+    One fused pass over the weights, and no device sync.
+    """
+    return torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+
+
+def check_weights(model: nn.Module, norm: float, step: int, learning_rate: float) -> None:
+    """Raise Diverged if weights are not finite after a step; `norm` is their `weight_norm`.
+
+    A finite gradient can do that: a learning rate of 1e38 overflows in the update itself. The
+    weights before the step are gone, so the run ends before anything is saved.
+    """
+    if math.isfinite(norm):
+        return
+    if all(p.isfinite().all() for p in model.parameters()):
+        return  # weights beyond 1e19, whose squares overflow
+    raise Diverged(
+        f"step {step + 1}: the update made weights that are not finite, with a learning rate of "
+        f"{learning_rate:g}; nothing of it is saved. A smaller --learning-rate may help"
+    )

@@ -1,15 +1,16 @@
-"""Metrics as JSONL and TensorBoard, the console, and the phase timer.
+"""The console, the phase timer, and the peak memory.
 
-Everything that a training run prints goes through `Screen`; announce.py holds the messages.
+Everything that a training run prints goes through `Screen`; announce.py holds the messages, and
+log_files.py writes the logs.
 """
 
-import json
+import io
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -22,9 +23,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from torch.utils.tensorboard import SummaryWriter
+from rich.text import Text
 
-Scalars = Mapping[str, float]
+from .failures import reason_of
+
 SECONDS_BETWEEN_LINES = 15.0  # between progress lines, if there is no terminal
 
 
@@ -52,84 +54,45 @@ class PhaseTimer:
         return seconds
 
 
-class JSONLines:
-    """An append-only file of records with a `step`; flushed line by line, truncated on resume."""
+class OutputStream:
+    """Standard output or error. A closed pipe or a full disk behind it does not end the run."""
 
-    def __init__(self, path: Path, *, up_to_step: int) -> None:
-        """Reopen the file, and keep only complete lines whose step is at most `up_to_step`."""
-        self.kept: list[dict[str, Any]] = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break  # cut off when the process died
-            if record["step"] <= up_to_step:
-                self.kept.append(record)
-        self.file = open(path, "w")
-        for record in self.kept:
-            self.write(record)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class RunLog:
-    """The logs in a run's folder: metrics, evaluations, samples, TensorBoard."""
-
-    def __init__(self, folder: Path, *, start_step: int) -> None:
-        """`start_step` steps are done; lines of later steps, from a lost run, are dropped."""
-        # a run that starts afresh keeps nothing, not even the evaluation at step 0
-        last = start_step or -1
-        self.metrics = JSONLines(folder / "metrics.jsonl", up_to_step=last)
-        self.evaluations = JSONLines(folder / "eval.jsonl", up_to_step=last)
-        self.samples = JSONLines(folder / "samples.jsonl", up_to_step=last)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
+    def __init__(self, name: str, on_failure: Callable[[str], object] = lambda text: None) -> None:
+        """`name` is stdout or stderr; `on_failure` gets a message when it cannot be written."""
+        self.name, self.on_failure, self.failed = name, on_failure, False
 
     @property
-    def evaluated(self) -> list[dict[str, Any]]:
-        """Evaluations from before the resume."""
-        return self.evaluations.kept
+    def stream(self) -> Any:
+        """The stream of this moment: rich's progress bar, tests and notebooks replace it."""
+        stream = getattr(sys, self.name) or io.StringIO()  # None if the process has no such stream
+        return getattr(stream, "rich_proxied_file", stream)
 
-    def step(self, step: int, values: Scalars) -> None:
-        self.metrics.write({"step": step, **values})
-        for name, value in values.items():
-            self.board.add_scalar(name if "/" in name else f"train/{name}", value, step)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
-    def evaluation(self, step: int, values: Scalars) -> None:
-        self.evaluations.write({"step": step, **values})
-        for name, value in values.items():
-            if name != "n" and not name.startswith("count/"):
-                self.board.add_scalar(f"eval/{name}", value, step)
+    def write(self, text: str) -> int:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._try(lambda: self.stream.write(text))
+        return len(text)
 
-    def sample(self, step: int, record: Mapping[str, Any]) -> None:
-        self.samples.write({"step": step, **record})
+    def flush(self) -> None:
+        self._try(lambda: self.stream.flush())
 
-    def sample_text(self, step: int, text: str) -> None:
-        self.board.add_text("samples", text, step)
+    def _try(self, action: Callable[[], object]) -> None:
+        if self.failed:
+            return
+        try:
+            action()
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            self.failed = True
+            self._point_elsewhere()
+            self.on_failure(f"nothing more is printed: {self.name} failed ({reason_of(error)})")
 
-    def close(self) -> None:
-        for file in (self.metrics, self.evaluations, self.samples, self.board):
-            file.close()
-
-
-class NoLog:
-    """The log of all processes but the main one: it does nothing."""
-
-    evaluated: list[dict[str, Any]] = []  # noqa: RUF012 - nothing is ever added
-
-    def step(self, step: int, values: Scalars) -> None: ...
-
-    def evaluation(self, step: int, values: Scalars) -> None: ...
-
-    def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
-
-    def sample_text(self, step: int, text: str) -> None: ...
-
-    def close(self) -> None: ...
+    def _point_elsewhere(self) -> None:
+        """Send what is still buffered to nowhere, or Python would fail when it flushes at exit."""
+        with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 class Screen:
@@ -140,8 +103,9 @@ class Screen:
 
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
         self.rank, quiet = rank, quiet or rank > 0
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-        self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        out, errors = OutputStream("stdout", self.warn), OutputStream("stderr")
+        self.console = Console(file=cast(Any, out), quiet=quiet, highlight=False, soft_wrap=True)
+        self.errors = Console(file=cast(Any, errors), highlight=False, soft_wrap=True)
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -169,7 +133,7 @@ class Screen:
     def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show progress while reading a file; call the result with the bytes read so far."""
         columns = (
-            TextColumn("reading {task.description}"),
+            TextColumn("reading {task.description}", markup=False),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
         )
@@ -210,11 +174,12 @@ class Screen:
             self.progress.stop()
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        table = Table(title=title, title_justify="left")
+        """Print a table. Nothing in it is markup: a reward may be named `[/b]`."""
+        table = Table(title=Text(title), title_justify="left")
         for i, column in enumerate(columns):
-            table.add_column(column, justify="right" if i else "left")
+            table.add_column(Text(column), justify="right" if i else "left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         self.console.print(table)
 
 

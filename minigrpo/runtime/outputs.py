@@ -6,6 +6,7 @@ turns that into the same one line, and keeps the file that was there before.
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,11 +106,13 @@ def _is_there(path: Path) -> bool:
 
 def _check_can_make(flag: str, path: Path, folder: Path) -> None:
     """Check that the folder, or the nearest one above it that exists, takes new entries."""
-    nearest = next(above for above in (folder, *folder.absolute().parents) if _is_there(above))
+    nearest = next(filter(_is_there, (folder, *folder.parents)), Path("/"))
     if not nearest.is_dir():
         raise ConfigError(f"{flag} {path}: {nearest} is a file, not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag} {path}: cannot be written (no permission in {nearest})")
+    # some file systems take no new files, although the permissions say so
+    tempfile.TemporaryFile(dir=nearest).close()
     longest = os.pathconf(nearest, "PC_NAME_MAX")  # in bytes
     if any(len(part.encode()) > longest for part in path.parts):
         raise ConfigError(f"{flag} {path}: cannot be written (File name too long)")

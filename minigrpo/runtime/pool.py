@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .text import one_line
+
 MAX_ABANDONED = 32  # hanging threads; beyond this number they are not replaced
 
 
@@ -38,7 +40,7 @@ class Job:
             if threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C
             # a job that calls sys.exit() has failed; it must not take its thread with it
-            self.future.set_exception(RuntimeError(repr(error)))
+            self.future.set_exception(RuntimeError(one_line(error)))
 
 
 class WorkerPool:
@@ -114,12 +116,16 @@ class WorkerPool:
         """Start missing threads, within MAX_ABANDONED; return whether any thread takes jobs."""
         with self.lock:
             while self.alive < max(1, self.workers) and self.num_abandoned < MAX_ABANDONED:
-                self.alive += 1
                 # a new thread starts on CUDA device 0, which may not be this process's device
                 device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._work, args=(device,), name=self.name, daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # the system allows no more threads: use those there are
+                    break
+                self.alive += 1
             return self.alive > 0
 
     def _work(self, device: int | None) -> None:

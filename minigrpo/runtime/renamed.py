@@ -1,10 +1,10 @@
 """Old names and values of settings, still accepted in flags, TOML files and checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .flags import flag
+from .flags import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,33 +34,17 @@ VALUES = {
 
 
 def modern(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by flat name, with old names and values replaced by current ones."""
-    out = {}
+    """Settings by flat name, with old names and values replaced by current ones.
+
+    Raises ConfigError if a setting is given under its old and under its current name.
+    """
+    out: dict[str, Any] = {}
     for name, value in settings.items():
         now = NAMES.get(name, Renamed(name))
+        if now.name in out:
+            raise ConfigError(f"{now.name} is set twice, the second time as {name}")
         out[now.name] = _modern_value(now, value)
     return out
-
-
-def modern_argv(argv: Sequence[str]) -> list[str]:
-    """The same for a command line: `--old value`, `--old=value`, `--no-old`."""
-    out: list[str] = []
-    last: Renamed | None = None  # the flag whose value may come next
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            bare = name.removeprefix("--").replace("-", "_")
-            no = "no_" if bare.removeprefix("no_") in NAMES and bare.startswith("no_") else ""
-            last = NAMES.get(bare.removeprefix(no), Renamed(bare.removeprefix(no)))
-            out.append(flag(no + last.name) + equals + (_word(last, value) if equals else ""))
-        else:
-            out.append(_word(last, word) if last else word)
-            last = None
-    return out
-
-
-def _word(now: Renamed, word: str) -> str:
-    return str(_modern_value(now, int(word) if word.isdecimal() else word))
 
 
 def _modern_value(now: Renamed, value: Any) -> Any:

@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 
 from ..types import Example, Task
+from .flags import ConfigError
+from .text import one_line, short
 
 # longest batched call, because the other processes wait for its scores until --pg-timeout
 LONGEST_BATCH_S = 300.0
+# largest score or weight; the variance of larger ones overflows float32
+LARGEST = 1e12
 
 
-class BadRewardError(Exception):
+class BadRewardError(ConfigError):
     """A reward function returned something other than finite numbers."""
 
 
@@ -63,25 +67,25 @@ class RewardSource:
         """Return the answer for `size` completions as `[len(names), size]` float32.
 
         Raises:
-            BadRewardError: a part is missing, its count is not `size`, or a value is not a finite
-                number.
+            BadRewardError: a part is missing, its count is not `size`, or a value is not a number
+                from -LARGEST to LARGEST.
         """
         table = np.empty((len(self.names), size), dtype=np.float32)
         for row, name in zip(table, self.names, strict=True):
             try:
                 column = answer[name] if self.batched else [answer[name]]
             except Exception:
-                raise BadRewardError(f"returned {_short(answer)}, without {name}") from None
+                raise BadRewardError(f"returned {short(answer)}, without {name}") from None
             if isinstance(column, str) or not hasattr(column, "__len__") or len(column) != size:
-                raise BadRewardError(f"returned {_short(column)}, not {size} numbers")
+                raise BadRewardError(f"returned {short(column)}, not {size} numbers")
             is_numeric_array = isinstance(column, np.ndarray) and column.dtype.kind in "fiub"
             for value in () if is_numeric_array else column:
                 if not isinstance(value, numbers.Real | np.bool_):
-                    raise BadRewardError(f"returned {_short(value)}, not a finite number")
-            row[:] = column
-            if not np.isfinite(row).all():
-                bad = row[~np.isfinite(row)][0]
-                raise BadRewardError(f"returned {_short(bad)}, not a finite number")
+                    raise BadRewardError(f"returned {short(value)}, not a finite number")
+            with np.errstate(over="ignore"):  # too large for float32: becomes infinite
+                row[:] = column
+            if (bad := row[~(np.abs(row) <= LARGEST)]).size:
+                raise BadRewardError(f"returned {short(bad[0])}, not a finite number up to 1e12")
         return table
 
 
@@ -92,8 +96,10 @@ def task_source(task: Task, timeout_s: float) -> RewardSource:
     that would silently ignore the subclass's scores.
     """
 
+    users = getattr(task, "users", task)  # what tasks/own.py wraps
+
     def depth(name: str) -> int:
-        classes = type(task).__mro__
+        classes = type(users).__mro__
         return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
 
     score_batch = getattr(task, "score_batch", None)
@@ -105,33 +111,45 @@ def task_source(task: Task, timeout_s: float) -> RewardSource:
 def distinct_pairs(
     examples: Sequence[Example], texts: Sequence[Sequence[str]]
 ) -> tuple[list[Example], list[str], np.ndarray]:
-    """The distinct (prompt, text) pairs of `texts`, `[P][G]`, in order of first occurrence.
+    """The distinct (example, text) pairs of `texts`, `[P][G]`, in order of first occurrence.
+
+    Two examples may have the same prompt and different answers, so the prompt does not identify a
+    question.
 
     Returns:
         The examples and the texts of the pairs; and `[P, G]` int, the pair of each completion.
     """
-    places: dict[str, dict[str, int]] = {}  # prompt -> text -> pair
+    places: dict[Example | int, dict[str, int]] = {}  # example -> text -> pair
     asked: list[Example] = []
     distinct: list[str] = []
     index: list[list[int]] = []
     for example, group in zip(examples, texts, strict=True):
-        of_prompt, row = places.setdefault(example.prompt, {}), []
+        question = getattr(example, "original", example)  # a user's code gets its own object
+        of_example, row = places.setdefault(_identity(question), {}), []
         for text in group:
-            if (place := of_prompt.get(text)) is None:
-                of_prompt[text] = place = len(distinct)
-                asked.append(example)
+            if (place := of_example.get(text)) is None:
+                of_example[text] = place = len(distinct)
+                asked.append(question)
                 distinct.append(text)
             row.append(place)
         index.append(row)
     return asked, distinct, np.array(index)
 
 
+def _identity(example: Example) -> Example | int:
+    """What tells one question from another: all fields of an `Example`.
+
+    A subclass may have fields that `==` does not compare, and a field may be impossible to hash.
+    Such an object equals only itself.
+    """
+    try:
+        hash(example)
+    except TypeError:
+        return id(example)
+    return example if type(example) is Example else id(example)
+
+
 def describe_failure(error: Exception) -> str:
     """What went wrong in a call, short enough for one line of a warning."""
-    if isinstance(error, BadRewardError | TimeoutError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error)[:200]}"
-
-
-def _short(value: object) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
+    own = isinstance(error, ConfigError | TimeoutError)
+    return one_line(error).removeprefix(f"{type(error).__name__}: ") if own else one_line(error)

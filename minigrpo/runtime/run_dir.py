@@ -4,9 +4,7 @@ config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  tensorboard
 model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
 """
 
-import fcntl
 import json
-import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,26 +15,19 @@ import torch
 
 from ..config import Config
 from ..learner import Learner
+from ..model.transformer import Transformer
 from ..types import RolloutBatch
-from .checkpoint import (
-    CheckpointError,
-    State,
-    discard_after,
-    find_checkpoint,
-    path_of,
-    save_checkpoint,
-)
+from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, save_checkpoint
 from .distributed import DistContext
 from .environment import versions
+from .failures import RunFailed, reason_of
+from .files import to_json, write_whole
 from .flags import ConfigError, flag
+from .folder import lock, make_folder
+from .log_files import NoLog, RunLog
 from .logging import Screen
-from .renamed import modern
-from .settings import places, toml_lines
-
-# Groups whose settings may differ when a run is resumed. They do not change training beyond
-# rounding, except for --max-steps, which sets the learning-rate schedule, and bnpo's micro-batches.
-MAY_DIFFER = {"speed", "memory", "run"}
-MUST_AGREE = {"seed"}  # although its group may differ
+from .resume import changes, check_same_run, made_by
+from .settings import toml_lines
 
 
 class RunDir:
@@ -65,6 +56,24 @@ class RunDir:
             self.close()
             raise
 
+    def open_log(self, step: int) -> RunLog | NoLog:
+        """Write config.toml and open the logs, in the main process, which continue after `step`.
+
+        Raises ConfigError, in all processes, if a file cannot be written; the folder is unlocked.
+        """
+        logs: list[RunLog] = []
+
+        def start() -> None:
+            self._write_config()
+            logs.append(RunLog(self.path, self.screen.warn, start_step=step))
+
+        try:
+            self.dist.on_main(start)
+        except ValueError:
+            self.close()
+            raise
+        return logs[0] if logs else NoLog()
+
     def close(self) -> None:
         """Unlock the folder."""
         if self._lock:
@@ -81,22 +90,49 @@ class RunDir:
         """Write a checkpoint, unless this step has one.
 
         If the disk is full and the save is not `required`, warn and continue; older checkpoints
-        are kept.
+        are kept. Raises RunFailed if it is, or if a value to save is not finite.
         """
         try:
             self.dist.on_main(lambda: self._save(step, learner))
+        except RunFailed:
+            raise
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
+            said = f"step {step}: NOT SAVED ({reason_of(error)})"
             if required:
-                raise
-            reason = str(error).splitlines()[0][:200]
-            self.screen.warn(f"step {step}: NOT SAVED ({reason}); training continues")
+                raise RunFailed(f"{said}; older checkpoints are kept") from error
+            self.screen.warn(f"{said}; training continues")
+
+    def save_before_ending(self, step: int, learner: Learner) -> None:
+        """Save what is done before an error ends the run; never raise.
+
+        It asks nothing of the other processes, which may be gone.
+        """
+        if not self.dist.is_main or step == max(self.saved_step, 0):
+            return
+        try:
+            self._save(step, learner)
+            self.screen.warn(f"the run fails; its {step} steps are in {self.path}")
+        except Exception as error:
+            self.screen.warn(f"the run fails, and step {step} is NOT SAVED ({reason_of(error)})")
+
+    def save_weights(self, model: Transformer) -> None:
+        """Write `model.safetensors`. Raises RunFailed in one line if that is not possible."""
+        file = self.path / "model.safetensors"
+
+        def write() -> None:
+            try:
+                write_whole(file, model.save_pretrained)
+            except Exception as error:  # safetensors has errors of its own
+                raise RunFailed(f"{file}: cannot be written ({reason_of(error)})") from error
+
+        self.dist.on_main(write)
 
     def _save(self, step: int, learner: Learner) -> None:
         if self.saved_step == step:
             return
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
-        state["made_by"] = self._made_by()
+        state["made_by"] = made_by(self.dist.world_size, learner.device)
         save_checkpoint(self.checkpoints, step, state, keep_last=self.config.run.keep_last)
         self.saved_step = step
 
@@ -123,21 +159,22 @@ class RunDir:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{self.path}: does not fit this model: {reason}") from None
         self.saved_step = step = int(state["step"])
-        now = self._made_by()
-        for name, number in state.get("made_by", now).items():
-            if number != now[name]:
-                self.screen.warn(
-                    f"the checkpoint was written by {number} {name}, this run has {now[name]}: "
-                    "the batches are the same, but results are not equal bit for bit"
-                )
-        self.screen.say(f"resumed from step {step} of {self.path}")
+        self._say_resumed(step, state, made_by(self.dist.world_size, learner.device))
         return step
 
-    def _made_by(self) -> dict[str, int]:
-        return {"processes": self.dist.world_size, "threads": torch.get_num_threads()}
-
-    def name_of_checkpoint(self, step: int) -> Path:
-        return path_of(self.checkpoints, step)
+    def _say_resumed(self, step: int, state: State, now: dict[str, Any]) -> None:
+        if not self.dist.is_main:
+            return
+        if said := changes(self.config, state["config"], now, state.get("made_by", {})):
+            self.screen.warn(
+                f"{'; '.join(said)}: the batches are the same, but results may not be equal bit "
+                "for bit"
+            )
+        self.screen.say(f"resumed from step {step} of {self.path}")
+        for name in ("max_steps", "stop_after"):
+            last = getattr(self.config.run, name)
+            if last and step > last:
+                self.screen.warn(f"step {step} is past {flag(name)} {last}: nothing is trained")
 
     # --- other files ----------------------------------------------------------------------------
 
@@ -156,76 +193,29 @@ class RunDir:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(record, path)
+            write_whole(path, lambda aside: torch.save(record, aside))
         except (OSError, RuntimeError):  # a full disk must not end a run that the guard keeps going
             return None
         return path
 
-    def write_config(self) -> None:
+    def _write_config(self) -> None:
         """Write `config.toml`, which --config can read, with the run's software versions."""
+        file = self.path / "config.toml"
         lines = toml_lines(self.config, leave_out=("out_dir", "resume"))
         found = versions(self.dist.world_size)
         lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
         text = "\n".join(lines) + "\n"
-        tomllib.loads(text)  # fail now rather than leave a file that cannot be read
-        (self.path / "config.toml").write_text(text)
+        try:
+            tomllib.loads(text)  # fail now rather than leave a file that cannot be read
+            write_whole(file, lambda aside: aside.write_text(text))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be written ({reason_of(error)})") from None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-
-
-def make_folder(config: Config) -> Path:
-    """Create the folder of --out-dir, or reopen it to resume.
-
-    Raises ConfigError if it is not writable, or holds a run and --resume is not given.
-    """
-    out_dir = config.run.out_dir
-    folder = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
-    while not out_dir and folder.exists():  # two runs were started in the same second
-        folder = folder.with_name(folder.name + "+")
-    if (folder / "config.toml").exists() and not config.run.resume:
-        raise ConfigError(
-            f"--out-dir {folder}: holds a run; --resume auto continues it, "
-            "another folder starts afresh"
-        )
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"--out-dir {folder}: cannot be written ({error.strerror})") from None
-    return folder
-
-
-def lock(folder: Path) -> IO[str]:
-    """Keep other processes out of a folder for as long as the returned file is open.
-
-    Raises ConfigError if another run holds the lock. The lock ends with the process in any case.
-    """
-    file = open(folder / ".lock", "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            f"--out-dir {folder}: another run is writing to it; "
-            "wait until it ends, or choose another folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    return file
-
-
-def check_same_run(config: Config, saved: Mapping[str, Any], folder: Path) -> None:
-    """Raise ConfigError if a setting that affects results differs from the checkpoint's config."""
-    then, now = modern(saved), config.flat()
-    differ = [
-        f"{flag(name)} was {then[name]!r}, is {now[name]!r}"
-        for name, (group, _) in places(Config).items()
-        if (group not in MAY_DIFFER or name in MUST_AGREE)
-        and name in then
-        and then[name] != now[name]
-    ]
-    if differ:
-        raise ConfigError(f"--resume: {folder} was made with another config: {'; '.join(differ)}")
+        """Write `summary.json`; if that is not possible, warn, and leave none."""
+        file = self.path / "summary.json"
+        try:
+            write_whole(file, lambda aside: aside.write_text(to_json(summary, indent=1)))
+        except OSError as error:
+            file.unlink(missing_ok=True)  # one of an earlier part would say how that ended
+            self.screen.warn(f"{file}: NOT WRITTEN ({reason_of(error)})")

@@ -1,98 +1,29 @@
-"""The machinery under Config: groups of settings, checked on construction, from TOML and flags.
+"""The machinery under Config: settings by their flat names, from TOML files, flags and Python.
 
-A config is a dataclass of groups, and a group is a dataclass of plain fields. In Python a setting
-is `config.sampling.group_size`; its flag is `--group-size`, without the group. The flag of a
-field `name` is the name of its group: `config.loss.name` is `--loss`. Constraints are part of a
-field's annotation, as in `Annotated[int, AtLeast(1)]`.
+A config is a dataclass of groups, and a group (see constraints.py) is a dataclass of plain fields.
+In Python a setting is `config.sampling.group_size`; its flag is `--group-size`, without the group.
+The flag of a field `name` is the name of its group: `config.loss.name` is `--loss`.
 """
 
-import argparse
+import dataclasses
 import json
-import math
+import sys
 import tomllib
-import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 import tyro
 
-from .flags import ConfigError, did_you_mean, exit_with, flag, parse
-from .renamed import modern, modern_argv
+from .constraints import UNIONS
+from .flags import ConfigError, did_you_mean, exit_with, flag, parse, read_flags
+from .renamed import NAMES, modern
 
 PACKAGE = Path(__file__).parent.parent
-UNIONS = (types.UnionType, typing.Union)
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """value >= low, and finite."""
-
-    low: float
-
-    def complaint(self, value: float) -> str:
-        """The requirement that a value violates, or "" if it violates none."""
-        if self.low <= value < math.inf:
-            return ""
-        return f"at least {self.low}{'' if math.isfinite(value) else ' and finite'}"
-
-
-@dataclass(frozen=True)
-class Above:
-    """value > low, and finite."""
-
-    low: float
-
-    def complaint(self, value: float) -> str:
-        return "" if self.low < value < math.inf else f"a number above {self.low}"
-
-
-@dataclass(frozen=True)
-class AtMost:
-    """value <= high."""
-
-    high: float
-
-    def complaint(self, value: float) -> str:
-        return "" if value <= self.high else f"at most {self.high}"
-
-
-CONSTRAINTS = (AtLeast, Above, AtMost)
-
-
-@dataclass(frozen=True)
-class Group:
-    """A group of settings; it checks its values on construction."""
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError unless every value satisfies its annotation."""
-        hints = typing.get_type_hints(type(self), include_extras=True)
-        for field in fields(self):
-            hint, extras = hints[field.name], list[Any]()
-            if typing.get_origin(hint) is typing.Annotated:
-                hint, *extras = typing.get_args(hint)
-            name = next((x.name for x in extras if getattr(x, "name", None)), field.name)
-            value = getattr(self, field.name)
-            _check_type(name, value, hint)
-            for extra in extras:
-                if value is None or not isinstance(extra, CONSTRAINTS):
-                    continue
-                if complaint := extra.complaint(value):
-                    raise ConfigError(f"{flag(name)} must be {complaint}, got {value}")
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Raise ConfigError unless a value has the annotated type: plain, a Literal, or None."""
-    allowed: list[str] = []
-    for option in typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,):
-        choices = typing.get_args(option)
-        exact = type(value) is option or (option is float and type(value) is int)
-        if value in choices if choices else exact:
-            return
-        allowed += choices or ([option.__name__] if option is not type(None) else [])
-    raise ConfigError(f"{flag(name)} must be {' or '.join(allowed)}, got {value!r}")
+CONFIG_HELP = "A TOML file with settings, or the name of a shipped preset; may be repeated."
+RECORD = "config.toml"  # that a run writes into its folder, with a table `versions`
 
 
 # --- flat names and groups ------------------------------------------------------------------------
@@ -101,15 +32,36 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 def places(config: type) -> dict[str, tuple[str, str]]:
     """Flat name -> (group, field), in order of declaration."""
     found = {}
-    for group, kind in typing.get_type_hints(config).items():
+    for group, kind in groups_of(config).items():
         for field in fields(kind):
             found[group if field.name == "name" else field.name] = (group, field.name)
     return found
 
 
+def groups_of(config: type) -> dict[str, Any]:
+    """The class of each group, by the group's name."""
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in fields(config)}
+
+
+def kinds(config: type) -> dict[str, tuple[type, ...]]:
+    """The types that each setting may have, by flat name, old names included."""
+    found = {}
+    groups = groups_of(config)
+    for name, (group, field) in places(config).items():
+        hint = typing.get_type_hints(groups[group])[field]
+        options = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+        found[name] = tuple(str if typing.get_args(x) else x for x in options)
+    return found | {old: found[now.name] for old, now in NAMES.items()}
+
+
 @dataclass(frozen=True)
 class Grouped:
     """Base class of a config, whose fields are groups. Settings have the names of their flags."""
+
+    # settings that somebody set; those of them that were set in Python or on the command line
+    given: ClassVar[frozenset[str]] = frozenset()
+    typed: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
@@ -118,15 +70,29 @@ class Grouped:
 
     def replace(self, **settings: Any) -> Self:
         """A copy with some settings changed. Raises ConfigError for an unknown or bad one."""
+        names = modern(settings).keys()
+        return self._with(settings, given=self.given | names, typed=self.typed | names)
+
+    def _with(
+        self, settings: Mapping[str, Any], given: frozenset[str], typed: frozenset[str]
+    ) -> Self:
+        """A copy with some settings changed and checked, which remembers where they come from."""
+        made = replace(self, **self._groups(settings)).resolved(given)
+        # no fields, because configs with the same values are equal wherever these come from
+        object.__setattr__(made, "given", given)
+        object.__setattr__(made, "typed", typed)
+        return made
+
+    def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The groups with some settings changed, not yet checked across settings."""
         known = places(type(self))
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[str, dict[str, Any]] = {group: {} for group, _ in known.values()}
         for name, value in modern(settings).items():
             if name not in known:
                 raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, list(known))}")
             group, field = known[name]
-            groups.setdefault(group, {})[field] = value
-        changed = {group: replace(getattr(self, group), **new) for group, new in groups.items()}
-        return replace(self, **changed)
+            groups[group][field] = value
+        return {group: replace(getattr(self, group), **new) for group, new in groups.items()}
 
     def flat(self) -> dict[str, Any]:
         """Every setting, by flat name."""
@@ -139,27 +105,43 @@ class Grouped:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
-        """A config from a TOML file. Raises ConfigError if it is unreadable or wrong."""
-        values = read_settings(cls, path)
-        return cls.of(**values).resolved(values)
+        """A config from a TOML file. Raises ConfigError, which names the file."""
+        return cls._merged([path], {})
 
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
         """Parse flags. On a mistake, print one line and exit with code 2."""
+        words = sys.argv[1:] if argv is None else argv
         try:
-            files, rest = split_config_flag(argv)
-            values = {name: x for path in files for name, x in read_settings(cls, path).items()}
-            try:
-                defaults = cls.of(**values)
-            except ConfigError as error:
-                raise ConfigError(f"--config {', '.join(files)}: {error}") from None
-            check_known(cls, rest)
-            about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
-            flat = (tyro.conf.OmitArgPrefixes,)
-            made = parse(cls, rest, default=defaults, description=about, config=flat, prog=prog)
-            return made.resolved(values.keys() | given_flags(rest))
-        except (ConfigError, argparse.ArgumentError) as error:
+            if {"-h", "--help"} & set(words):
+                show_help(cls, prog)
+            flags = read_flags(words, kinds(cls) | {"config": (str,)})
+            return cls._merged(flags.pop("config", []), modern(flags))
+        except ConfigError as error:
             exit_with(error)
+
+    @classmethod
+    def _merged(cls, paths: Sequence[str | Path], flags: Mapping[str, Any]) -> Self:
+        """A config from files, then flags, each over the ones before. Raises ConfigError.
+
+        Only the result is checked across settings, because a flag may make a file's value fit.
+        """
+        default = cls()
+        default._groups(flags)
+        values: dict[str, Any] = {}
+        for path in paths:
+            own = read_settings(cls, path)
+            try:
+                default._groups(own)
+            except ConfigError as error:
+                raise ConfigError(f"--config {path}: {error}") from None
+            values |= own
+        values |= flags
+        try:
+            return default._with(values, frozenset(values), frozenset(flags))
+        except ConfigError as error:
+            files = f" (with --config {', '.join(map(str, paths))})" if paths else ""
+            raise ConfigError(f"{error}{files}") from None
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -177,15 +159,18 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 def find_preset(path: str) -> Path:
     """The path of a file, or of a shipped preset given by name (`rtx4090`)."""
     presets = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout
-    if Path(path).suffix == "" and not Path(path).exists():
-        for folder in presets:
-            if (folder / f"{path}.toml").exists():
-                return folder / f"{path}.toml"
-            if names := sorted(file.stem for file in folder.glob("*.toml")):
-                raise ConfigError(
-                    f"--config {path}: no such file or preset; presets: {', '.join(names)}"
-                )
-    return Path(path)
+    names: list[str] = []
+    file = Path(path)
+    if file.is_file() or (file.suffix and not file.is_dir()):
+        return file
+    for folder in presets:
+        if (folder / f"{path}.toml").exists():
+            return folder / f"{path}.toml"
+        names += sorted(preset.stem for preset in folder.glob("*.toml"))
+    if file.is_dir():
+        hint = f"; did you mean {file / RECORD}?" if (file / RECORD).is_file() else ""
+        raise ConfigError(f"--config {path}: is a folder, not a file{hint}")
+    raise ConfigError(f"--config {path}: no such file or preset; presets: {', '.join(names)}")
 
 
 def read_settings(config: type, path: str | Path) -> dict[str, Any]:
@@ -195,17 +180,24 @@ def read_settings(config: type, path: str | Path) -> dict[str, Any]:
     config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key.
     """
     try:
-        values = tomllib.loads(find_preset(str(path)).read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        text = find_preset(str(path)).read_text("utf-8-sig")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--config {path}: cannot be read ({reason})") from None
-    except tomllib.TOMLDecodeError as error:
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also integers of more than 4,300 digits
         raise ConfigError(f"--config {path}: is not TOML: {error}") from None
-    values.pop("versions", None)
     known = places(config)
     groups = {group for group, _ in known.values()}
+    if not isinstance(values.pop("versions", {}), Mapping):
+        raise ConfigError(f"--config {path}: versions must be a table, as in a run's {RECORD}")
     settings: dict[str, Any] = {}
     for key, value in values.items():
+        if key in groups - known.keys() and not isinstance(value, Mapping):
+            raise ConfigError(f"--config {path}: {key} must be a table, [{key}]")
         in_table = key in groups and isinstance(value, Mapping)
         for name, x in value.items() if in_table else [(key, value)]:
             name, x = next(iter(modern({key if name == "name" else name: x}).items()))
@@ -235,35 +227,25 @@ def toml_lines(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
         if table != group:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
             group = table
-        lines.append(f"{field} = {json.dumps(value)}")
+        lines.append(f"{field} = {_toml_value(value)}")
     return lines
 
 
-# --- the command line -----------------------------------------------------------------------------
+def _toml_value(value: Any) -> str:
+    """A plain value as TOML. JSON's escapes of characters beyond the basic plane are not TOML."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def split_config_flag(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The files given by `--config`, which may be repeated, and the other arguments.
-
-    Raises argparse.ArgumentError for a --config without a file.
-    """
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    files.add_argument("--config", action="append", default=[])
-    chosen, rest = files.parse_known_args(argv)
-    return chosen.config, modern_argv(rest)
+# --- --help ---------------------------------------------------------------------------------------
 
 
-def check_known(config: type, argv: Sequence[str]) -> None:
-    """Raise ConfigError for an unknown flag, and suggest the most similar one."""
-    names = {flag(no + name) for name in places(config) for no in ("", "no_")} | {"--help"}
-    for word in argv:
-        name = word.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and name not in names:
-            flags = [flag(name) for name in places(config)]
-            raise ConfigError(f"unknown flag {name}{did_you_mean(name, flags)}")
-
-
-def given_flags(argv: Sequence[str]) -> set[str]:
-    """Flat names of the settings that a command line sets."""
-    words = {word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    return {word.removeprefix("__").removeprefix("no_") for word in words}
+def show_help(config: type, prog: str | None) -> NoReturn:
+    """Print the flags with their defaults, by group, and exit."""
+    about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
+    files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
+    flags: list[Any] = [("config", files, dataclasses.field(default=""))]
+    for group, kind in groups_of(config).items():
+        flags.append((group, kind, dataclasses.field(default=kind())))
+    options = dataclasses.make_dataclass("Options", flags)
+    parse(options, ["--help"], description=about, config=(tyro.conf.OmitArgPrefixes,), prog=prog)
+    raise SystemExit(0)

@@ -57,7 +57,7 @@ def generate(
         eos: the token that ends a completion.
         u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely
             token each time.
-        params: temperature, top-k and top-p.
+        params: temperature, top-k, top-p and min-p.
         decoder: how the model is run: with or without a cache.
         drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such as
             the known answer. Drafts change the number of rounds, not the tokens.

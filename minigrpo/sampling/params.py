@@ -1,9 +1,13 @@
-"""How the next token is picked: temperature, top-k, top-p, and one uniform number per token."""
+"""How the next token is picked: temperature, top-k, top-p, min-p, one uniform number per token."""
 
+import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from ..config import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -14,17 +18,28 @@ class SamplingParams:
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     # keep the fewest most likely tokens whose probabilities reach top_p; 1 keeps all
     top_p: float = 1.0
+    # keep the tokens whose probability is at least min_p times the largest; 0 keeps all
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> Self:
+        """The distribution of --temperature, --top-k, --top-p and --min-p."""
+        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
     @property
     def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
-    """Apply top-k, then top-p to what top-k kept.
+    """Apply top-k, then top-p to what top-k kept, then min-p.
 
-    Top-p is nucleus sampling (Holtzman et al., arXiv 1904.09751). Tokens that tie with the last
-    kept token are kept too.
+    Top-p is nucleus sampling (Holtzman et al., arXiv 1904.09751). Min-p keeps the tokens whose
+    probability is at least `min_p` times the largest one (Nguyen et al., arXiv 2407.01082). Tokens
+    that tie with the last kept token are kept too.
+
+    This is the order in which transformers applies them. vLLM applies min-p first, which differs
+    only together with top-p: the mass that top-p counts is then that of the tokens min-p kept.
 
     Args:
         logp: `[..., V]`, log-probabilities at the sampling temperature.
@@ -41,6 +56,9 @@ def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
         # the first token at which the mass reaches top_p is the last one kept
         last = (mass < params.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
         logp = logp.masked_fill(logp < ordered.gather(-1, last), -torch.inf)
+    if params.min_p > 0:
+        least = logp.amax(-1, keepdim=True) + math.log(params.min_p)
+        logp = logp.masked_fill(logp < least, -torch.inf)
     return logp
 
 

@@ -78,7 +78,8 @@ class Sampler:
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
         drafts = None
         if self.config.speed.speculative_decoding:
-            drafts = encode_answers(self.tokenizer, examples)[0]
+            # what lies far beyond the longest completion is never proposed, and costs memory
+            drafts = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
         accel.refresh(self.low_precision, self.model)
         device = self.model.device
         done = 0

@@ -1,16 +1,17 @@
-"""What all example files share: read errors, skipped records, splits and a seeded order.
+"""What all example files share: opening, read errors, skipped records, splits, a seeded order.
 
 A file is read once. That pass keeps the location or a compact form of each example, but not its
 text. Invalid records are skipped, counted, and reported in one warning.
 """
 
+import stat
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -85,7 +86,14 @@ class SkippedRecords:
 def check_readable(path: Path) -> None:
     """Raises ValueError, in one line, for a file that cannot be opened."""
     with readable(path):
-        open(path, "rb").close()
+        open_data(path).close()
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Open a data file. Raises OSError, also for a pipe: opening one may wait forever."""
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise OSError("it is not a regular file")
+    return open(path, "rb")
 
 
 @contextmanager
@@ -93,7 +101,7 @@ def readable(path: Path) -> Iterator[None]:
     """Turns the errors of reading a file into a ValueError in one line."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason})") from None
 
@@ -106,13 +114,20 @@ class ShuffledExamples(ABC):
     """
 
     def __init__(
-        self, path: Path, seed: int, train: np.ndarray, held_out: np.ndarray, questions: np.ndarray
+        self,
+        path: Path,
+        seed: int,
+        train: np.ndarray,
+        held_out: np.ndarray,
+        questions: np.ndarray,
+        hint: str = "",
     ) -> None:
         """
         Args:
             train, held_out: `[n]` int, the keys that `example` takes, one per example.
             questions: `[n]` int, a hash of the question of each held-out example; among equal
                 hashes only the first is kept.
+            hint: added to the error for an empty split.
 
         Raises:
             ValueError: a split is empty.
@@ -122,7 +137,7 @@ class ShuffledExamples(ABC):
             raise ValueError(
                 f"{path}: {len(train)} usable examples for training and {len(held_out)} for "
                 "evaluation; both need at least one, and one position in "
-                f"{POSITIONS_PER_HELD_OUT} is held out"
+                f"{POSITIONS_PER_HELD_OUT} is held out{hint}"
             )
         self.seed, self._train, self._held_out = seed, train, held_out
         self.num_train, self.num_held_out = len(train), len(held_out)

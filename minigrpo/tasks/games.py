@@ -22,7 +22,7 @@ import numpy as np
 
 from ..types import Example
 from .fen import is_valid_fen
-from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, readable
+from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
 from .splits import fingerprint, is_held_out, position_key
 from .transitions import PROMPT_PREFIX, move_kind, ply_kind, prompt_of, render, transition
 
@@ -154,11 +154,11 @@ class Games(ShuffledExamples):
         first, number = array("q"), 0  # the first ply of each game
         with (
             readable(path),
-            open(path, "rb") as raw,
+            open_data(path) as raw,
             listener.reading(path.name, path.stat().st_size) as progress,
         ):
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            text = io.TextIOWrapper(data, encoding="utf-8", errors="replace")
+            text = io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace")
             for number, game in enumerate(read_games(text), 1):
                 progress(raw.tell())
                 if game.error:

@@ -17,21 +17,22 @@ One pass records the offsets of the valid lines. A line is read from the file wh
 requested.
 """
 
-import json
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import chess
 import numpy as np
 
+from ..runtime.flags import ConfigError
 from ..types import Example
 from . import best_move, transitions
+from .data_lines import data_lines, decode_line, parse_pair
 from .fen import is_valid_fen
-from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, readable
-from .splits import fingerprint, is_held_out
+from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
+from .splits import fingerprint, split_of
 from .transitions import ending_of, move_kind, ply_kind
 
 MAX_LINE_BYTES = 4096
@@ -39,6 +40,10 @@ MAX_LINE_BYTES = 4096
 PLIES_TO_FIFTH_OCCURRENCE = 16
 EN_PASSANT: tuple[Literal["fen", "legal", "xfen"], ...] = ("fen", "legal", "xfen")
 PROGRESS_BYTES = 1 << 16  # between progress reports
+LONGEST_LINES = 512  # that `Lines.longest` yields
+PAIRS_HINT = (
+    "; prompts and answers that are not about chess need --task chess-env and no other file"
+)
 
 
 class Line(NamedTuple):
@@ -46,7 +51,7 @@ class Line(NamedTuple):
 
     prompt: str
     answer: str
-    position: str  # decides the split; a FEN in a fixed en passant convention
+    spellings: tuple[str, str]  # FENs of the position, in both en passant conventions
     kind: str
 
 
@@ -57,16 +62,8 @@ def text_line(text: str) -> Line:
 
 def json_line(text: str) -> Line:
     """Parse a line that `minigrpo.tools.annotate` wrote. Raises ValueError as `text_line` does."""
-    try:
-        record = json.loads(text)
-        prompt, answer = record["prompt"], record["answer"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError('not an object like {"prompt": "P: ...", "answer": " M: ..."}') from None
-    if not (isinstance(prompt, str) and isinstance(answer, str)):
-        raise ValueError("prompt and answer must be text")
-    best_move.check(prompt, answer)
-    position = prompt.removeprefix(best_move.PROMPT_PREFIX)
-    return Line(prompt, answer, position, best_move.KIND)
+    prompt, answer = parse_pair(text)
+    return Line(prompt, answer, _spellings(best_move.check(prompt, answer)), best_move.KIND)
 
 
 def _best_move_line(text: str) -> Line:
@@ -75,7 +72,7 @@ def _best_move_line(text: str) -> Line:
         raise ValueError("a P line without M:")
     prompt = head.rstrip()
     board = best_move.check(prompt, text[len(prompt) :])
-    return Line(prompt, text[len(prompt) :], board.fen(), best_move.KIND)
+    return Line(prompt, text[len(prompt) :], _spellings(board), best_move.KIND)
 
 
 def _chess_env_line(text: str) -> Line:
@@ -89,7 +86,7 @@ def _chess_env_line(text: str) -> Line:
     if not is_valid_fen(fen):
         raise ValueError(f"no valid position: {fen}")
     board = chess.Board(fen)
-    position, allowed, kind = board.fen(), {"0.0+0+1", "-1.0+0+1"}, "illegal"
+    spellings, allowed, kind = _spellings(board), {"0.0+0+1", "-1.0+0+1"}, "illegal"
     if move := _legal_move(board, uci):
         kind = move_kind(board, move)
         board.push(move)
@@ -102,7 +99,12 @@ def _chess_env_line(text: str) -> Line:
     if "+".join(ending) not in allowed:
         raise ValueError(f"{uci} ends with {' or '.join(sorted(allowed))}, not {'+'.join(ending)}")
     answer = "+".join([after, *ending])
-    return Line(transitions.PROMPT_PREFIX + text.removesuffix(answer), answer, position, kind)
+    return Line(transitions.PROMPT_PREFIX + text.removesuffix(answer), answer, spellings, kind)
+
+
+def _spellings(board: chess.Board) -> tuple[str, str]:
+    """The FENs of a position: as given, and without an en passant square of no use."""
+    return board.fen(en_passant="fen"), board.fen()
 
 
 def _legal_move(board: chess.Board, uci: str) -> chess.Move | None:
@@ -137,17 +139,15 @@ class Lines(ShuffledExamples):
         """
         listener, skipped = listener or SilentListener(), SkippedRecords(path, "line")
         self.parse = parse
-        train, held_out, questions, found = array("q"), array("q"), array("Q"), set[str]()
-        number = offset = reported = 0
+        starts, numbers = array("q"), array("L")  # of each usable line: its first byte, its number
+        sizes, is_held_out = array("H"), array("B")
+        questions, found, number = array("Q"), set[str](), 0
         with readable(path), listener.reading(path.name, path.stat().st_size) as progress:
-            self.file = open(path, "rb")
-            for number, raw in enumerate(self.file, 1):
-                start, offset = offset, offset + len(raw)
-                if offset - reported >= PROGRESS_BYTES:
-                    reported = offset
-                    progress(offset)
-                if not raw.strip():
-                    continue
+            self.file, reported = open_data(path), 0
+            for number, start, raw in data_lines(self.file):
+                if start - reported >= PROGRESS_BYTES:
+                    reported = start
+                    progress(start)
                 try:
                     line = parse(_decode(raw))
                 except ValueError as error:
@@ -157,26 +157,53 @@ class Lines(ShuffledExamples):
                 if prefix is None:
                     continue
                 found.add(prefix)
-                if is_held_out(line.position):
-                    held_out.append(start)
+                if (held_out := split_of(line.spellings)) is None:
+                    continue
+                starts.append(start)
+                numbers.append(number)
+                sizes.append(len(raw))
+                is_held_out.append(held_out)
+                if held_out:
                     questions.append(fingerprint(line.prompt))
-                else:
-                    train.append(start)
         skipped.report(number, listener)
-        self.prompt_prefixes = tuple(sorted(found))
-        places = [np.asarray(split, dtype=np.int64) for split in (train, held_out)]
-        super().__init__(path, seed, places[0], places[1], np.asarray(questions, dtype=np.uint64))
+        self.path, self.prompt_prefixes = path, tuple(sorted(found))
+        self.starts, self.numbers = np.asarray(starts, dtype=np.int64), np.asarray(numbers)
+        self.sizes = np.asarray(sizes)
+        split, hashes = np.asarray(is_held_out, dtype=bool), np.asarray(questions, dtype=np.uint64)
+        hint = PAIRS_HINT if parse is json_line and skipped.count == number else ""
+        super().__init__(path, seed, self.starts[~split], self.starts[split], hashes, hint)
 
     def example(self, key: int, index: int) -> Example:
-        """Return the example whose line begins at byte `key`."""
+        """Return the example whose line begins at byte `key`.
+
+        Raises:
+            ConfigError: the line is not what it was when the file was read.
+        """
         # pread, because threads would share the file's position
         raw = os.pread(self.file.fileno(), MAX_LINE_BYTES, key)
-        line = self.parse(_decode(raw.split(b"\n", 1)[0]))
+        try:
+            line = self.parse(_decode(raw.split(b"\n", 1)[0]))
+        except ValueError as error:
+            reason = f"{self._where(key)}: was changed during the run ({error})"
+            raise ConfigError(reason) from None
         return Example(line.prompt, line.answer, index, line.kind)
+
+    def longest(self) -> Iterator[tuple[str, Example]]:
+        """Yield the examples of the longest lines, most bytes first, each with its file and line.
+
+        Not more than `LONGEST_LINES`, because each is parsed by the rules of chess.
+        """
+        for place in np.argsort(-self.sizes.astype(int), kind="stable")[:LONGEST_LINES]:
+            key = int(self.starts[place])
+            yield self._where(key), self.example(key, 0)
+
+    def _where(self, key: int) -> str:
+        """The file and the line that begins at byte `key`."""
+        return f"--data {self.path}, line {self.numbers[np.searchsorted(self.starts, key)]}"
 
 
 def _decode(raw: bytes) -> str:
     """A line as text. Raises ValueError if it is too long or not UTF-8."""
     if len(raw) > MAX_LINE_BYTES:
         raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
-    return raw.decode("utf-8").strip()  # UnicodeDecodeError is a ValueError
+    return decode_line(raw)

@@ -5,19 +5,28 @@ ten, chosen by a hash of the prompt, is held out for evaluation. The rewards are
 `similarity`; --rewards adds functions of your own.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from ..rewards import similarities
 from ..runtime.rng import stream
 from ..types import Example
+from .data_lines import data_lines, decode_line, parse_pair
+from .files import Listener, SilentListener, open_data, readable
 from .scoring import BatchScored
 from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
+
+
+class Pair(NamedTuple):
+    """A line of the file."""
+
+    prompt: str
+    answer: str
+    line: int
 
 
 class Pairs(BatchScored):
@@ -31,43 +40,55 @@ class Pairs(BatchScored):
 
     parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.2}
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, listener: Listener | None = None) -> None:
         """
+        Args:
+            listener: receives warnings about answers that are empty or contradict each other.
+
         Raises:
             ValueError: in one line, for a file that cannot be read, a line that is not a pair, or a
                 split without any.
         """
-        self.seed = seed
-        self._split: dict[bool, list[tuple[str, str]]] = {False: [], True: []}  # held out or not
+        self.seed, self.name = seed, f"--data {path}"
+        self._split: dict[bool, list[Pair]] = {False: [], True: []}  # held out or not
         try:
-            # not splitlines(), which would also cut a text at U+2028
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"--data {path}: cannot be read ({reason})") from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                prompt, answer = _pair(line, f"--data {path}, line {number}")
-                self._split[is_held_out_prompt(prompt)].append((prompt, answer))
+            pairs = _read(path)
+        except ValueError as error:
+            raise ValueError(f"--data {error}") from None
+        evaluated = set[tuple[str, str]]()
+        for pair in pairs:
+            held_out = is_held_out_prompt(pair.prompt)
+            if held_out and pair[:2] in evaluated:
+                continue  # a question that occurs several times is evaluated once
+            self._split[held_out].append(pair)
+            evaluated.add(pair[:2])
         for held_out, name in ((False, "training"), (True, "evaluation")):
             if not self._split[held_out]:
                 raise ValueError(
                     f"--data {path}: no pair for {name}; one prompt in {PROMPTS_PER_HELD_OUT} is "
                     "held out, add more"
                 )
+        for warning in _doubts(pairs) if listener else ():
+            (listener or SilentListener()).warn(f"--data {path}: {warning}")
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
     def train(self, number: int) -> Example:
         """Return training example `number`."""
         epoch, place = divmod(number, len(self._split[False]))
-        prompt, answer = self._split[False][self._order(epoch)[place]]
-        return Example(prompt, answer, index=number)
+        pair = self._split[False][self._order(epoch)[place]]
+        return Example(pair.prompt, pair.answer, index=number)
 
     def held_out(self, number: int) -> Example:
         """Return evaluation example `number`; beyond `num_held_out` they repeat."""
-        prompt, answer = self._split[True][number % self.num_held_out]
-        return Example(prompt, answer, index=number)
+        pair = self._split[True][number % self.num_held_out]
+        return Example(pair.prompt, pair.answer, index=number)
+
+    def longest(self) -> Iterator[tuple[str, Example]]:
+        """Yield all examples, most bytes first, each with its file and line."""
+        pairs = self._split[False] + self._split[True]
+        for pair in sorted(pairs, key=lambda pair: -len((pair.prompt + pair.answer).encode())):
+            yield f"{self.name}, line {pair.line}", Example(pair.prompt, pair.answer)
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
@@ -80,15 +101,30 @@ class Pairs(BatchScored):
         return stream(self.seed, "pairs", epoch).permutation(len(self._split[False]))
 
 
-def _pair(line: str, where: str) -> tuple[str, str]:
-    """The prompt and answer of a line. Raises ValueError that begins with `where`."""
-    try:
-        record: Any = json.loads(line)
-        prompt, answer = record["prompt"], record["answer"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(
-            f'{where}: must be an object like {{"prompt": "...", "answer": "..."}}'
-        ) from None
-    if not (isinstance(prompt, str) and isinstance(answer, str) and prompt):
-        raise ValueError(f"{where}: prompt and answer must be text, and the prompt not empty")
-    return prompt, answer
+def _read(path: Path) -> list[Pair]:
+    """The pairs of a file. Raises ValueError, in one line, for the first line that is none."""
+    pairs = list[Pair]()
+    with readable(path), open_data(path) as file:
+        for number, _, raw in data_lines(file):
+            try:
+                pairs.append(Pair(*parse_pair(decode_line(raw)), number))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    return pairs
+
+
+def _doubts(pairs: Sequence[Pair]) -> Iterator[str]:
+    """What is allowed but probably a mistake."""
+    if empty := [pair.line for pair in pairs if not pair.answer]:
+        yield f"{len(empty)} answers are empty, the first in line {empty[0]}"
+    first: dict[str, Pair] = {}
+    differ = [
+        (first[pair.prompt].line, pair.line)
+        for pair in pairs
+        if first.setdefault(pair.prompt, pair).answer != pair.answer
+    ]
+    if differ:
+        yield (
+            f"{len(differ)} prompts have another answer in an earlier line, the first in line "
+            f"{differ[0][1]} (see line {differ[0][0]}); each line is a question of its own"
+        )

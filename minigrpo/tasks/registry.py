@@ -1,18 +1,15 @@
 """Turns --task and --data into a task: a built-in one on self-play or files, or one of your own.
 
-The protocol that a task implements is `minigrpo.types.Task`. A Python file given as --task or
---rewards is imported, which runs it: use only files that you trust.
+The protocol that a task implements is `minigrpo.types.Task`. own.py runs users' Python files.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
-from ..rewards import RewardFunction
+from ..runtime.flags import ConfigError
 from ..runtime.renamed import modern
-from ..types import Example, Task
+from ..runtime.text import check_file_name
+from ..types import Task
 from . import best_move, transitions
 from .best_move import BestMove
 from .chess_env import ChessEnv
@@ -20,6 +17,8 @@ from .files import ExampleSource, Listener, SilentListener, check_readable
 from .games import Games
 from .lines import Lines, json_line, text_line
 from .mixed import Mixed
+from .own import load_own_task
+from .own import load_rewards as load_rewards
 from .pairs import Pairs
 
 CHESS_ENV, BEST_MOVE, BOTH = "chess-env", "best-move", "chess-env+best-move"
@@ -38,7 +37,6 @@ READERS: dict[str, Reader] = {  # by how the file's name ends
     ".txt": lambda path, seed, history, wanted, told: Lines(path, seed, text_line, wanted, told),
     ".jsonl": lambda path, seed, history, wanted, told: Lines(path, seed, json_line, wanted, told),
 }
-TASK_MEMBERS = ("parts", "train", "held_out", "score")
 
 
 def load_task(
@@ -65,20 +63,34 @@ def load_task(
             raise ValueError(f"--task must be {allowed} or a Python file (FILE.py), got {name}")
         if data:
             raise ValueError(f"--data goes with {', '.join(WANTED)}, got --task {name}")
-        return _own_task(name, seed)
+        return load_own_task(name, seed)
     if not data and name == CHESS_ENV:
         return ChessEnv(seed, history)
-    if name == CHESS_ENV and data.endswith(".jsonl") and "," not in data:
-        return _pairs(data, seed, listener)
-    paths = [path for path in data.split(",") if path]
     try:
+        paths = _paths(data)
+        if name == CHESS_ENV and len(paths) == 1 and paths[0].endswith(".jsonl"):
+            return _pairs(paths[0], seed, listener)
         return _task_of_files(name, paths, seed, history, listener)
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith("--") else f"--data {error}") from None
 
 
+def _paths(data: str) -> list[str]:
+    """The files of --data. Raises ConfigError if there is none, or one is named twice."""
+    paths = [path.strip() for path in data.split(",") if path.strip()]
+    if data and not paths:
+        raise ConfigError(f"--data must name a file, or several separated by commas, got {data!r}")
+    for path in paths:
+        check_file_name(path)
+    files = [Path(path).resolve() for path in paths]
+    for i, file in enumerate(files):
+        if file in files[:i]:  # the same questions would fill two of the turns
+            raise ConfigError(f"--data {data}: names {paths[i]} twice")
+    return paths
+
+
 def _pairs(data: str, seed: int, listener: Listener | None) -> Pairs:
-    pairs = Pairs(Path(data), seed)
+    pairs = Pairs(Path(data), seed, listener)
     if pairs.train(0).prompt.startswith(WHAT_TO_PLAY) and listener:
         listener.warn(
             f"--data {data}: looks annotated; --task {BEST_MOVE} scores its moves one by one"
@@ -137,60 +149,3 @@ def read_file(
     """
     reader = reader_of(path)
     return reader(Path(path), seed, history, prompt_prefixes, listener or SilentListener())
-
-
-def _own_task(name: str, seed: int) -> Task:
-    """The task in a Python file, after checking one example of each split."""
-    module = _load(name, "--task")
-    found = [
-        x
-        for x in vars(module).values()
-        if isinstance(x, type)
-        and x.__module__ == module.__name__  # not a task that the file imports
-        and all(hasattr(x, member) for member in TASK_MEMBERS)
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"--task {name}: must have one class with parts, train, held_out and score, "
-            f"has {', '.join(x.__name__ for x in found) or 'none'}"
-        )
-    try:
-        task: Task = found[0](seed)
-        for ask in (task.train, task.held_out):
-            if not isinstance(example := ask(0), Example):
-                raise TypeError(
-                    f"{ask.__name__}(0) must return a minigrpo.types.Example, got {example!r:.60}"
-                )
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"--task {name}: {found[0].__name__}: {type(error).__name__}: {error}"
-        ) from error
-    return task
-
-
-def load_rewards(path: str) -> list[RewardFunction]:
-    """Return the functions that a Python file decorates with `@minigrpo.reward`; none for "".
-
-    Raises:
-        ValueError: in one line, for a file that cannot be imported or has no such function.
-    """
-    if not path:
-        return []
-    found = [x for x in vars(_load(path, "--rewards")).values() if isinstance(x, RewardFunction)]
-    if not found:
-        raise ValueError(f"--rewards {path}: has no function decorated with @minigrpo.reward()")
-    return found
-
-
-def _load(path: str, flag: str) -> ModuleType:
-    """Import a Python file. Raises ValueError, which names the flag, if that fails."""
-    spec = importlib.util.spec_from_file_location(f"minigrpo_{Path(path).stem}", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ValueError(f"{flag} {path}: must be a Python file that exists")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their own module there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{flag} {path}: {type(error).__name__}: {error}") from error
-    return module

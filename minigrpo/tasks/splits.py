@@ -5,6 +5,7 @@ that occurs twice is never in both splits, and every run of every task agrees on
 """
 
 import hashlib
+from collections.abc import Iterable
 
 POSITIONS_PER_HELD_OUT = 4  # one chess position in 4 is held out
 PROMPTS_PER_HELD_OUT = 10  # one prompt in 10, in a file of prompts and answers
@@ -23,6 +24,20 @@ def position_key(fen: str) -> str:
 def is_held_out(fen: str) -> bool:
     """Return whether a chess position is held out; its clocks do not matter."""
     return (fingerprint(position_key(fen)) >> 56) % POSITIONS_PER_HELD_OUT == 0
+
+
+def split_of(spellings: Iterable[str]) -> bool | None:
+    """Return whether a chess position that can be written in several ways is held out.
+
+    Self-play and games write an en passant square after every double step. A file may leave out a
+    square where no pawn can capture. The two FENs have different hashes, so a question could be
+    trained on in one spelling and evaluated in the other.
+
+    Returns:
+        None if the spellings disagree: the position then belongs in neither split.
+    """
+    decisions = {is_held_out(fen) for fen in spellings}
+    return decisions.pop() if len(decisions) == 1 else None
 
 
 def is_held_out_prompt(prompt: str) -> bool:

@@ -30,17 +30,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
+from ..runtime.outputs import check_output_file, one_line
+from ..runtime.text import parse_json
 from ..tasks.best_move import MATE, PROMPT_PREFIX, write
 from ..tasks.chess_env import ChessEnv
 from ..tasks.files import ExampleSource
 from ..tasks.registry import read_file
 from ..tasks.splits import POSITIONS_PER_HELD_OUT
+from .messages import one_line_errors
 
 PLACES = ("stockfish", "/usr/games/stockfish")  # where to look for an engine
 TRAIN_SHARE = POSITIONS_PER_HELD_OUT - 1  # training positions per held-out one
 INSTALL = "apt-get install stockfish, or --engine PATH"
+MOST_WORKERS = 256  # each is a process
 AHEAD = 8  # positions per engine that are queued at a time
 
 
@@ -71,8 +75,9 @@ class Arguments:
         for name, low in least.items():
             if (value := getattr(self, name)) < low:
                 raise ConfigError(f"--{name} must be at least {low}, got {value}")
-        if self.out.suffix != ".jsonl":
-            raise ConfigError(f"--out must be a .jsonl file, got {self.out}")
+        if self.workers > MOST_WORKERS:
+            raise ConfigError(f"--workers must be at most {MOST_WORKERS}, got {self.workers}")
+        check_output_file("--out", self.out, (".jsonl",))
 
     @property
     def limit(self) -> chess.engine.Limit:
@@ -179,7 +184,7 @@ def read_done(path: Path, made_by: str) -> set[str]:
     done: set[str] = set()
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             fen, by = record["prompt"].removeprefix(PROMPT_PREFIX), record["made_by"]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
@@ -204,12 +209,14 @@ def run(arguments: Arguments) -> None:
     path = find_engine(arguments.engine)
     with closing(Engines(path, arguments.workers, arguments.multipv)) as engines:
         made_by = arguments.made_by(engines.name)
-        done = read_done(arguments.out, made_by)
+        with one_line("--out", arguments.out):
+            done = read_done(arguments.out, made_by)
         had = len(done)
         source: ExampleSource = ChessEnv(arguments.seed)
         if arguments.positions:
             source = read_file(arguments.positions, arguments.seed, listener=Screen())
-        _annotate(arguments, engines, source, done, console)
+        with one_line("--out", arguments.out):
+            _annotate(arguments, engines, source, done, console)
     if len(done) < arguments.n:
         missing = f"{len(done)} of {arguments.n}"
         console.print(f"there are no more positions in {arguments.positions}: {missing}")
@@ -260,12 +267,8 @@ def _result(answer: "Future[str]") -> str:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    try:
+    with one_line_errors("stopped; the same command continues from here"):
         run(parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo annotate"))
-    except (ValueError, OSError) as error:
-        exit_with(error)
-    except KeyboardInterrupt:
-        sys.exit("stopped; the same command continues from here")
 
 
 if __name__ == "__main__":

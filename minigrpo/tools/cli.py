@@ -5,12 +5,12 @@ several seconds for torch.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
-from ..runtime.flags import ConfigError, did_you_mean, exit_with
-
+CTRL_C = 130  # 128 + SIGINT
 COMMANDS = {
     "train": "train a model with GRPO, or warm it up on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
@@ -27,14 +27,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. For an unknown command, exits with code 2 and one line on stderr."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        sys.stdout.write(usage())
-    elif name == "benchmark":
-        import_module(f"{_benchmarks()}.cli").main(rest)
+        from ..runtime.flags import closed_pipe_is_no_error
+
+        with closed_pipe_is_no_error():
+            sys.stdout.write(usage())
+        return
+    with ended_by_ctrl_c():
+        run_command(name, rest, prog=f"minigrpo {name}")
+
+
+def run_script(name: str) -> None:
+    """What train.py and its like do: run one command under the script's own name."""
+    with ended_by_ctrl_c():
+        run_command(name, sys.argv[1:], prog=Path(sys.argv[0]).name)
+
+
+def run_command(name: str, argv: Sequence[str], prog: str) -> None:
+    if name == "benchmark":
+        import_module(f"{_benchmarks()}.cli").main(list(argv), prog=prog)
     elif name in COMMANDS:
-        import_module(f"{__package__}.{name}").main(rest, prog=f"minigrpo {name}")
+        import_module(f"{__package__}.{name}").main(argv, prog=prog)
     else:
+        from ..runtime.flags import ConfigError, did_you_mean, exit_with
+
         hint = did_you_mean(name, list(COMMANDS))
         exit_with(ConfigError(f"minigrpo has no command {name!r}{hint}"))
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """End with one line and the shell's exit code for Ctrl-C, also while torch is imported."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(CTRL_C) from None
 
 
 def usage() -> str:

@@ -3,11 +3,10 @@
 minigrpo curves runs/a runs/b --out curves.png
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -16,10 +15,16 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.flags import ConfigError, did_you_mean, parse
+from ..runtime.logging import Screen
+from ..runtime.outputs import check_output_file, write_output
+from .messages import one_line_errors
+from .records import is_number, read_object, read_records
 
 FORMATS = (".png", ".svg", ".pdf")
+MISSING = "-"
 METRICS = {
     "exact_sampled": "held-out examples exactly right, sampled",
     "exact": "held-out examples exactly right, greedy",
@@ -43,40 +48,82 @@ class Arguments:
     kinds: bool = False
     """Also show the last evaluation by kind of question, pooled over the runs."""
 
-
-def read(run: Path) -> Records:
-    """The evaluations of a run. Raises ConfigError if there are none."""
-    try:
-        records = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run}: no readable eval.jsonl ({error})") from None
-    if not records:
-        raise ConfigError(f"{run}: eval.jsonl is empty")
-    return records
+    def check(self) -> None:
+        """Raises ConfigError, in one line, for what can be told without reading a run."""
+        if not self.runs:
+            raise ConfigError("minigrpo curves needs the folder of at least one run")
+        if self.out is not None:
+            check_output_file("--out", self.out, FORMATS)
 
 
-def table(runs: Mapping[Path, Records]) -> Table:
+def read(run: Path, metric: str = "exact") -> Records:
+    """The evaluations of a run. Raises ConfigError, in one line, if they cannot be read."""
+    if not (run / "eval.jsonl").exists():
+        what = "no eval.jsonl in this folder" if run.is_dir() else "no such folder"
+        raise ConfigError(f"{run}: {what}, so it is no run that was evaluated")
+    return read_records(run / "eval.jsonl", {*METRICS, metric, "exact/", "count/"})
+
+
+def check_metric(run: Path, records: Records, metric: str) -> None:
+    """Raise ConfigError unless the metric has a value in some evaluation."""
+    if any(value(record, metric) is not None for record in records):
+        return
+    there = sorted({name for record in records for name, x in record.items() if is_number(x)})
+    names = [name for name in there if name not in ("step", "n")]
+    hint = did_you_mean(metric, names).removesuffix("; --help lists what is allowed")
+    raise ConfigError(f"--metric {metric}: {run} has only {', '.join(names)}{hint}")
+
+
+def value(record: Mapping[str, Any], metric: str) -> float | None:
+    """A metric of an evaluation, or None if it is missing, null or not finite."""
+    found = record.get(metric)
+    return float(found) if is_number(found) and isfinite(found) else None
+
+
+def names_of(runs: Sequence[Path]) -> dict[Path, str]:
+    """A label for each run: its folder's name, or its path where two folders have one name."""
+    names = {run: run.resolve().name for run in runs}
+    taken = list(names.values())
+    return {run: name if taken.count(name) == 1 else str(run) for run, name in names.items()}
+
+
+def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float | None]) -> Table:
     """The first and the last evaluation, sampled and greedy exact-match, one row per run."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     out.add_column("run", overflow="fold", min_width=8)  # names fold, figures do not
     ends = "after", "change"
     for name in ("steps", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
         out.add_column(name, justify="right", no_wrap=True)
+    names = names_of(list(runs))
     for run, records in runs.items():
         first, last = records[0], records[-1]
         shares = []
         for metric in ("exact_sampled", "exact"):
-            before, after = first.get(metric, nan), last.get(metric, nan)
-            shares += [f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f}"]
-        out.add_row(run.name, str(last["step"]), *shares, f"{_seconds(run):.0f}")
+            shares += change(value(first, metric), value(last, metric))
+        label = Text(names[run])  # as Text, because brackets in it are no markup
+        took = seconds[run]
+        shares.append(MISSING if took is None else f"{took:.0f}")
+        out.add_row(label, str(last["step"]), *shares)
     return out
 
 
-def _seconds(run: Path) -> float:
-    """How long a run took; NaN if it has not ended."""
+def change(before: float | None, after: float | None) -> list[str]:
+    """Two shares as percentages, and their difference in points."""
+    cells = [MISSING if x is None else f"{x:.1%}" for x in (before, after)]
+    if before is None or after is None:
+        return [*cells, MISSING]
+    return [*cells, f"{100 * (after - before):+.1f}"]
+
+
+def seconds_of(run: Path, screen: Screen) -> float | None:
+    """How long a run took; None if it has not ended, or if its summary cannot be read."""
     path = run / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    return float(summary.get("wall_seconds", nan))
+    try:
+        summary = read_object(path) if path.exists() else {}
+    except ConfigError as error:
+        screen.warn(f"{error}; its seconds are not known")
+        return None
+    return value(summary, "wall_seconds")
 
 
 def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
@@ -88,30 +135,35 @@ def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
     ends = [(records[0], records[-1]) for records in runs.values()]
     counted = {name for _, last in ends for name in last if name.startswith("count/")}
     for kind in sorted(name.removeprefix("count/") for name in counted):
-        count = sum(last.get(f"count/{kind}", 0) for _, last in ends)
-        shares = [
-            sum(end[i].get(f"exact/{kind}", 0) * end[i].get(f"count/{kind}", 0) for end in ends)
-            / count
-            for i in (0, 1)
-        ]
-        out.add_row(kind, f"{count:.0f}", *(f"{share:.0%}" for share in shares))
+        shares, counts = [], [0.0, 0.0]
+        for i in (0, 1):
+            hits = 0.0
+            for end in ends:
+                count, exact = (value(end[i], f"{name}/{kind}") for name in ("count", "exact"))
+                if count is not None and exact is not None:
+                    counts[i] += count
+                    hits += count * exact
+            shares.append(f"{hits / counts[i]:.0%}" if counts[i] else MISSING)
+        out.add_row(Text(kind), f"{counts[1]:.0f}", *shares)
     return out
 
 
 def pooled(runs: Mapping[Path, Records]) -> dict[str, list[Records]]:
     """Runs by name without the trailing number: grpo-0 and grpo-1 are both grpo."""
     out: dict[str, list[Records]] = {}
+    names = names_of(list(runs))
     for run, records in runs.items():
-        out.setdefault(re.sub(r"-\d+$", "", run.name), []).append(records)
+        out.setdefault(re.sub(r"-\d+$", "", names[run]), []).append(records)
     return out
 
 
 def points(runs: Sequence[Records], metric: str) -> dict[int, list[float]]:
-    """Percentages by step, one per run that was evaluated at that step."""
+    """Percentages by step, one per run that has a value at that step."""
     out: dict[int, list[float]] = {}
     for records in runs:
         for record in records:
-            out.setdefault(record["step"], []).append(100 * record[metric])
+            if (found := value(record, metric)) is not None:
+                out.setdefault(record["step"], []).append(100 * found)
     return dict(sorted(out.items()))
 
 
@@ -159,31 +211,32 @@ def draw(
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(out, dpi=140)
+    write_output("--out", out, lambda path: figure.savefig(path, dpi=140))
+    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    try:
-        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo curves")
-        if arguments.out and arguments.out.suffix not in FORMATS:
-            raise ConfigError(f"--out must end with {', '.join(FORMATS)}, got {arguments.out}")
-        if not arguments.runs:
-            raise ConfigError("minigrpo curves needs the folder of at least one run")
-        runs = {run: read(run) for run in arguments.runs}
-        for run, records in runs.items():
-            if arguments.out and any(arguments.metric not in record for record in records):
-                there = ", ".join(sorted(records[0].keys() - {"step", "n"}))
-                raise ConfigError(f"--metric {arguments.metric}: {run} has only {there}")
-        console = Console()
-        console.print(table(runs))
-        if arguments.kinds:
-            console.print(table_of_kinds(runs))
+    with one_line_errors():
+        compare(parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo curves"))
+
+
+def compare(arguments: Arguments) -> None:
+    """Print the tables and draw the figure. Raises ConfigError in one line."""
+    arguments.check()
+    screen, metric = Screen(), arguments.metric
+    runs = {run: read(run, metric) for run in arguments.runs}
+    for run, records in runs.items():
         if arguments.out:
-            lines = pooled(runs) if arguments.pool else {run.name: [runs[run]] for run in runs}
-            draw(lines, arguments.metric, arguments.out, difference=arguments.difference)
-            console.print(f"wrote {arguments.out}")
-    except ConfigError as error:
-        exit_with(error)
+            check_metric(run, records, metric)
+    console = Console()
+    console.print(table(runs, {run: seconds_of(run, screen) for run in runs}))
+    if arguments.kinds:
+        console.print(table_of_kinds(runs))
+    if arguments.out:
+        names = names_of(list(runs))
+        lines = pooled(runs) if arguments.pool else {names[run]: [runs[run]] for run in runs}
+        draw(lines, metric, arguments.out, difference=arguments.difference)
+        screen.say(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ nearly true of positions from one game.
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,13 +18,16 @@ import numpy as np
 from rich import box
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from ..evaluate import Graded, grade
 from ..rewards import RewardScorer
-from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
+from ..runtime.outputs import check_output_file, write_output
 from ..tasks.registry import load_rewards
 from .loading import Loaded, ModelSelection, load
+from .messages import one_line_errors
 
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 
@@ -34,6 +38,13 @@ class Arguments(ModelSelection):
     """Held-out examples, or as many as there are."""
     json: Path | None = None
     """Write the figures here, as JSON."""
+
+    def check(self) -> None:
+        """Raises ConfigError, in one line, for what can be told before the model is loaded."""
+        if self.n < 1:
+            raise ConfigError(f"--n must be at least 1, got {self.n}")
+        if self.json is not None:
+            check_output_file("--json", self.json)
 
 
 @dataclass(frozen=True)
@@ -90,12 +101,7 @@ def estimates(graded: Graded) -> dict[str, dict[str, float | Estimate]]:
 
 
 def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
-    """Answer and score `number` held-out examples, with progress on stderr.
-
-    Raises ConfigError for a number below 1.
-    """
-    if number < 1:
-        raise ConfigError(f"--n must be at least 1, got {number}")
+    """Answer and score `number` held-out examples, with progress on stderr."""
     task, config = loaded.task, loaded.config
     size = min(number, getattr(task, "num_held_out", None) or number)
     scorer = RewardScorer(
@@ -104,14 +110,10 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
         functions=load_rewards(config.task.rewards),
         warn=screen.warn,
     )
-    with Progress(console=screen.errors) as progress:
+    with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
         bar = progress.add_task("answers", total=size)
-        graded = grade(
-            loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number)
-        )
-    scorer.close()
-    return graded
+        return grade(loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number))
 
 
 def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
@@ -119,8 +121,8 @@ def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
     out = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("%", *rows["all"]):
         out.add_column(name, justify="left" if name == "%" else "right", no_wrap=True)
-    for kind, cells in rows.items():
-        out.add_row(kind, *map(str, cells.values()), end_section=kind == "all")
+    for kind, cells in rows.items():  # as Text, because brackets in them are no markup
+        out.add_row(*map(Text, (kind, *map(str, cells.values()))), end_section=kind == "all")
     return out
 
 
@@ -131,18 +133,21 @@ def write_json(path: Path, loaded: Loaded, rows: dict[str, dict[str, float | Est
         for kind, row in rows.items()
     }
     result = {"model": loaded.name, "seed": loaded.config.run.seed, "kinds": kinds}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1) + "\n"
+    write_output("--json", path, lambda partial: partial.write_text(text))
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    with one_line_errors("stopped; nothing was written"):
+        score(parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo evaluate"))
+
+
+def score(arguments: Arguments) -> None:
+    """Load, answer, print and write. Raises ValueError in one line."""
+    arguments.check()
     screen = Screen()
-    try:
-        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo evaluate")
-        loaded = load(arguments, screen)
-        rows = estimates(run(loaded, arguments.n, screen))
-    except ValueError as error:
-        exit_with(error)
+    loaded = load(arguments, screen)
+    rows = estimates(run(loaded, arguments.n, screen))
     size, seed = rows["all"]["n"], loaded.config.run.seed
     screen.say(f"{loaded.name}: greedy, {size} held-out examples, seed {seed}")
     screen.console.print(table(rows))

@@ -15,10 +15,11 @@ from ..model.transformer import Transformer
 from ..model.weight_files import WEIGHTS
 from ..runtime import accel
 from ..runtime.build import match_vocab
-from ..runtime.checkpoint import CheckpointError, checkpoints, load_checkpoint
+from ..runtime.checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from ..runtime.flags import ConfigError
 from ..runtime.logging import Screen
 from ..runtime.settings import places, read_settings
+from ..runtime.text import printable
 from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
 from ..types import Task
@@ -99,7 +100,18 @@ def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transfor
 
     Raises ValueError in one line.
     """
-    return _newest(path, warn) if is_run(path) else (str(path), load_pretrained(str(path)))
+    if is_run(path):
+        return _newest(path, warn)
+    if path.is_dir() and not (path / WEIGHTS).exists():
+        raise ConfigError(f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS})")
+    return str(path), load_pretrained(str(path))
+
+
+def _model_of(state: State) -> Transformer:
+    """The model in a checkpoint. Raises an error of some kind for a state of another version."""
+    model = Transformer(ModelShape(**state["shape"]))
+    model.load_state_dict(state["model"])
+    return model
 
 
 def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
@@ -113,10 +125,11 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transform
         except CheckpointError as error:
             warn(f"{error}; trying an older one")
             continue
-        if "shape" in state:
-            model = Transformer(ModelShape(**state["shape"]))
-            model.load_state_dict(state["model"])
-            return str(path), model
+        try:
+            return str(path), _model_of(state)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            reason = printable(str(error))[:200]
+            warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")
     if (folder / WEIGHTS).exists():
         return str(folder / WEIGHTS), Transformer.from_pretrained(folder / WEIGHTS)
     raise ConfigError(f"{folder}: a run without a whole checkpoint, and without {WEIGHTS}")

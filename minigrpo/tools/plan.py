@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from ..config import Config
 from ..runtime.distributed import DistContext
 from ..runtime.estimate import estimate_run
-from ..runtime.flags import exit_with
 from ..runtime.logging import Screen
+from ..runtime.startup import check_machine
+from .messages import one_line_errors
 
 
 def print_plan(config: Config, dist: DistContext) -> None:
     """Print the estimate of one step, from the main process. Raises ValueError in one line."""
+    check_machine(config, dist)
     plan = estimate_run(config, dist.world_size)
     each = f", in each of {dist.world_size} processes" if dist.world_size > 1 else ""
     title = f"estimate for one step whose completions share no prefix{each}"
@@ -21,11 +23,8 @@ def print_plan(config: Config, dist: DistContext) -> None:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    config = Config.from_cli(argv, prog=prog or "minigrpo plan")
-    try:
-        print_plan(config, DistContext())
-    except ValueError as error:
-        exit_with(error)
+    with one_line_errors():
+        print_plan(Config.from_cli(argv, prog=prog or "minigrpo plan"), DistContext())
 
 
 if __name__ == "__main__":

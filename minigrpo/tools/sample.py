@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..model.encoding import decode
-from ..runtime.flags import ConfigError, exit_with, parse
+from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.rng import uniforms
 from ..sampling.generate import SamplingParams
@@ -25,6 +25,7 @@ from ..tasks.transitions import prompt_of, render, transition
 from ..types import Example
 from .boards import differences, side_by_side
 from .loading import Loaded, ModelSelection, load
+from .messages import one_line_errors
 
 PROMPTS_AT_ONCE = 32
 
@@ -43,6 +44,22 @@ class Arguments(ModelSelection):
     """Completions to sample per example; 0: a single greedy one."""
     temperature: float | None = None
     """Sampling temperature, with --n."""
+    top_k: int | None = None
+    """As for minigrpo train, with --n; so are --top-p and --min-p."""
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError, in one line, for what can be told before the model is loaded."""
+        if self.n < 0 or self.examples < 1:
+            raise ConfigError(
+                f"--n must be at least 0 and --examples at least 1, got {self.n} and "
+                f"{self.examples}"
+            )
+        if bool(self.fen) != bool(self.move) or (self.before and not self.fen):
+            raise ConfigError("--fen and --move go together, and --before with them")
+        if self.temperature is not None and not self.n:
+            raise ConfigError("--temperature goes with --n; without it, completions are greedy")
 
 
 def question(arguments: Arguments, history: int) -> Example:
@@ -69,13 +86,6 @@ def question(arguments: Arguments, history: int) -> Example:
 
 def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
     """The examples to complete. Raises ConfigError for flags that do not go together."""
-    if arguments.n < 0 or arguments.examples < 1:
-        raise ConfigError(
-            f"--n must be at least 0 and --examples at least 1, got {arguments.n} and "
-            f"{arguments.examples}"
-        )
-    if bool(arguments.fen) != bool(arguments.move) or (arguments.before and not arguments.fen):
-        raise ConfigError("--fen and --move go together, and --before with them")
     if arguments.fen:
         if not isinstance(loaded.task, ChessEnv):
             raise ConfigError(
@@ -94,7 +104,7 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
         seed, sampling = loaded.config.run.seed, loaded.config.sampling
         rows = np.array([example.index for example in examples])
         u = uniforms(seed, "tools/sample", 0, rows, num_samples, sampling.max_new_tokens)
-        params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p)
+        params = SamplingParams.of(sampling)
     parts = loaded.sampler.complete(
         examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
     )
@@ -125,18 +135,21 @@ def plain(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    with one_line_errors():
+        run(parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo sample"))
+
+
+def run(arguments: Arguments) -> None:
+    """Load, complete and print. Raises ValueError in one line."""
+    arguments.check()
+    if arguments.fen and arguments.data is None:
+        # --fen does not need the run's data files, which may be gone
+        arguments = replace(arguments, data="")
     screen = Screen()
-    try:
-        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo sample")
-        if arguments.fen and arguments.data is None:
-            # --fen does not need the run's data files, which may be gone
-            arguments = replace(arguments, data="")
-        loaded = load(arguments, screen)
-        examples = questions(arguments, loaded)
-        with screen.errors.status("sampling"):
-            texts = complete(loaded, examples, arguments.n)
-    except ValueError as error:
-        exit_with(error)
+    loaded = load(arguments, screen)
+    examples = questions(arguments, loaded)
+    with screen.errors.status("sampling"):
+        texts = complete(loaded, examples, arguments.n)
     temperature = loaded.config.sampling.temperature
     how = f"{arguments.n} at temperature {temperature:g}" if arguments.n else "greedy"
     screen.say(f"{loaded.name}, {how}\n")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..config import Config
 from ..runtime.distributed import DistContext
+from ..runtime.failures import RunFailed
 from ..runtime.flags import ConfigError, exit_with
-from ..runtime.guard import Diverged
 from ..trainer import Trainer
 from .plan import print_plan
 
@@ -19,7 +19,8 @@ from .plan import print_plan
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Train with the given flags. Invalid ones give one line on stderr and exit code 2.
 
-    A run that diverges, or fails with any other error, exits with code 1.
+    A run that fails exits with code 1: with one line for a RunFailed, such as a loss that is not
+    finite, and with a traceback for any other exception.
     """
     config = Config.from_cli(argv, prog=prog or Path(sys.argv[0]).name)
     try:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         trainer.fit()
     except ConfigError as error:  # one that depends on the data, such as a prompt that is too long
         exit_with(error)
-    except Diverged as error:
+    except RunFailed as error:
         sys.exit(f"error: {error}")
     dist.close()
 

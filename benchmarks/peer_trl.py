@@ -1,0 +1,224 @@
+"""TRL's GRPOTrainer on a workload: same weights, prompts, rewards, loss, optimizer and schedule.
+
+transformers and trl come with the extra `peer`, and are imported only here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizer, TrainerCallback, logging
+from trl import GRPOConfig, GRPOTrainer
+
+from minigrpo.config import Config
+from minigrpo.model.tokenizer import END_OF_TEXT
+from minigrpo.model.weights import export_gpt2
+from minigrpo.runtime.build import make_scorer
+from minigrpo.runtime.optim import BETAS, learning_rate_at
+from minigrpo.types import Example
+
+from .workload import Workload
+
+NEVER = "<|never|>"  # stands for end of text where completions have a forced length
+
+Settings = dict[str, Any]  # of GRPOConfig
+
+
+class TiktokenTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
+    """Our tokenizer as transformers wants it; a token's name is its number."""
+
+    def __init__(self, encoding: tiktoken.Encoding, end: str) -> None:
+        """`end` ends completions: END_OF_TEXT, or NEVER, a token that the model does not have."""
+        self.encoding = encoding
+        self.names = [*map(str, range(encoding.n_vocab - 1)), END_OF_TEXT]
+        self.ids = {name: number for number, name in enumerate(self.names)}
+        super().__init__(eos_token=end, pad_token=END_OF_TEXT, padding_side="left")
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.names)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {**self.ids, **self.get_added_vocab()}
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return [self.names[token] for token in self.encoding.encode_ordinary(text)]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self.ids[token]
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self.names[index]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        end = self.encoding.eot_token
+        return self.encoding.decode([t for name in tokens if (t := self.ids[name]) != end])
+
+
+@dataclass
+class LastStep:
+    """What the last step sampled."""
+
+    lengths: list[int] = field(default_factory=list)  # of the completions, in tokens
+    rewards: list[float] = field(default_factory=list)
+    prompt_len: int = 0  # of the longest prompt
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names that a step of this library has them."""
+        return {
+            "completion_tokens": float(sum(self.lengths)),
+            "reward": sum(self.rewards) / len(self.rewards),
+            # every row is padded to the longest prompt and to the longest completion
+            "tokens/run": float(len(self.lengths) * (self.prompt_len + max(self.lengths))),
+        }
+
+
+class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer with the learning rate schedule of this library."""
+
+    schedule: Config
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        config = self.schedule
+
+        def factor(step: int) -> float:
+            return learning_rate_at(
+                step,
+                peak=1.0,
+                warmup_steps=config.optimizer.warmup_steps,
+                max_steps=config.run.max_steps,
+            )
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        return self.lr_scheduler
+
+
+class StepByStep(TrainerCallback):  # type: ignore[misc]
+    """Calls `begin` before each step samples, and `end` after its optimizer step."""
+
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        self.begin, self.end = begin, end
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end()
+
+
+def job_settings(config: Config, steps: int) -> Settings:
+    """The settings of GRPOConfig that make the job the same."""
+    return {
+        "max_steps": steps,
+        "num_generations": config.sampling.group_size,
+        "max_completion_length": config.sampling.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "learning_rate": config.optimizer.learning_rate,
+        "weight_decay": config.optimizer.weight_decay,
+        "max_grad_norm": config.optimizer.grad_clip,
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "loss_type": config.loss.name,
+        "beta": config.loss.kl_coef,
+        "use_bias_correction_kl": False,
+        # our GPT-2 has no dropout; TRL would also sample with it
+        "disable_dropout": True,
+        "shuffle_dataset": False,
+        "seed": config.run.seed,
+    }
+
+
+def make_trainer(
+    work: Workload,
+    config: Config,
+    settings: Settings,
+    *,
+    steps: int,
+    folder: Path,
+    begin: Callable[[], object],
+    end: Callable[[], object],
+) -> tuple[GRPOTrainer, LastStep]:
+    """A trainer of `steps` steps, one whole rollout each, and what its last step sampled.
+
+    The workload's model goes through `folder`, which must stay while the trainer is used. Raises
+    ValueError if a prompt has other tokens than in this library.
+    """
+    logging.set_verbosity_error()
+    tokenizer = TiktokenTokenizer(work.tokenizer, NEVER if work.forced else END_OF_TEXT)
+    examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
+    check_tokens(tokenizer, work.tokenizer, examples)
+    export_gpt2(work.model.state_dict(), folder, shape=vars(work.shape), eos=tokenizer.eos_token_id)
+    last = LastStep(prompt_len=0)
+    trainer_class = SameScheduleTrainer
+    trainer_class.schedule = config
+    arguments = GRPOConfig(
+        output_dir=str(folder / "output"),
+        use_cpu=work.device.type == "cpu",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **job_settings(config, steps),
+        **settings,
+    )
+    prompts = [{"prompt": example.prompt, "number": i} for i, example in enumerate(examples)]
+    trainer = trainer_class(
+        model=str(folder),
+        reward_funcs=reward_function(work, config, examples, last),
+        args=arguments,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=tokenizer,
+        callbacks=[StepByStep(begin, end)],
+    )
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        model.register_forward_pre_hook(count_positions_without_padding, with_kwargs=True)
+    return trainer, last
+
+
+def count_positions_without_padding(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a forward: give a model with learned positions the positions of its tokens.
+
+    GPT-2 in transformers counts the padding on the left too, unless it is told the positions.
+    `generate` tells it, TRL's update does not: its log-probs would be those of prompts that begin
+    further to the right, and not those that the completions were sampled with.
+    """
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is None and mask is not None and mask.dim() == 2:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return args, kwargs
+
+
+def check_tokens(
+    theirs: TiktokenTokenizer, ours: tiktoken.Encoding, examples: Sequence[Example]
+) -> None:
+    """Raise ValueError unless both tokenizers give the same ids for every prompt and answer."""
+    for text in [text for example in examples for text in (example.prompt, example.answer)]:
+        ids = ours.encode_ordinary(text)
+        if theirs(text=text)["input_ids"] != ids:
+            raise ValueError(f"the wrapped tokenizer has other tokens than ours for {text[:60]!r}")
+        if theirs.decode(ids, skip_special_tokens=True) != ours.decode(ids):
+            raise ValueError(f"the wrapped tokenizer decodes the tokens of {text[:60]!r} otherwise")
+
+
+def reward_function(
+    work: Workload, config: Config, examples: Sequence[Example], last: LastStep
+) -> Callable[..., list[float]]:
+    """Our rewards as a reward function of TRL; it records what it scores in `last`."""
+    scorer, group = make_scorer(config, work.task), config.sampling.group_size
+
+    def reward(
+        completions: list[str], completion_ids: list[list[int]], number: list[int], **others: Any
+    ) -> list[float]:
+        asked = [examples[i] for i in number[::group]]
+        texts = [completions[i : i + group] for i in range(0, len(completions), group)]
+        last.lengths = [len(ids) for ids in completion_ids]
+        last.prompt_len = max(len(work.tokenizer.encode_ordinary(x.prompt)) for x in asked)
+        last.rewards = scorer.score(asked, texts).total.flatten().tolist()
+        return last.rewards
+
+    return reward

@@ -1,0 +1,180 @@
+"""Check examples before a run starts: their lengths, and what a user's task makes of them.
+
+A prompt that does not fit the model would otherwise end the run at the step that draws it. The rows
+of a file are all known, and are checked from the longest down. Of an endless supply the first ones
+are checked, and more if they nearly fill the room.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import tiktoken
+
+from ..config import Config
+from ..types import Example, Task
+from .flags import ConfigError
+from .pool import WorkerPool
+from .reward_calls import describe_failure, task_source
+from .text import short
+
+FIRST_TRAIN, FIRST_HELD_OUT = 16, 64  # examples of each split that are always checked
+MORE = 512  # examples of each split that are checked if one of the first nearly fills the room
+NEARLY = 2 / 3  # of the room
+OF_USERS = 256  # examples of each split of a user's task
+MAX_ENCODED = 4096  # rows of a file that are tokenized
+Warn = Callable[[str], object]
+
+
+class Lengths:
+    """The limits on the lengths of prompts and answers."""
+
+    def __init__(self, config: Config, tokenizer: tiktoken.Encoding, context: int) -> None:
+        """`context`: the model's number of positions."""
+        self.tokenizer, self.context = tokenizer, context
+        self.longest = config.sampling.max_new_tokens
+        self.supervised = config.supervised
+        self.room = context - self.longest  # for a prompt
+        self.most_bytes = max(map(len, tokenizer.token_byte_values()))  # of a token
+
+    def surely_fits(self, example: Example) -> bool:
+        """Whether the number of bytes, which is at least that of tokens, fits already."""
+        prompt, answer = len(example.prompt.encode()), len(example.answer.encode())
+        fits = prompt <= self.room
+        return fits and (not self.supervised or prompt + answer < self.context)
+
+    def count(self, text: str) -> tuple[int, str]:
+        """The number of tokens of a text, and how to say it.
+
+        A text that is far too long is not tokenized, which could take minutes: the number is then
+        the smallest that is possible.
+        """
+        least = -(-len(text.encode()) // self.most_bytes)
+        if least > self.context:
+            return least, f"at least {least}"
+        size = len(self.tokenizer.encode_ordinary(text))
+        return size, str(size)
+
+    def check(self, where: str, example: Example) -> int:
+        """Return the number of tokens of the prompt.
+
+        Raises:
+            ConfigError: the prompt, or with --loss nll the answer, is too long.
+        """
+        prompt, said = self.count(example.prompt)
+        if prompt > self.room:
+            raise ConfigError(
+                f"{where}: the prompt has {said} tokens; at most {self.room} leave room for "
+                f"--max-new-tokens {self.longest} in the model's context of {self.context}"
+            )
+        if self.supervised:
+            answer, said = self.count(example.answer)
+            left = self.context - prompt - 1  # the last one is end of text
+            if answer > left:
+                raise ConfigError(
+                    f"{where}: the answer has {said} tokens; at most {left} fit the model's "
+                    f"context of {self.context} after the prompt's {prompt}"
+                )
+        return prompt
+
+
+def check_examples(
+    config: Config, task: Task, tokenizer: tiktoken.Encoding, context: int, warn: Warn
+) -> None:
+    """Check the examples of a task before a run starts.
+
+    Args:
+        context: the model's number of positions.
+
+    Raises:
+        ConfigError: in one line that names the file and the line, or the example and its split.
+    """
+    lengths = Lengths(config, tokenizer, context)
+    for source in getattr(task, "sources", [task]):
+        if longest := getattr(source, "longest", None):
+            suspects = ((where, x) for where, x in longest() if not lengths.surely_fits(x))
+            for where, example in islice(suspects, MAX_ENCODED):
+                lengths.check(where, example)
+        elif isinstance(task, UsersTask):
+            _check_users_task(task, lengths, config.task.reward_timeout, warn)
+        else:
+            _check_supply(f"--task {config.task.name}", source, lengths)
+
+
+def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
+    """Check the first examples of both splits. Raises ConfigError."""
+    size = 0
+    for split, number, example in _some(source, FIRST_TRAIN, FIRST_HELD_OUT):
+        size = max(size, lengths.check(f"{name}: {split}({number})", example))
+    if size > NEARLY * lengths.room:
+        for split, number, example in _some(source, MORE, MORE):
+            lengths.check(f"{name}: {split}({number})", example)
+
+
+def _some(source: Task, num_train: int, num_held_out: int) -> Iterator[tuple[str, int, Example]]:
+    """Yield (split, number, example): the first of both splits, and the last held-out one."""
+    for number in range(num_train):
+        yield "train", number, source.train(number)
+    size: int | None = getattr(source, "num_held_out", None)
+    last = [size - 1] if size and size > num_held_out else []
+    for number in [*range(min(num_held_out, size or num_held_out)), *last]:
+        yield "held_out", number, source.held_out(number)
+
+
+# --- users' tasks ---------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class UsersTask(Task, Protocol):
+    """`minigrpo.tasks.own.OwnTask`."""
+
+    users: Task
+    name: str  # how its errors begin: the flag, the file and the class
+
+
+def _check_users_task(task: UsersTask, lengths: Lengths, timeout_s: float, warn: Warn) -> None:
+    """Check a user's task: examples, splits, scores. Raises ConfigError in one line."""
+    prompts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for split, number, example in _some(task, OF_USERS, OF_USERS):
+        lengths.check(f"{task.name}: {split}({number})", example)
+        prompts[split].append(example.prompt)
+    trained = set(prompts["train"])
+    if both := [prompt for prompt in prompts["held_out"] if prompt in trained]:
+        warn(
+            f"{task.name}: {len(both)} of {len(prompts['held_out'])} evaluation prompts are also "
+            f"training prompts, such as {short(both[0])}: evaluation cannot tell learning from "
+            "remembering"
+        )
+    for split in ("train", "held_out"):
+        if getattr(task, split)(0).prompt != prompts[split][0]:
+            warn(
+                f"{task.name}: {split}(0) gives another example each time; it must depend on the "
+                "seed and the number only, or evaluations and resumed runs cannot be compared"
+            )
+    _check_scores(task, timeout_s)
+
+
+def _check_scores(task: UsersTask, timeout_s: float) -> None:
+    """Raise ConfigError for a task that cannot score texts, among them the true answer.
+
+    Also if a part named `exact` is not what eval.jsonl has under that name.
+    """
+    source, pool, example = task_source(task, timeout_s), WorkerPool(0, "check"), task.train(0)
+    question, exact = getattr(example, "original", example), []
+    for text in (example.answer, "", f"{example.answer} "):
+        args = ([question], [text]) if source.batched else (question, text)
+        try:
+            answer = pool.wait(pool.submit(source.call, *args, needs_thread=True), timeout_s)
+            scores = dict(zip(source.names, source.check(answer, 1)[:, 0].tolist(), strict=True))
+        except Exception as error:
+            if isinstance(error, ConfigError) and str(error).startswith(task.name):
+                raise
+            call = f"{task.name}: score of train(0) and the text {text[:60]!r}"
+            raise ConfigError(f"{call}: {describe_failure(error)}") from error
+        exact.append(scores.get("exact"))
+    pool.close()
+    if "exact" in task.parts and exact != [1, float(not example.answer), 0]:
+        raise ConfigError(
+            f"{task.name}: the part exact must be 1 for the true answer and 0 for any other text, "
+            "as `exact` in eval.jsonl is; a part that means something else needs another name"
+        )

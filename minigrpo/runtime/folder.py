@@ -1,0 +1,76 @@
+"""The folder that --out-dir names: create or reopen it, check what it holds, and lock it."""
+
+import fcntl
+import time
+from pathlib import Path
+from typing import IO
+
+from ..config import Config
+from .checkpoint import checkpoints, existing_checkpoint, in_the_way
+from .failures import reason_of
+from .flags import ConfigError
+
+# A folder with any of these holds a run, or a model, which a new run would overwrite.
+OF_A_RUN = ("config.toml", "metrics.jsonl", "eval.jsonl", "summary.json", "model.safetensors")
+
+
+def make_folder(config: Config) -> Path:
+    """Create the folder of --out-dir, or reopen it to resume.
+
+    Raises ConfigError if it is not writable, or holds a run and --resume is not given;
+    CheckpointError if it lacks the step of --resume. Then nothing is created.
+    """
+    out_dir, resume = config.run.out_dir, config.run.resume
+    folder = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
+    try:
+        str(folder).encode()
+        while not out_dir and folder.exists():  # two runs were started in the same second
+            folder = folder.with_name(folder.name + "+")
+        _check_contents(folder, resume)
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--out-dir {str(folder)!a}: the name must be UTF-8") from None
+    except OSError as error:
+        shown = str(folder) if len(str(folder)) < 100 else f"{str(folder)[:100]}..."
+        raise ConfigError(f"--out-dir {shown}: cannot be written ({reason_of(error)})") from None
+    return folder
+
+
+def _check_contents(folder: Path, resume: str) -> None:
+    """Raise ConfigError or CheckpointError if a folder is not as --resume says, or lacks."""
+    there = [name for name in OF_A_RUN if (folder / name).exists()]
+    there += [str(path.relative_to(folder)) for path in checkpoints(folder / "checkpoints")]
+    if there and not resume:
+        raise ConfigError(
+            f"--out-dir {folder}: holds a run; --resume auto continues it, "
+            f"another folder starts afresh (found: {there[0]})"
+        )
+    if blocked := in_the_way(folder / "checkpoints"):
+        raise ConfigError(f"--out-dir: {blocked[0]} is in the way of a checkpoint's folder")
+    if resume not in ("", "auto"):
+        existing_checkpoint(folder / "checkpoints", int(resume))
+
+
+def lock(folder: Path) -> IO[str]:
+    """Keep other processes out of a folder for as long as the returned file is open.
+
+    Raises ConfigError if another run holds the lock. The lock ends with the process in any case.
+    """
+    try:
+        file = open(folder / ".lock", "w")
+    except OSError as error:
+        raise ConfigError(f"{folder / '.lock'}: cannot be written ({reason_of(error)})") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"--out-dir {folder}: another run is writing to it; "
+            "wait until it ends, or choose another folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return file

@@ -1,0 +1,248 @@
+"""The logs of a run: metrics, evaluations and samples as JSONL, and TensorBoard's events.
+
+All of them are `AppendedFile`s. A log must never end a run: while the disk is full, records wait in
+memory, and they are written when there is room. What a resume has to cut is cut in a copy, which
+replaces the file when it is whole.
+"""
+
+import math
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import text as text_summary
+
+from .failures import reason_of
+from .files import NUM_NOT_FINITE, to_json, write_whole
+from .flags import ConfigError
+from .text import parse_json
+
+Scalars = Mapping[str, float]
+Say = Callable[[str], object]
+MAX_WAITING = 64 * 2**20  # bytes per file; beyond that, the oldest records that wait are dropped
+MAX_WARNINGS = 3  # about damaged lines of one file
+
+
+class LogTrouble:
+    """Says once that logs cannot be written, and once that they are written again."""
+
+    def __init__(self, warn: Say) -> None:
+        self.warn = warn
+        self.files: set[Path] = set()  # that have records waiting
+
+    def begins(self, path: Path, error: OSError) -> None:
+        if not self.files:
+            self.warn(
+                f"{path}: NOT WRITTEN ({reason_of(error)}); training continues, "
+                "and the logs are written when there is room"
+            )
+        self.files.add(path)
+
+    def ends(self, path: Path) -> None:
+        if path in self.files:
+            self.files.remove(path)
+            if not self.files:
+                self.warn(f"{path}: the logs are written again")
+
+
+class AppendedFile:
+    """A file that whole records are appended to, without ever raising for a full disk."""
+
+    def __init__(self, path: Path, trouble: LogTrouble) -> None:
+        """Open or create the file. Raises ConfigError if that is not possible."""
+        self.path, self.trouble = path, trouble
+        self.waiting: deque[bytes] = deque()
+        self.size_waiting, self.dropped = 0, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({reason_of(error)})") from None
+
+    def append(self, record: bytes) -> None:
+        self.waiting.append(record)
+        self.size_waiting += len(record)
+        try:
+            while self.waiting:
+                self._write(self.waiting[0])
+                self._forget_first()
+        except OSError as error:
+            self.trouble.begins(self.path, error)
+            while self.size_waiting > MAX_WAITING:
+                self._forget_first()
+                self.dropped += 1
+        else:
+            self.trouble.ends(self.path)
+
+    def close(self) -> None:
+        if self.waiting:
+            self.append(b"")  # one more try
+        if lost := self.dropped + sum(1 for record in self.waiting if record):
+            self.trouble.warn(f"{self.path}: {lost} records could not be written and are lost")
+        self.file.close()
+
+    def _forget_first(self) -> None:
+        self.size_waiting -= len(self.waiting.popleft())
+
+    def _write(self, record: bytes) -> None:
+        """Write all of a record or, as far as the file system allows, nothing."""
+        size = os.fstat(self.file.fileno()).st_size
+        rest = memoryview(record)
+        try:
+            while rest:  # a disk that fills up takes a part without complaint
+                rest = rest[self.file.write(rest) :]
+        except OSError:
+            os.ftruncate(self.file.fileno(), size)
+            raise
+
+
+class JSONLines:
+    """A file of records with a `step`; a resume keeps those up to its own step."""
+
+    def __init__(self, path: Path, trouble: LogTrouble, *, up_to_step: int) -> None:
+        """Reopen the file and remove lines of later steps, which a lost run wrote.
+
+        A damaged line is left out with a warning that names it. Raises ConfigError if the file
+        cannot be read or rewritten; then it is as it was.
+        """
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is not a file, but a log of the run goes there")
+        try:
+            old = path.read_bytes() if path.exists() else b""
+            self.kept = records_of(old, up_to_step, path, trouble.warn)
+            new = "".join(map(to_json, self.kept)).encode()
+            if new != old:
+                write_whole(path.resolve(), lambda aside: aside.write_bytes(new))
+        except OSError as error:
+            reason = reason_of(error)
+            raise ConfigError(f"{path}: cannot be read and rewritten ({reason})") from None
+        self.file = AppendedFile(path, trouble)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.file.append(to_json(record).encode())
+
+
+def records_of(content: bytes, up_to_step: int, path: Path, warn: Say) -> list[dict[str, Any]]:
+    """The records of a log up to a step. `warn` gets the lines that are damaged."""
+    kept, damaged = list[dict[str, Any]](), list[str]()
+    if up_to_step < 0:
+        return []
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = parse_json(line)
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise ValueError("no object with a step")
+            if record["step"] <= up_to_step:
+                kept.append(record)
+        except ValueError as error:
+            # the last one was cut off when the process died; what it said is made again
+            if line and number < len(lines):
+                damaged.append(f"{path}, line {number}: left out ({reason_of(error)})")
+    for message in damaged[:MAX_WARNINGS]:
+        warn(message)
+    if len(damaged) > MAX_WARNINGS:
+        warn(f"{path}: {len(damaged) - MAX_WARNINGS} more lines are left out")
+    return kept
+
+
+class EventFile:
+    """TensorBoard's events, one file per start of the run."""
+
+    def __init__(self, folder: Path, trouble: LogTrouble, *, first_step: int) -> None:
+        """Events of `first_step` and later, from a lost run, are not shown any more."""
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = AppendedFile(folder / name, trouble)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        rows = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(Event(step=step, summary=Summary(value=rows)))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        readable = text.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair
+        self._add(Event(step=step, summary=text_summary(name, readable)))
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        record = BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self.file.append(record.getvalue())
+
+
+class RunLog:
+    """The logs in a run's folder: metrics, evaluations, samples, TensorBoard."""
+
+    def __init__(self, folder: Path, warn: Say, *, start_step: int) -> None:
+        """`start_step` steps are done; lines of later steps, from a lost run, are dropped.
+
+        Raises ConfigError if a file is in the way or cannot be written.
+        """
+        # a run that starts afresh keeps nothing, not even the evaluation at step 0
+        last = start_step or -1
+        trouble = LogTrouble(warn)
+        self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
+        self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
+        self.samples = JSONLines(folder / "samples.jsonl", trouble, up_to_step=last)
+        self.board = EventFile(folder / "tensorboard", trouble, first_step=last + 1)
+
+    @property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """Evaluations from before the resume, with NaN for what was not finite."""
+        return [
+            {
+                name: math.nan if value is None else value
+                for name, value in record.items()
+                if name != NUM_NOT_FINITE
+            }
+            for record in self.evaluations.kept
+        ]
+
+    def step(self, step: int, values: Scalars) -> None:
+        self.metrics.write({"step": step, **values})
+        named = {name if "/" in name else f"train/{name}": x for name, x in values.items()}
+        self.board.scalars(step, named)
+
+    def evaluation(self, step: int, values: Scalars) -> None:
+        self.evaluations.write({"step": step, **values})
+        shown = {
+            f"eval/{name}": value
+            for name, value in values.items()
+            if name != "n" and not name.startswith("count/")
+        }
+        self.board.scalars(step, shown)
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None:
+        self.samples.write({"step": step, **record})
+
+    def sample_text(self, step: int, text: str) -> None:
+        self.board.text(step, "samples", text)
+
+    def close(self) -> None:
+        for log in (self.metrics, self.evaluations, self.samples, self.board):
+            log.file.close()
+
+
+class NoLog:
+    """The log of all processes but the main one: it does nothing."""
+
+    evaluated: list[dict[str, Any]] = []  # noqa: RUF012 - nothing is ever added
+
+    def step(self, step: int, values: Scalars) -> None: ...
+
+    def evaluation(self, step: int, values: Scalars) -> None: ...
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def sample_text(self, step: int, text: str) -> None: ...
+
+    def close(self) -> None: ...

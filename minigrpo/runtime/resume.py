@@ -1,0 +1,92 @@
+"""What may differ between a checkpoint and the run that resumes it, and what is said about it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..config import Config
+from .flags import ConfigError, flag
+from .renamed import modern
+from .settings import places
+
+# Groups whose settings may differ when a run is resumed. They do not change training beyond
+# rounding, except for --max-steps, which sets the learning-rate schedule, and bnpo's micro-batches.
+MAY_DIFFER = {"speed", "memory", "run"}
+MUST_AGREE = {"seed"}  # although its group may differ
+# Settings of the groups speed and memory that change no bit. All others there choose what is
+# computed in which order or precision, and a difference is said.
+SAME_BITS = {
+    "device",  # the device itself is compared, because `auto` is one or the other
+    "fast",  # it sets the others
+    "num_reward_workers",
+    "offload_reference",
+    "overlap_rewards",
+    "parallel_rewards",
+}
+ONLY_WITH = {
+    "amp_dtype": "use_amp",
+    "low_precision_weights": "use_amp",
+    "num_speculative_tokens": "speculative_decoding",
+}
+
+
+def made_by(processes: int, device: torch.device) -> dict[str, Any]:
+    """What the bits of a run depend on besides its config; saved in its checkpoints."""
+    return {
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "torch": str(torch.__version__),  # of a class of its own, which is no plain type
+    }
+
+
+def check_same_run(config: Config, saved: Mapping[str, Any], where: object) -> None:
+    """Raise ConfigError if a setting that affects results differs from the checkpoint's config."""
+    differ = [
+        f"{flag(name)} was {then!r}, is {now!r}"
+        for name, (then, now) in differences(config, saved).items()
+        if not may_differ(name)
+    ]
+    if differ:
+        raise ConfigError(f"--resume: {where} was made with another config: {'; '.join(differ)}")
+
+
+def changes(
+    config: Config, saved: Mapping[str, Any], now: Mapping[str, Any], then: Mapping[str, Any]
+) -> list[str]:
+    """What differs from the checkpoint and changes bits; `now` and `then` are `made_by`."""
+    said = []
+    for name, value in then.items():
+        if now.get(name, value) != value:
+            counted = isinstance(value, int)
+            pair = f"{value} {name}" if counted else f"{name} {value}"
+            said.append(f"the checkpoint was written by {pair}, this run has {now[name]}")
+    differ = differences(config, saved)
+    settings = [name for name in differ if changes_bits(name, config, saved)]
+    said += [f"{flag(name)} was {differ[name][0]}, is {differ[name][1]}" for name in settings]
+    if unknown := sorted(modern(saved).keys() - places(Config).keys()):
+        said.append(f"the checkpoint has settings that this version ignores: {', '.join(unknown)}")
+    return said
+
+
+def differences(config: Config, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ: name -> (in the checkpoint, in this run).
+
+    An older checkpoint lacks settings that are newer than itself. It behaved like their defaults.
+    """
+    then = {**Config().flat(), **modern(saved)}
+    return {name: (then[name], x) for name, x in config.flat().items() if then[name] != x}
+
+
+def may_differ(name: str) -> bool:
+    return places(Config)[name][0] in MAY_DIFFER and name not in MUST_AGREE
+
+
+def changes_bits(name: str, config: Config, saved: Mapping[str, Any]) -> bool:
+    """Whether a setting that may differ is one that changes results, if only by rounding."""
+    needs = ONLY_WITH.get(name)
+    if needs and not (config.flat()[needs] or modern(saved).get(needs)):
+        return False
+    in_group = places(Config)[name][0] in ("speed", "memory") and name not in SAME_BITS
+    return in_group or name == "max_steps"

@@ -1,0 +1,139 @@
+"""Reward parts that come from a user's functions, and what the name of any part may be."""
+
+import inspect
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .flags import ConfigError
+from .reward_calls import LARGEST, RewardSource
+from .text import has_lone_surrogate, short
+
+# what eval.jsonl has beside the parts; a part of the same name would overwrite it
+RESERVED_PARTS = ("step", "n", "reward", "exact_sampled")
+# --reward-weights separates by the first two; with the third, `exact/x` would be a kind of question
+FORBIDDEN_IN_PARTS = ",=/"
+
+
+def check_part_name(name: object) -> None:
+    """Raise ConfigError unless a reward part may have this name."""
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of a reward part must be text, got {short(name)}")
+    if name in RESERVED_PARTS:
+        raise ConfigError(
+            f"a reward part must not be named {name}, because eval.jsonl has that for itself; "
+            f"reserved: {', '.join(RESERVED_PARTS)}"
+        )
+    if name == "<lambda>":
+        raise ConfigError("a reward function needs a name; use def instead of lambda")
+    bad = [x for x in name if x in FORBIDDEN_IN_PARTS or not x.isprintable()]
+    if bad or not name.strip() or name != name.strip() or has_lone_surrogate(name):
+        raise ConfigError(
+            f"the name of a reward part must be printable text without {FORBIDDEN_IN_PARTS} and "
+            f"without spaces around it, got {name!r}"
+        )
+
+
+def check_number(what: str, value: object) -> None:
+    """Raise ConfigError, which begins with `what`, unless a value is a usable number."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and -LARGEST <= value <= LARGEST):  # type: ignore[operator]
+        raise ConfigError(
+            f"{what} must be a number from -{LARGEST:g} to {LARGEST:g}, got {short(value)}"
+        )
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward part that does not come from the task; made by the decorator `reward`.
+
+    Raises ConfigError for a value that cannot work.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    weight: float = 1.0
+    timeout_s: float | None = None  # seconds per completion; None: the scorer's
+    floor: float = 0.0  # the score of a completion on which the function failed
+    batched: bool = False  # function(examples, texts) -> floats, else function(example, text)
+
+    def __post_init__(self) -> None:
+        check_part_name(self.name)
+        if self.name == "exact":
+            raise ConfigError(
+                "a reward function must not be named exact, because `exact` in eval.jsonl is the "
+                "share of completions that equal the true answer"
+            )
+        check_number(f"{self.name}: weight", self.weight)
+        check_number(f"{self.name}: floor", self.floor)
+        if self.timeout_s is not None:
+            check_number(f"{self.name}: timeout_s", self.timeout_s)
+            if self.timeout_s <= 0:
+                raise ConfigError(f"{self.name}: timeout_s must be above 0, got {self.timeout_s}")
+        if not isinstance(self.batched, bool):
+            raise ConfigError(
+                f"{self.name}: batched must be True or False, got {short(self.batched)}"
+            )
+        self._check_call()
+
+    def _check_call(self) -> None:
+        """Raise ConfigError for a function whose every call would fail, so only give the floor."""
+        if inspect.iscoroutinefunction(self.function):
+            raise ConfigError(f"{self.name}: must be a plain function, not async")
+        try:
+            inspect.signature(self.function).bind(None, None)
+        except TypeError:
+            takes = "(examples, texts)" if self.batched else "(example, text)"
+            raise ConfigError(f"{self.name}: must be a function that takes {takes}") from None
+        except ValueError:
+            pass  # some built-in functions have no signature that can be read
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def source(self, timeout_s: float) -> RewardSource:
+        """What the scorer calls; `timeout_s` is the limit if the function has none of its own."""
+
+        def call(*args: Any) -> dict[str, Any]:
+            return {self.name: self.function(*args)}
+
+        limit = timeout_s if self.timeout_s is None else self.timeout_s
+        return RewardSource([self.name], call, self.batched, limit, self.floor)
+
+
+def reward(
+    *,
+    weight: float = 1.0,
+    timeout_s: float | None = None,
+    floor: float = 0.0,
+    batched: bool = False,
+) -> Callable[[Callable[..., Any]], RewardFunction]:
+    """Decorator: make a function a reward part, named after the function.
+
+        @reward(weight=0.2)
+        def brevity(example, text):
+            return 1 / (1 + len(text))
+
+    `--rewards FILE.py` adds the decorated functions of a file to the task's parts. A call that
+    raises, exceeds its time limit, or returns anything but a finite number has failed: the failure
+    is counted, and the completion gets `floor`.
+
+    Args:
+        weight: of this part in the total. `[reward_weights]` in TOML and --reward-weights override
+            it.
+        timeout_s: seconds per completion; None for --reward-timeout.
+        floor: the score of a completion on which the function failed.
+        batched: the function takes lists of examples and texts and returns one float per text, as a
+            reward model does. Which texts share a call depends on the number of processes and on
+            --rollout-batch-size, so the score of a text should depend on that text alone.
+
+    Raises:
+        ConfigError: a value that is not allowed, or a function that cannot be called like this.
+    """
+
+    def decorate(function: Callable[..., Any]) -> RewardFunction:
+        name = getattr(function, "__name__", type(function).__name__)
+        return RewardFunction(function, name, weight, timeout_s, floor, batched)
+
+    return decorate

@@ -1,0 +1,28 @@
+"""What a run checks as it starts, beyond its config: a plan makes the same checks."""
+
+import torch
+
+from ..config import Config
+from ..types import Task
+from . import accel
+from .build import make_scorer
+from .combinations import check_shares
+from .distributed import DistContext
+
+
+def check_machine(config: Config, dist: DistContext) -> torch.device:
+    """The device of this process, once the settings are known to fit machine and processes.
+
+    Raises ConfigError: a device, a precision or a compiler that is not there, or prompts that do
+    not divide among the processes.
+    """
+    device = accel.pick_device(config.speed.device, dist.local_rank)
+    check_shares(config, dist.world_size)
+    accel.grad_scaler(config.speed, device)
+    accel.check_compiler(config.speed, device)
+    return device
+
+
+def check_rewards(config: Config, task: Task) -> None:
+    """Raises ValueError for a bad file of --rewards, or a weight of an unknown part."""
+    make_scorer(config, task).close()

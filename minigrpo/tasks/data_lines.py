@@ -1,0 +1,75 @@
+"""How the lines of a data file are read and checked, whatever the task makes of them.
+
+A data file is UTF-8 text, with or without a byte order mark, one record per line. A record of a
+`.jsonl` file is an object like `{"prompt": "...", "answer": "..."}`; other keys are ignored.
+"""
+
+import codecs
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from ..runtime.text import has_lone_surrogate, parse_json, short
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class DataLine(NamedTuple):
+    """A line that is not blank."""
+
+    number: int  # the first line of a file is 1
+    start: int  # the byte of the file at which its text begins
+    raw: bytes  # with its line end
+
+
+def data_lines(file: BinaryIO) -> Iterator[DataLine]:
+    """Yield the lines of an open file that are not blank, without the byte order mark.
+
+    Only a newline ends a line: U+2028 and U+0085, at which `str.splitlines` cuts too, may occur in
+    a text.
+
+    Raises:
+        UnicodeError: the file is UTF-16.
+    """
+    start = 0
+    for number, raw in enumerate(file, 1):
+        mark = 0
+        if number == 1:
+            if raw.startswith(UTF16_MARKS):
+                raise UnicodeError("must be UTF-8 text, is UTF-16")
+            mark = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
+        if raw[mark:].strip():
+            yield DataLine(number, start + mark, raw[mark:])
+        start += len(raw)
+
+
+def decode_line(raw: bytes) -> str:
+    """Return a line as text, without white space around it. Raises ValueError if it is not text."""
+    text = raw.decode("utf-8").strip()  # UnicodeDecodeError is a ValueError
+    if "\r" in text:
+        raise ValueError("has a carriage return inside; lines must end with a newline")
+    return text
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    """Return the prompt and the answer of a JSON line.
+
+    Raises:
+        ValueError: says what is wrong with the line, and what is allowed.
+    """
+    form = 'must be an object like {"prompt": "...", "answer": "..."}'
+    try:
+        record = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{form} ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(form)
+    for key in ("prompt", "answer"):
+        if key not in record:
+            raise ValueError(f"{form}, has no {key}")
+        if not isinstance(value := record[key], str):
+            raise ValueError(f"prompt and answer must be text, {key} is {short(value)}")
+        if has_lone_surrogate(value):
+            raise ValueError(f"{key} has half of a surrogate pair, which is no character")
+    if not record["prompt"]:
+        raise ValueError("prompt and answer must be text, and the prompt not empty")
+    return record["prompt"], record["answer"]

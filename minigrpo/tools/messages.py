@@ -1,0 +1,24 @@
+"""How a tool ends: a mistake or Ctrl-C is one line on stderr, never a traceback."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..runtime.flags import exit_with
+
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended: 128 + SIGINT
+
+
+@contextmanager
+def one_line_errors(when_stopped: str = "stopped") -> Iterator[None]:
+    """In this context a ValueError ends the program with code 2, and Ctrl-C with code 130.
+
+    `when_stopped` is what Ctrl-C prints.
+    """
+    try:
+        yield
+    except ValueError as error:
+        exit_with(ValueError(" ".join(str(error).split("\n"))))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{when_stopped}\n")
+        raise SystemExit(INTERRUPTED) from None

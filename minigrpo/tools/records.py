@@ -1,0 +1,80 @@
+"""Read the JSONL files of a run's folder; what is wrong in one is named with its line."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ..runtime.flags import ConfigError
+from ..runtime.text import parse_json, quoted
+
+Record = dict[str, Any]
+
+
+def read_records(path: Path, numbers: Collection[str] = ()) -> list[Record]:
+    """The records of a JSONL file of which each line is an object with an integer `step`.
+
+    An incomplete last line is left out, because a run may be writing it, or have died while it did.
+
+    Args:
+        numbers: keys whose values must be numbers or null where they occur; a key that ends with
+            "/" stands for all that begin with it.
+
+    Raises:
+        ConfigError: one line that names the file, the line in it, and what is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        where = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {where}: is not UTF-8") from None
+    records: list[Record] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line)
+        except ValueError:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{path}, line {number}: is not JSON") from None
+        if problem := _problem(record, numbers):
+            raise ConfigError(f"{path}, line {number}: {problem}")
+        records.append(record)
+    if not records:
+        raise ConfigError(f"{path}: has no records")
+    return records
+
+
+def read_object(path: Path) -> Record:
+    """The object in a JSON file. Raises ConfigError in one line."""
+    try:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ConfigError(f"{path}: is not whole JSON") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must be a JSON object")
+    return value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a JSON value is a number; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _problem(record: object, numbers: Collection[str]) -> str:
+    """What is wrong with a record, or ""."""
+    if not isinstance(record, dict):
+        return "must be a JSON object"
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        return f"step must be a whole number, got {quoted(step)}"
+    for name, value in record.items():
+        asked = name in numbers or f"{name.partition('/')[0]}/" in numbers
+        if asked and value is not None and not is_number(value):
+            return f"{quoted(name)} must be a number, got {quoted(value)}"
+    return ""

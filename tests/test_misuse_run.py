@@ -1,0 +1,606 @@
+"""Misuse of a run: its folder, its logs, its checkpoints, its end.
+
+Most ids name the attack's number in the list of attacks that this project is held to.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from minigrpo import Config, Trainer
+from minigrpo.losses import advantages, policy_loss
+from minigrpo.runtime.checkpoint import (
+    CheckpointError,
+    checkpoints,
+    find_checkpoint,
+    path_of,
+    save_checkpoint,
+)
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.failures import Diverged, NotFinite, RunFailed
+from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.folder import make_folder
+from minigrpo.runtime.guard import check_weights, weight_norm
+from minigrpo.runtime.log_files import RunLog
+from minigrpo.runtime.logging import Screen
+from minigrpo.tools import cli, train
+from minigrpo.types import Example
+
+from .test_checkpoint import save
+from .test_reliability import CHEAP, make
+
+DEEP = "[" * 100_000
+
+
+def attack(number: int, *values: Any, name: str = "") -> Any:
+    return pytest.param(*values, id=" ".join(filter(None, (f"attack {number}", name))))
+
+
+def strict_json(text: str) -> Any:
+    """Refuses NaN and Infinity, which Python's parser would accept."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [strict_json(line) for line in file.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    make(folder, max_steps=4, eval_every=2).fit()
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_under_the_logs_is_said_once_and_nothing_is_missing_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    """Attack 1."""
+    said: list[str] = []
+    log = RunLog(tmp_path, said.append, start_step=0)
+    log.step(1, {"loss": 1.0})
+    with files_of_at_most(30):
+        for step in (2, 3):
+            log.step(step, {"loss": 1.0})
+            log.evaluation(step, {"exact": 0.5})
+            log.sample_text(step, "text")
+        assert len(said) == 1 and "NOT WRITTEN (File too large)" in said[0]
+        assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")  # no half line
+    log.step(4, {"loss": 1.0})
+    log.evaluation(4, {"exact": 0.5})
+    log.close()
+    assert len(said) == 2 and "written again" in said[1]
+    assert [record["step"] for record in records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [record["step"] for record in records(tmp_path / "eval.jsonl")] == [2, 3, 4]
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    shown = [(e.step, v.tag) for e in EventFileLoader(str(events)).Load() for v in e.summary.value]
+    assert [step for step, tag in shown if tag == "train/loss"] == [1, 2, 3, 4]
+    assert [step for step, tag in shown if tag == "samples/text_summary"] == [2, 3]
+
+
+def test_what_never_fits_is_counted_at_the_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = RunLog(tmp_path, said.append, start_step=0)
+    with files_of_at_most(10):
+        log.step(1, {"loss": 1.0})
+        log.close()
+    assert "metrics.jsonl: 1 records could not be written" in said[1]
+
+
+def test_a_summary_that_does_not_fit_leaves_none_rather_than_half_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attack 1: it was a file of 0 bytes."""
+    trainer, said = make(tmp_path / "run"), list[str]()
+    monkeypatch.setattr(trainer.screen, "warn", said.append)
+    trainer.run_dir.write_summary({"status": "stopped"})
+    with files_of_at_most(10):
+        trainer.run_dir.write_summary({"status": "finished", "wall_seconds": 1.0})
+    assert not list((tmp_path / "run").glob("summary.json*"))
+    assert len(said) == 1 and "summary.json: NOT WRITTEN (File too large)" in said[0]
+
+
+def test_what_is_not_finite_is_null_and_counted_in_every_file(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = RunLog(tmp_path, said.append, start_step=0)
+    bad = {"a": float("nan"), "b": float("inf"), "c": 1.0}
+    log.step(1, bad)
+    log.evaluation(1, bad)
+    log.sample(1, {"parts": bad, "reward": float("-inf")})
+    log.close()
+    expected = {"step": 1, "a": None, "b": None, "c": 1.0, "num_nonfinite": 2}
+    assert records(tmp_path / "metrics.jsonl") == records(tmp_path / "eval.jsonl") == [expected]
+    (sample,) = records(tmp_path / "samples.jsonl")
+    assert sample["parts"] == {"a": None, "b": None, "c": 1.0} and sample["num_nonfinite"] == 3
+    again = RunLog(tmp_path, said.append, start_step=1)
+    again.close()
+    (seen,) = again.evaluated  # numbers again, for the table at the end of the run
+    assert str(seen) == "{'step': 1, 'a': nan, 'b': nan, 'c': 1.0}" and not said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        attack(8, b'{"step": 1, "lo'),
+        attack(25, DEEP.encode()),
+        attack(29, b'{"step": 1, "x": "\xff"}', name="not UTF-8"),
+        attack(29, b"[]", name="a list"),
+        attack(29, b"{}", name="an empty object"),
+        attack(29, b'{"step": "1"}', name="a step that is text"),
+        attack(29, b"\x00\x00", name="zero bytes"),
+    ],
+)
+def test_a_damaged_line_is_left_out_with_a_warning_and_the_rest_is_kept(
+    run: Path, line: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "metrics.jsonl"
+    _, *rest = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(line + b"\n" + b"".join(rest))
+    make(run, max_steps=4, eval_every=2, resume="auto").fit()
+    assert file.read_bytes() == b"".join(rest)
+    said = capfd.readouterr().err
+    assert said.count("metrics.jsonl, line 1: left out") == 1 and said.count("warning") == 1
+
+
+def test_a_line_that_was_cut_off_when_the_process_died_is_nothing_to_warn_of(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    make(run, max_steps=4, eval_every=2, resume="auto").fit()
+    assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_a_log_that_cannot_be_rewritten_stays_as_it_was(run: Path) -> None:
+    """Attack 9: it was opened for writing, which emptied it, and rewritten in place."""
+    before = (run / "metrics.jsonl").read_bytes()
+    words = "metrics.jsonl: cannot be read and rewritten .File too large"
+    with files_of_at_most(300), pytest.raises(ConfigError, match=words):
+        RunLog(run, pytest.fail, start_step=2)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert not list(run.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        attack(29, "metrics.jsonl", "is not a file"),
+        attack(27, "tensorboard", "cannot be written"),
+        attack(27, ".lock", "cannot be written"),
+    ],
+)
+def test_what_is_in_the_way_of_a_log_is_named_before_any_work(
+    run: Path, name: str, words: str
+) -> None:
+    path = run / name
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.write_text("in the way")
+    else:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    with pytest.raises(ConfigError, match=f"{name}.*: {words}") as error:
+        make(run, max_steps=6, eval_every=2, resume="auto").fit()
+    assert "\n" not in str(error.value)
+    assert find_checkpoint(run / "checkpoints", "auto", pytest.fail)["step"] == 4  # type: ignore[index]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_without_any_manifest_auto_is_an_error_as_long_as_there_are_states(run: Path) -> None:
+    """Attack 2: it was a fresh start that overwrote them."""
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+        make(run, max_steps=4, eval_every=2, resume="auto")
+    assert len(list(run.glob("checkpoints/*/state.pt"))) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        attack(5, "step_best"),
+        attack(5, "step_000004.bak"),
+        attack(5, "step_", name="no number"),
+        attack(5, "step_2", name="no zeros"),
+        attack(5, "step_00000²", name="a digit that is none"),
+        attack(5, "step_-00001", name="negative"),
+        attack(5, "old step_000002", name="more before it"),
+    ],
+)
+def test_what_is_no_checkpoint_is_ignored_and_stays(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").touch()
+    (tmp_path / f"{name}.txt").touch()
+    save(tmp_path, 3, 4, keep_last=1)
+    assert checkpoints(tmp_path) == [path_of(tmp_path, 4)]
+    assert find_checkpoint(tmp_path, "auto", pytest.fail)["step"] == 4  # type: ignore[index]
+    assert (tmp_path / name / "precious").exists()
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_named_before_any_work(tmp_path: Path) -> None:
+    """Attack 6."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_000004").touch()
+    with pytest.raises(ConfigError, match="step_000004 is in the way of a checkpoint"):
+        make(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        attack(10, "checkpoints"),
+        attack(10, "metrics.jsonl"),
+        attack(10, "model.safetensors", name="a model that the run would overwrite"),
+    ],
+)
+def test_a_folder_holds_a_run_even_without_its_config(run: Path, left: str) -> None:
+    for path in [path for path in run.iterdir() if path.name != left]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ConfigError, match=f"holds a run; --resume auto .*found: {left}"):
+        make(run)
+    assert [path.name for path in run.iterdir()] == [left]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        attack(25, DEEP),
+        attack(25, "[]", name="a list"),
+        attack(25, '{"files": 3}', name="no files"),
+        attack(25, '{"format": "new"}', name="a format that is text"),
+        attack(25, "\udcff", name="not UTF-8"),
+    ],
+)
+def test_a_manifest_of_any_content_is_one_line(tmp_path: Path, manifest: str) -> None:
+    save(tmp_path, 1, 2)
+    file = path_of(tmp_path, 2) / "manifest.json"
+    file.write_bytes(manifest.encode(errors="surrogateescape"))
+    said: list[str] = []
+    assert find_checkpoint(tmp_path, "auto", said.append)["step"] == 1  # type: ignore[index]
+    assert len(said) == 1 and "step_000002: not a whole checkpoint" in said[0]
+    assert "\n" not in said[0]
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_rather_than_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    file = path_of(tmp_path, 2) / "manifest.json"
+    contents = strict_json(file.read_text())
+    file.write_text(json.dumps(contents | {"format": contents["format"] + 1}))
+    with pytest.raises(ValueError, match="step_000002: has format 2, written by a newer version"):
+        find_checkpoint(tmp_path, "auto", pytest.fail)
+    del contents["format"]  # as older versions wrote it
+    file.write_text(json.dumps(contents))
+    assert find_checkpoint(tmp_path, "auto", pytest.fail)["step"] == 2  # type: ignore[index]
+
+
+# --- starting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        attack(26, "x" * 300, "cannot be written .File name too long"),
+        attack(27, os.fsdecode(b"run\xff"), "must be printable text"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--out-dir .*{words}") as error:
+        make_folder(Config.of(out_dir=str(tmp_path / name)))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_is_not_there_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--resume 5: no such checkpoint .*there: none"):
+        make_folder(Config.of(out_dir=str(tmp_path / "run"), resume="5"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("resume", [attack(40, "²"), attack(40, "٣"), attack(40, "-1")])
+def test_a_step_is_ascii_digits(resume: str) -> None:
+    with pytest.raises(ConfigError, match="--resume must be auto or a step number"):
+        Config.of(out_dir="run", resume=resume)
+
+
+@pytest.mark.parametrize("seconds", [attack(37, 1e300), attack(37, 1e-9), attack(37, float("nan"))])
+def test_a_timeout_is_a_time_that_can_be_waited(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="--pg-timeout must be at "):
+        Config.of(pg_timeout=seconds)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        attack(37, {"WORLD_SIZE": "abc"}, "WORLD_SIZE must be a whole number from 1 .*'abc'"),
+        attack(37, {"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number from 1"),
+        attack(37, {"WORLD_SIZE": "²"}, "WORLD_SIZE must be a whole number from 1"),
+        attack(37, {"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be below WORLD_SIZE=2, got 2"),
+        attack(37, {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, "LOCAL_RANK must be"),
+        attack(37, {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT must be"),
+        attack(37, {"WORLD_SIZE": "1", "RANK": "0"}, "cannot join the other processes: .*MASTER_"),
+    ],
+)
+def test_a_launchers_variables_are_checked(
+    env: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words) as error:
+        DistContext.from_env()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [attack(39, name) for name in ("train", "evaluate", "benchmark")])
+def test_ctrl_c_while_a_command_starts_is_one_line_and_its_exit_code(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    for start in (lambda: cli.main([name]), lambda: cli.run_script(name)):
+        with pytest.raises(SystemExit) as stop:
+            start()
+        assert stop.value.code == 130
+        assert capsys.readouterr().err == "interrupted\n"
+
+
+# --- the screen -----------------------------------------------------------------------------------
+
+
+def test_training_goes_on_when_nobody_reads_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Attack 7: `train.py | head -3`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+        summary = Trainer(Config.of(**CHEAP, out_dir=str(tmp_path / "run"))).fit()
+        sys.stdout.close()  # flushes, as Python does at exit
+    assert summary["status"] == "finished"
+    said = capfd.readouterr().err
+    assert said.count("nothing more is printed: stdout failed (Broken pipe)") == 1
+
+
+@pytest.mark.parametrize(
+    "text", [attack(11, "[/b]"), attack(11, "[bold]x"), attack(27, "\udcff", name="not UTF-8")]
+)
+def test_what_users_name_is_printed_as_it_is(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.table(text, ["", text], [[text, text]])
+    with screen.reading(text, 3) as read:
+        read(3)
+    screen.say(text)
+    assert capsys.readouterr().out.count(text.replace("\udcff", "\\udcff")) == 5
+
+
+# --- numbers that are not finite ------------------------------------------------------------------
+
+
+def test_a_step_that_makes_weights_infinite_ends_the_run_with_one_line_and_saves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attack 19."""
+    settings = {**CHEAP, "learning_rate": 1e38, "warmup_steps": 0, "save_every": 1}
+    argv = [f"--{name.replace('_', '-')}={x}" for name, x in settings.items() if x is not True]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*argv, "--out-dir", str(tmp_path / "run")])
+    line = str(stop.value.code)  # which Python prints, with exit code 1
+    assert line.startswith("error: step 1: the update made weights that are not finite")
+    assert "\n" not in line and "stay as they are" not in capsys.readouterr().err
+    assert not list((tmp_path / "run").rglob("*.pt")) + list((tmp_path / "run").rglob("*.safet*"))
+    assert strict_json((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_last_good_checkpoint_stays_when_a_later_step_spoils_the_weights(
+    tmp_path: Path, iterations: int
+) -> None:
+    options: dict[str, Any] = {"save_every": 1, "num_iterations": iterations, "keep_last": 1}
+    trainer = make(tmp_path / "run", **options)
+    optimizer_step = trainer.learner.optimizer.step
+
+    def spoiled(*args: Any, **kwargs: Any) -> None:
+        optimizer_step(*args, **kwargs)
+        if trainer.step == 2:
+            with torch.no_grad():
+                trainer.model.wte.weight[3, 4] = torch.nan
+
+    trainer.learner.optimizer.step = spoiled  # type: ignore[method-assign,assignment]
+    with pytest.raises(Diverged, match="step 3: the update made weights that are not finite"):
+        trainer.fit()
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000002"]
+    assert make(tmp_path / "run", **options, resume="auto").step == 2
+
+
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_a_value_that_is_not_finite_is_never_saved_and_never_loaded(
+    run: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(run, max_steps=6, eval_every=2, resume="auto")
+    learner = trainer.learner
+    moments = learner.optimizer.state[learner.model.wte.weight]["exp_avg_sq"]
+    with torch.no_grad():
+        (learner.model.wte.weight if where == "model" else moments)[1, 2] = torch.inf
+    names = "model.wte.weight" if where == "model" else "optimizer.state.*exp_avg_sq"
+    for required in (True, False):
+        with pytest.raises(NotFinite, match=f"step 5: not saved, because {names}"):
+            trainer.run_dir.save(5, learner, required=required)
+    assert not path_of(run / "checkpoints", 5).exists()
+    monkeypatch.setattr("minigrpo.runtime.checkpoint.first_not_finite", lambda state: "")
+    trainer.run_dir.save(5, learner)  # as an older version would have
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=f"{names}.* has values that are not finite"):
+        find_checkpoint(run / "checkpoints", "5", pytest.fail)
+
+
+def test_large_weights_whose_squares_overflow_are_finite(tmp_path: Path) -> None:
+    large = {"model": {"w": torch.full((4,), 1e30)}, "step": 1}
+    save_checkpoint(tmp_path, 1, large, keep_last=1)
+    assert find_checkpoint(tmp_path, "1", pytest.fail) is not None
+    trainer = make(tmp_path / "run")
+    with torch.no_grad():
+        trainer.model.wte.weight.fill_(1e30)
+    check_weights(trainer.model, float(weight_norm(trainer.model)), 0, 0.1)
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        attack(31, RuntimeError("out of luck"), RuntimeError),
+        attack(31, None, AttributeError, name="returns None"),
+        attack(4, "x" * 100_000, ConfigError, name="a prompt that is too long"),
+        attack(13, Unprintable(), Unprintable, name="an exception without a text"),
+    ],
+)
+def test_an_error_of_the_users_code_ends_the_run_with_what_is_done_saved(
+    tmp_path: Path, fault: Any, kind: type[Exception], capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make(tmp_path / "run", save_every=100)
+    original = trainer.task.train
+
+    def train_example(number: int) -> Example:
+        if number // 4 < 3:
+            return original(number)
+        if isinstance(fault, Exception):
+            raise fault
+        return Example(fault, "1", index=number) if fault else fault
+
+    trainer.source.examples.jobs.clear()  # type: ignore[attr-defined]
+    trainer.task.train = train_example  # type: ignore[method-assign]
+    with pytest.raises(kind):
+        trainer.fit()
+    assert "the run fails; its 3 steps are in" in capfd.readouterr().err
+    assert strict_json((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    again = make(tmp_path / "run", save_every=100, resume="auto")
+    assert again.step == 3
+    again.run_dir.close()
+
+
+def test_an_error_inside_an_update_saves_nothing_because_the_weights_are_between_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path / "run", save_every=100, num_iterations=2)
+    gradient, calls = trainer.learner.gradient, [0]
+
+    def fails_in_the_second_iteration(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise RuntimeError("out of luck")
+        return gradient(*args)
+
+    monkeypatch.setattr(trainer.learner, "gradient", fails_in_the_second_iteration)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.fit()
+    assert not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_weights_that_cannot_be_written_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").mkdir()
+    with pytest.raises(RunFailed, match=r"model.safetensors: cannot be written \(Is a directory\)"):
+        trainer.fit()
+    assert find_checkpoint(tmp_path / "run" / "checkpoints", "auto", pytest.fail)["step"] == 6  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "changes", [attack(21, {"max_steps": 2}), attack(21, {"max_steps": 4, "stop_after": 3})]
+)
+def test_resuming_past_the_last_step_says_so(
+    run: Path, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make(run, **changes, eval_every=2, resume="auto")
+    name = "--stop-after 3" if "stop_after" in changes else "--max-steps 2"
+    assert f"step 4 is past {name}: nothing is trained" in capfd.readouterr().err
+    trainer.run_dir.close()
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+LOGP, ROWS = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+MASK = torch.ones(2, 3, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        attack(20, {"kl": "k9", "kl_coef": 0.1}, "kl must be one of k2, .*got 'k9'"),
+        attack(20, {"kl_coef": 0.1}, r"ref_logp must have the shape \[2, 3, 4\], got None"),
+        attack(20, {"advantages": None}, r"advantages must have the shape \[2, 3\], got None"),
+        attack(20, {"advantages": torch.zeros(3)}, r"advantages must .*\[2, 3\], got \[3\]"),
+        attack(20, {"advantages": LOGP}, r"advantages must .*\[2, 3\], got \[2, 3, 4\]"),
+        attack(20, {"mask": MASK[0, 0]}, r"mask must have the shape \[2, 3, 4\], got \[4\]"),
+        attack(20, {"old_logp": LOGP[0, 0]}, r"old_logp must .*\[2, 3, 4\], got \[4\]"),
+        attack(20, {"ref_logp": LOGP[:1]}, r"ref_logp must .*\[2, 3, 4\], got \[1, 3, 4\]"),
+        attack(20, {"token_weights": LOGP[0]}, r"token_weights must .*got \[3, 4\]"),
+        attack(48, {"loss": "ppo"}, "loss must be one of grpo, .*, got 'ppo'"),
+        attack(48, {"logp": LOGP[..., :0]}, r"logp must be .*at least one column, got \[2, 3, 0\]"),
+        attack(48, {"logp": torch.zeros(())}, r"logp must be .*at least one column, got \[\]"),
+    ],
+)
+def test_a_loss_refuses_what_does_not_belong_together(changes: dict[str, Any], words: str) -> None:
+    given = {"logp": LOGP, "old_logp": None, "advantages": ROWS, "mask": MASK, **changes}
+    positional = [given.pop(name) for name in ("logp", "old_logp", "advantages", "mask")]
+    with pytest.raises(ValueError, match=words):
+        policy_loss(*positional, **given)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 1), (3, 0)])
+def test_advantages_refuse_what_is_no_group(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="--group-size must be at least 2, got"):
+        advantages(torch.zeros(shape))

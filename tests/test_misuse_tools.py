@@ -1,0 +1,485 @@
+"""Attempts at misuse of the tools: one line that names the flag or the file, and nothing is lost.
+
+"attack 22" and its like are numbers of a list of attempts that once succeeded.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from minigrpo import Config, Trainer
+from minigrpo.model import weights
+from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
+from minigrpo.tools import annotate, curves, evaluate, export, loading, plan, sample
+from minigrpo.tools.records import read_records
+
+from .gradients import TINY
+
+GOOD = '{"step": 0, "n": 8, "exact": 0.25}\n{"step": 9, "n": 8, "exact": 0.5}\n'
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint per step. Tests work on copies."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    options = {**TINY, "max_steps": 2, "save_every": 1, "eval_every": 0, "context": 160}
+    Trainer(Config.of(**{**options, "out_dir": str(folder)}), quiet=True).fit()
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run, in the working directory under the name `run`."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(finished, tmp_path / "run")).relative_to(tmp_path)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the evaluations of a run in `log`, and a `file` and a `folder`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "eval.jsonl").write_text(GOOD)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("precious")
+    return tmp_path
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], tool: ModuleType, *argv: object, code: int = 2
+) -> str:
+    """What a tool says on stderr while it ends with this exit code and nothing on stdout."""
+    with pytest.raises(SystemExit) as stop:
+        tool.main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == code and not out
+    assert err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
+    """From here on, calling this function is a failure: it stands for the work."""
+    monkeypatch.setattr(module, name, lambda *args, **others: pytest.fail(f"{name} was called"))
+
+
+# --- where tools write ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        pytest.param("folder", "--json folder: is a folder, not a file", id="attack 33"),
+        pytest.param("", "--json must name a file", id="attack 33, empty"),
+        pytest.param("file/a.json", "--json file/a.json: file is a file", id="attack 33, file"),
+        pytest.param("n" * 300, "cannot be written (File name too long)", id="attack 33, long"),
+    ],
+)
+def test_evaluate_refuses_a_path_before_it_loads_the_model(
+    here: Path,
+    path: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forbid(monkeypatch, evaluate, "load")
+    assert words in refused(capsys, evaluate, "shipped", "--json", path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        pytest.param(["--out", "folder"], "--out must end with .png, .svg, .pdf", id="attack 34"),
+        pytest.param(["--out", "folder.png"], "folder.png: is a folder, not", id="attack 34, onto"),
+        pytest.param(["--out", ""], "--out must name a file, got", id="attack 34, empty"),
+        pytest.param(["--out", "file/c.png"], "file is a file, not a folder", id="attack 34, file"),
+        pytest.param(
+            ["--out", "c.png", "--metric", "nope"],
+            "--metric nope: log has only exact",
+            id="attack 34, metric",
+        ),
+        pytest.param(
+            ["--out", "c.png", "--metric", "exat"],
+            "--metric exat: log has only exact; did you mean exact?",
+            id="attack 34, typo",
+        ),
+    ],
+)
+def test_curves_refuses_what_it_cannot_draw(
+    here: Path, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "folder.png").mkdir()
+    assert words in refused(capsys, curves, "log", *argv)
+    assert not (here / "c.png").exists()
+
+
+def test_curves_makes_the_folder_of_its_figure(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """attack 34: `--out` into a missing folder."""
+    pytest.importorskip("matplotlib")
+    curves.main(["log", "--metric", "exact", "--out", "new/deep/c.svg"])
+    assert (here / "new" / "deep" / "c.svg").read_text().startswith("<?xml")
+    assert "wrote new/deep/c.svg" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        pytest.param("file", "--out file: file is a file, not a folder", id="attack 35, a file"),
+        pytest.param("file/x", "--out file/x: file is a file", id="attack 35, under"),
+        pytest.param("full", "model.safetensors in it is a folder", id="attack 35, a folder"),
+        pytest.param("", "--out must name a folder, got ''", id="export, empty"),
+        pytest.param("run", "--out run: holds a run", id="export RUN --out RUN"),
+        pytest.param("run/../run", "holds a run", id="export RUN --out RUN by another name"),
+        pytest.param("half", "--out half: holds a run", id="export onto a run without a config"),
+    ],
+)
+def test_export_refuses_a_folder_before_it_loads_the_model(
+    run: Path,
+    here: Path,
+    out: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (here / "full" / "model.safetensors").mkdir(parents=True)
+    (here / "half" / "checkpoints").mkdir(parents=True)
+    forbid(monkeypatch, export, "load_model")
+    before = (run / "model.safetensors").read_bytes()
+    assert words in refused(capsys, export, run, "--out", out)
+    assert (run / "model.safetensors").read_bytes() == before
+    assert (here / "file").read_text() == "precious"
+
+
+def test_export_does_not_overwrite_the_model_that_it_exports(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.main(["run", "--out", "model"])
+    capsys.readouterr()
+    words = "--out model: is the model to export; take another folder"
+    assert words in refused(capsys, export, "model", "--out", "model")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "rust"])
+def test_an_export_onto_a_full_disk_leaves_the_older_one_whole(
+    run: Path, error: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """attack 35. safetensors raises an error of its own for a full disk."""
+    export.main(["run", "--out", "model"])
+    before = {path.name: path.read_bytes() for path in Path("model").iterdir()}
+    capsys.readouterr()
+
+    def full(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device") if error == "rust" else error
+
+    monkeypatch.setattr(weights, "save_file", full)
+    for out in ("model", "new/deep"):
+        err = refused(capsys, export, "run", "--out", out)
+        assert f"--out {out}: cannot be written (No space left on device" in err
+    assert {path.name: path.read_bytes() for path in Path("model").iterdir()} == before
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--out", "folder.jsonl"], "--out folder.jsonl: is a folder, not a file"),
+        (["--out", "file/a.jsonl"], "--out file/a.jsonl: file is a file, not a folder"),
+        (["--out", ""], "--out must name a file"),
+        (["--out", "a.jsonl", "--workers", "100000"], "--workers must be at most 256, got 100000"),
+    ],
+    ids=lambda value: "",
+)
+def test_annotate_refuses_a_path_before_it_starts_an_engine(
+    here: Path,
+    argv: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (here / "folder.jsonl").mkdir()
+    forbid(monkeypatch, annotate, "find_engine")
+    assert words in refused(capsys, annotate, *argv)
+
+
+# --- what curves reads ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param("[]\n", "log/eval.jsonl, line 1: must be a JSON object", id="attack 34, list"),
+        pytest.param(GOOD + "{]\n" + GOOD, "line 3: is not JSON", id="damaged in the middle"),
+        pytest.param(GOOD + "[" * 100_000 + "\n", "line 3: is not JSON", id="deep"),
+        pytest.param(GOOD + "7\n", "line 3: must be a JSON object", id="a number"),
+        pytest.param("{}\n", "line 1: step must be a whole number, got None", id="no step"),
+        pytest.param('{"step": "x"}\n', "line 1: step must be a whole number, got 'x'", id="step"),
+        pytest.param('{"step": true}\n', "step must be a whole number, got True", id="bool"),
+        pytest.param('{"step": 1.5}\n', "line 1: step must be a whole number, got 1.5", id="half"),
+        pytest.param('{"step": 1, "exact": "hi"}\n', "line 1: 'exact' must be a number", id="text"),
+        pytest.param('{"step": 1, "exact": [1]}\n', "'exact' must be a number", id="nested"),
+        pytest.param(
+            '{"step": 1, "count/x": "7"}\n', "line 1: 'count/x' must be a number", id="kind"
+        ),
+        pytest.param("", "log/eval.jsonl: has no records", id="empty"),
+        pytest.param("\n \n", "log/eval.jsonl: has no records", id="blank"),
+        pytest.param('{"step": 1, "ex', "log/eval.jsonl: has no records", id="half a line"),
+        pytest.param(b"{}\n\xff\xfe\n", "log/eval.jsonl, line 2: is not UTF-8", id="bytes"),
+        pytest.param(None, "log/eval.jsonl: cannot be read (Is a directory)", id="a folder"),
+    ],
+)
+def test_a_bad_eval_jsonl_is_one_line_that_names_its_line(
+    here: Path, content: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = here / "log" / "eval.jsonl"
+    file.unlink()
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert words in refused(capsys, curves, "log", "--kinds")
+
+
+def test_a_line_that_is_still_being_written_is_left_out(here: Path) -> None:
+    file = here / "log" / "eval.jsonl"
+    file.write_text(f'{GOOD}{{"step": 12, "exa')
+    assert [record["step"] for record in read_records(file)] == [0, 9]
+
+
+def test_null_and_nan_are_missing_values(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ['{"step": 4, "exact": null}', '{"step": 6, "exact": NaN}', '{"step": 8}']
+    (here / "log" / "eval.jsonl").write_text(GOOD + "\n".join(lines) + "\n")
+    records = curves.read(Path("log"))
+    assert curves.points([records], "exact") == {0: [25.0], 9: [50.0]}
+    curves.main(["log", "--kinds"])
+    cells = capsys.readouterr().out.splitlines()[4].split()  # the last evaluation has no value
+    assert cells == ["log", "8", "-", "-", "-", "25.0%", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"wall_seconds": "x"}', "[" * 100_000])
+def test_a_damaged_summary_costs_its_seconds_and_no_more(
+    here: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """attack 34: a disk that was full leaves a summary.json of 0 bytes."""
+    (here / "log" / "summary.json").write_text(content)
+    curves.main(["log"])
+    out, err = capsys.readouterr()
+    assert "+25.0" in out and "Traceback" not in err
+    assert ("log/summary.json" in err) == ("wall" not in content)
+
+
+def test_brackets_in_a_name_are_no_markup(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """attack 22, and kinds of questions with the same names."""
+    for name in ("r[bold]", "x[red]"):
+        shutil.copytree("log", name)
+        line = {"step": 0, "exact": 1, "exact/[/b]": 0.5, "count/[/b]": 4, "count/[red]x": 2}
+        Path(name, "eval.jsonl").write_text(json.dumps(line) + "\n")
+    curves.main(["r[bold]", "x[red]", "--kinds"])
+    out = capsys.readouterr().out
+    assert "r[bold]" in out and "x[red]" in out and "│ [/b]" in out and "│ [red]x" in out
+
+
+def test_two_folders_of_one_name_are_two_lines(here: Path) -> None:
+    """Drawn under one name, the second would replace the first."""
+    runs = [Path("log"), Path("x/log"), Path("other")]
+    assert curves.names_of(runs) == {
+        Path("log"): "log",
+        Path("x/log"): "x/log",
+        Path("other"): "other",
+    }
+    assert curves.names_of([Path()]) == {Path(): here.name}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        pytest.param(["--kinds"], "needs the folder of at least one run", id="attack 47"),
+        pytest.param([], "minigrpo curves needs the folder of at least one run", id="nothing"),
+        pytest.param(["nowhere"], "nowhere: no such folder", id="missing"),
+        pytest.param(["file"], "file: no such folder", id="a file"),
+        pytest.param(["folder"], "folder: no eval.jsonl in this folder", id="no run"),
+        pytest.param(["log", "folder"], "folder: no eval.jsonl in this folder", id="one of two"),
+    ],
+)
+def test_curves_of_what_is_no_run(
+    here: Path, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, curves, *argv)
+
+
+# --- which model ----------------------------------------------------------------------------------
+
+TOOLS: dict[str, tuple[ModuleType, list[str]]] = {
+    "sample": (sample, ["--examples", "1"]),
+    "evaluate": (evaluate, ["--n", "2"]),
+    "export": (export, ["--out", "out"]),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "nowhere: there is no such file"),
+        ("folder", "folder: neither a run (no config.toml) nor a model (no model.safetensors)"),
+        ("file", "file: not a whole safetensors file"),
+        ("log", "log: neither a run (no config.toml) nor a model"),
+        ("log/eval.jsonl", "log/eval.jsonl: not a whole safetensors file"),
+    ],
+    ids=lambda value: "",
+)
+def test_what_is_no_model_is_one_line(
+    here: Path, tool: str, name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, more = TOOLS[tool]
+    assert words in refused(capsys, module, name, *more)
+    assert not (here / "out").exists()
+
+
+def without_config(run: Path) -> str:
+    (run / "config.toml").write_bytes(b"\xff\xfe")
+    return "config.toml: "
+
+
+def config_with_unknown_key(run: Path) -> str:
+    (run / "config.toml").write_text("[run]\nteleport = 3\n")
+    return "config.toml: unknown key 'teleport'"
+
+
+def only_config(run: Path) -> str:
+    """As a run leaves it that was killed before its first checkpoint."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "model.safetensors").unlink()
+    return "run: a run without a whole checkpoint, and without model.safetensors"
+
+
+def damaged_weights(run: Path) -> str:
+    shutil.rmtree(run / "checkpoints")
+    os.truncate(run / "model.safetensors", 100)
+    return "model.safetensors: not a whole safetensors file"
+
+
+DAMAGE: list[Callable[[Path], str]] = [
+    without_config,
+    config_with_unknown_key,
+    only_config,
+    damaged_weights,
+]
+
+
+@pytest.mark.parametrize("tool", ["sample", "evaluate"])
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_run_is_one_line(
+    run: Path, tool: str, damage: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = damage(run)
+    module, more = TOOLS[tool]
+    assert words in refused(capsys, module, run, *more)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": {"vocab_size": 360, "rings": 9}},
+        {"shape": None},
+        {"shape": {"vocab_size": -1}},
+        {"model": {}},
+        {"model": 7},
+    ],
+    ids=repr,
+)
+def test_a_checkpoint_of_another_version_is_named_and_an_older_one_used(
+    run: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = load_checkpoint(path_of(run / "checkpoints", 2))
+    save_checkpoint(run / "checkpoints", 3, {**state, **change}, keep_last=9)
+    sample.main([str(run), "--examples", "1"])
+    out, err = capsys.readouterr()
+    assert f"{path_of(run / 'checkpoints', 2)}, greedy" in out
+    assert "step_000003: is not a checkpoint of this version" in err and err.count("\n") == 1
+
+
+# --- flags and Ctrl-C -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tool", "argv", "words"),
+    [
+        (evaluate, ["shipped", "--n", "0"], "--n must be at least 1, got 0"),
+        (evaluate, ["shipped", "--n", "-5"], "--n must be at least 1, got -5"),
+        (sample, ["shipped", "--n", "-1"], "--n must be at least 0"),
+        (sample, ["shipped", "--examples", "0"], "--examples at least 1"),
+        (sample, ["shipped", "--temperature", "0.5"], "--temperature goes with --n"),
+        (sample, ["shipped", "--move", "e2e4"], "--fen and --move go together"),
+    ],
+    ids=lambda value: "",
+)
+def test_flags_are_checked_before_the_model_is_loaded(
+    tool: ModuleType,
+    argv: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forbid(monkeypatch, tool, "load")
+    assert words in refused(capsys, tool, *argv)
+
+
+@pytest.mark.parametrize("tool", ["sample", "evaluate", "export"])
+def test_ctrl_c_is_one_line_and_leaves_nothing(
+    here: Path, tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "load_model", interrupted)
+    monkeypatch.setattr(export, "load_model", interrupted)
+    module, more = TOOLS[tool]
+    before = sorted(here.rglob("*"))
+    more = [*more, "--json", "a.json"] if tool == "evaluate" else more
+    assert refused(capsys, module, "shipped", *more, code=130).startswith("stopped")
+    assert sorted(here.rglob("*")) == before
+
+
+def test_ctrl_c_in_the_middle_of_an_evaluation_ends_its_threads_too(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    closed = list[bool]()
+    close = evaluate.RewardScorer.close
+    monkeypatch.setattr(evaluate, "grade", interrupted)
+    monkeypatch.setattr(
+        evaluate.RewardScorer, "close", lambda self: closed.append(True) or close(self)
+    )
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["shipped", "--n", "2", "--json", "a.json"])
+    assert stop.value.code == 130 and "stopped; nothing was written" in capsys.readouterr().err
+    assert closed == [True] and not (here / "a.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--config", "folder"], "--config folder: is a folder, not a file"),
+        (["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read"),
+        (["--init-from", "folder"], "--init-from"),
+        (["--tokenizer", "folder"], "--tokenizer folder"),
+        (["--task", "nowhere.py"], "--task nowhere.py"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_plan_of_what_is_not_there_is_one_line(
+    here: Path, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, plan, *argv)

@@ -1,0 +1,182 @@
+"""`benchmark.py peers`: rows take turns and report failures; with TRL (-m peer) the whole command
+runs, and TRL's gradient on the same completions is ours.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cli, peers
+from benchmarks.bench_step import BenchStep
+from benchmarks.peer_rows import WARM_UP, Row, record, take_turns
+from benchmarks.peers import as_it_is, candidates
+from benchmarks.workload import Workload, WorkloadFlags
+from minigrpo.model.weights import TRANSPOSED
+from minigrpo.runtime.logging import Screen
+
+WORKER = """
+import json, sys
+asked = json.loads(sys.stdin.readline())
+log = open(asked["log"], "a", buffering=1)
+print(json.dumps({"work": "made up"}), flush=True)
+for line in sys.stdin:
+    log.write(asked["flags"]["name"] + " " + line)
+    if line == "finish\\n":
+        end = {"peak_mib": 1.0, "process_mib": 2.0, "memory_measures": "growth"}
+        ends = {"held_out_before": [1.0, 2.0], "held_out_after": [1.5, 2.3]}
+        print(json.dumps(end | ends), flush=True)
+    elif asked["flags"]["name"] == "dies":
+        raise RuntimeError("no memory left")
+    else:
+        seconds = asked["flags"]["seconds"]
+        step = {"seconds": seconds, "completion_tokens": 9.0, "reward": 0.5, "tokens/run": 20.0}
+        print(json.dumps(step), flush=True)
+"""
+
+
+def test_rows_take_turns_and_one_that_dies_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made_up_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = {"a": 2.0, "dies": 1.0, "b": 3.0}
+    rows = [
+        Row(name, flags={"name": name, "seconds": seconds}, module="made_up_worker")
+        for name, seconds in names.items()
+    ]
+    log, steps = tmp_path / "log", WARM_UP + 6
+    take_turns(rows, {"steps": steps, "log": str(log)}, Screen(quiet=True), "made up")
+    asked = [line for line in log.read_text().splitlines() if "dies" not in line]
+    assert asked == ["a step", "b step"] * steps + ["a finish", "b finish"]
+    assert [row.process.poll() is not None for row in rows if row.process] == [True] * 3
+
+    first, dead, other = (record(row, rows[0]) for row in rows)
+    assert dead["status"] == "RuntimeError: no memory left" and "s_per_step" not in dead
+    assert first["s_per_step"] == 2 and other["s_per_step_interval"] == (3, 3)
+    assert other["multiple"] == 1.5 and len(other["samples"]) == steps
+    assert other["held_out_after"] == pytest.approx(1.9)
+    assert other["change"] == "+0.400 ± 0.100"
+    json.dumps([first, dead, other], allow_nan=False)
+
+
+@pytest.mark.parametrize("completions", [4, 64, 256])
+def test_every_way_to_run_trl_makes_one_optimizer_step_per_rollout(completions: int) -> None:
+    for settings in (as_it_is(completions), *candidates(completions)):
+        size = settings["per_device_train_batch_size"]
+        assert size * settings["gradient_accumulation_steps"] == completions
+    assert as_it_is(256)["per_device_train_batch_size"] == 8
+    assert len(candidates(256)) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "said"),
+    [
+        ([], False, "install the extra with pip install -e '.[peer]'"),
+        (["--steps", "2"], True, "--steps must be at least 3, got 2"),
+        (["--jobs", "checkers"], True, "checkers"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    there: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: "there" if there else None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["peers", *words])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and said in err and len(err.splitlines()) == 1
+
+
+# --- with TRL -------------------------------------------------------------------------------------
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("forced", [False, True])
+def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, forced: bool) -> None:
+    """Loss, normalisation, rewards, advantages and (forced) the KL term are the same."""
+    pytest.importorskip("trl")
+    from benchmarks import peer_trl
+
+    sizes = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 70}
+    flags = WorkloadFlags(natural=not forced, device="cpu", **sizes)  # type: ignore[arg-type]
+    work = Workload.of(flags, torch.device("cpu"))
+    config = work.config.replace(max_steps=350)
+    ours = BenchStep(config, work)
+    batch = ours.source.batch(0)
+    assert batch.rewards is not None and batch.rewards.total.std() > 0
+    if forced:  # a policy that has moved from its reference, so that the KL term has a gradient
+        with torch.no_grad():
+            for p in work.model.parameters():
+                p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        reference = ours.source.reference
+        ours = BenchStep(config, work)
+        ours.source.reference = reference
+        batch = ours.source.batch(0)
+    kl = 0.0
+    gradient = ours.gradient(batch)[1]
+    scale = math.sqrt(sum(float(g.square().sum()) for g in gradient))
+    names = [name for name, _ in ours.model.named_parameters()]
+    expected = {
+        name: (g / max(1.0, scale)).t() if name.endswith(TRANSPOSED) else g / max(1.0, scale)
+        for name, g in zip(names, gradient, strict=True)
+    }
+
+    settings = {**candidates(12)[-3], "bf16": False}
+    trainer, last = peer_trl.make_trainer(
+        work, config, settings, steps=1, folder=tmp_path, begin=lambda: None, end=lambda: None
+    )
+    mask, ids = batch.completions.completion_mask, batch.completions.completion_ids
+    same = [ids[p, g][mask[p, g]].tolist() for p in range(3) for g in range(4)]
+    trainer._generate_single_turn = lambda *args, **kwargs: (same, None)
+    if forced:
+        reference_weights = reference.model.state_dict()
+        folder = tmp_path / "reference"
+        peer_trl.export_gpt2(reference_weights, folder, shape=vars(work.shape), eos=0)
+        kl = config.loss.kl_coef
+        assert trainer.beta == kl > 0
+        trainer.ref_model.load_state_dict(
+            type(trainer.ref_model).from_pretrained(folder).state_dict()
+        )
+    found: dict[str, Any] = {}
+
+    class Spy(peer_trl.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            for name, p in model.named_parameters():
+                found[name.removeprefix("transformer.")] = p.grad.clone()
+
+    trainer.add_callback(Spy())
+    trainer.train()
+    assert last.rewards == pytest.approx(batch.rewards.total.flatten().tolist())
+    assert found.keys() == expected.keys()
+    largest = max(g.abs().max() for g in expected.values())
+    for name, g in expected.items():
+        assert (found[name] - g).abs().max() <= 1e-4 * largest, name
+
+
+@pytest.mark.peer
+def test_the_whole_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setattr(peers, "candidates", lambda number: candidates(number)[:1])
+    sizes = ["--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6"]
+    words = ["--jobs", "forced", "--steps", "3", *sizes, "--device", "cpu"]
+    cli.main(["peers", *words, "--out-dir", str(tmp_path)])
+    (job,) = json.loads((tmp_path / "peers.json").read_text())["jobs"]
+    assert [row["status"] for row in job["rows"]] == ["ok"] * 4
+    for row in job["rows"]:
+        assert row["s_per_step"] > 0 and row["peak_mib"] > 0
+        assert row["completion_tokens"] == 2 * 2 * 6  # forced: nobody ends early
+    before = {row["held_out_before"] for row in job["rows"]}
+    assert len(before) == 1
+    theirs, ours = job["rows"][2], job["rows"][0]
+    assert theirs["tokens_run"] == 4 * (80 + 6) > ours["tokens_run"]
+    assert "TRL, best" in (tmp_path / "peers.md").read_text()
+    assert "TRL's best settings here" in capsys.readouterr().out
