@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from minigrpo.config import Config
 from minigrpo.model.tokenizer import END_OF_TEXT
-from minigrpo.model.weights import export_gpt2
+from minigrpo.model.weights import export_model
 from minigrpo.runtime.build import make_scorer
 from minigrpo.runtime.optim import BETAS, learning_rate_at
 from minigrpo.types import Example
@@ -151,7 +151,7 @@ def make_trainer(
     tokenizer = TiktokenTokenizer(work.tokenizer, NEVER if work.forced else END_OF_TEXT)
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
     check_tokens(tokenizer, work.tokenizer, examples)
-    export_gpt2(work.model.state_dict(), folder, shape=vars(work.shape), eos=tokenizer.eos_token_id)
+    export_model(work.model.state_dict(), folder, shape=work.shape, eos=tokenizer.eos_token_id)
     last = LastStep(prompt_len=0)
     trainer_class = SameScheduleTrainer
     trainer_class.schedule = config

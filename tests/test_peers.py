@@ -138,7 +138,7 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, for
     if forced:
         reference_weights = reference.model.state_dict()
         folder = tmp_path / "reference"
-        peer_trl.export_gpt2(reference_weights, folder, shape=vars(work.shape), eos=0)
+        peer_trl.export_model(reference_weights, folder, shape=work.shape, eos=0)
         kl = config.loss.kl_coef
         assert trainer.beta == kl > 0
         trainer.ref_model.load_state_dict(

@@ -12,8 +12,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..runtime.text import parse_json
+from ..runtime.text import parse_json, quoted
 
+Settings = Mapping[str, Any]  # config.json
+Fields = dict[str, Any]  # of ModelShape
+Problems = list[str]
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
 INDEX = "model.safetensors.index.json"  # which shard holds a tensor
 
@@ -88,3 +91,12 @@ class _opened:
 
     def __exit__(self, *raised: Any) -> None:
         self.file.__exit__(*raised)
+
+
+def uncomputed(settings: Settings, computed: Mapping[str, tuple[Any, ...]]) -> Problems:
+    """Settings under which a model computes something else than `computed` says."""
+    return [
+        f"{name} in {CONFIG} is {quoted(settings[name])}, not {values[0]!r}"
+        for name, values in computed.items()
+        if settings.get(name, values[0]) not in values
+    ]
