@@ -50,7 +50,7 @@ class Trainer:
         self.model = copy.deepcopy(initial) if config.loss.kl_coef else initial
         self.estimate = measure_lengths_and_estimate(
             config,
-            initial,
+            initial.shape,
             self.task,
             self.tokenizer,
             device=self.device.type,
