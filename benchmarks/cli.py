@@ -10,6 +10,7 @@ from rich.console import Console
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
 
 from .memory import Memory
+from .plan import Plan
 from .rewards import Rewards
 from .scaling import Scaling
 from .steps import Steps
@@ -29,6 +30,7 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, type[Benchmark]] = {
     "steps": Steps,
     "memory": Memory,
+    "plan": Plan,
     "rewards": Rewards,
     "scaling": Scaling,
 }

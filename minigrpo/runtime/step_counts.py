@@ -105,35 +105,42 @@ def rounds_that_propose(rounds: int) -> int:
 
 
 def as_sampled(
-    worst: StepCounts, config: Config, completions: Completions, work: Mapping[str, float]
+    worst: StepCounts,
+    config: Config,
+    completions: Completions,
+    work: Mapping[str, float] | None = None,
 ) -> StepCounts:
     """Counts of the whole share, from the completions of a few of its prompts.
 
-    `work` is what `generate` counted for them. Sums grow with the prompts; the rounds of a rollout
-    batch do not, because its completions run side by side.
+    `work` is what `generate` counted for them; None for true answers. Sums grow with the prompts;
+    the rounds of a rollout batch do not, because its completions run side by side.
     """
     sampled = len(completions)
     scale = worst.prompts / sampled
     packed = packed_counts(PACKINGS[config.speed.packing](completions))
-    rounds_each = work["row_rounds"] / max(1, work["rows"])
     length = float(completions.completion_mask.sum(-1).float().mean())
-    speculates = config.speed.speculative_decoding
-    accepted = speculates and length >= MIN_TOKENS_PER_ROUND * rounds_each
-    batches = worst.rollout_batches / -(-sampled // min(worst.prompts_at_once, sampled))
     counts = replace(
         worst,
         prompt_len=float(completions.prompt_len.float().mean()),
         completion_len=length,
-        rounds=work["rounds"] * batches,
-        decoded=(work["tokens"] - float(completions.prompt_len.sum())) * scale,
-        window=1 + config.speed.num_speculative_tokens * accepted,
         packed=packed["packed"] * scale,
         padded=packed["padded"] * scale,
         gathered=packed["gathered"] * scale,
         predictions=packed["predictions"] * scale,
     )
-    if not speculates:
+    if work is None:
         return counts
+    batches = worst.rollout_batches / -(-sampled // min(worst.prompts_at_once, sampled))
+    counts = replace(
+        counts,
+        rounds=work["rounds"] * batches,
+        decoded=(work["tokens"] - float(completions.prompt_len.sum())) * scale,
+    )
+    if not config.speed.speculative_decoding:
+        return counts
+    rounds_each = work["row_rounds"] / max(1, work["rows"])
+    accepted = length >= MIN_TOKENS_PER_ROUND * rounds_each  # otherwise proposing pauses
+    counts = replace(counts, window=1 + config.speed.num_speculative_tokens * accepted)
     # slots separate when their completions do, and the cache grows by doubling
     slots = worst.prompts
     while slots < distinct_completions(completions) * scale:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from ..config import Config
 from ..runtime.distributed import DistContext
-from ..runtime.estimate import Planner
 from ..runtime.flags import exit_with
 from ..runtime.logging import Screen
 from ..runtime.machine import memory_limit_mib
+from ..runtime.planner import Planner
 
 
 def print_plan(config: Config, dist: DistContext) -> None:
