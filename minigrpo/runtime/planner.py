@@ -35,7 +35,7 @@ from .step_counts import StepCounts, as_sampled
 from .step_memory import MIB, num_parameters
 
 PROMPTS_SAMPLED = 4
-SECONDS_OF_SAMPLING = 5.0  # a sample that would take longer is left out of the plan
+SECONDS_OF_SAMPLING = 3.0  # a sample that would take longer is left out of the plan
 
 
 def step_seconds(
@@ -111,7 +111,7 @@ class Planner:
             completions, counts = self._sample(examples)
             score = self._score(examples, decode(self.tokenizer, completions))
             sampled = estimate_step(config, self.shape, counts, self.device.type)
-            rates = probe.rates(counts, completions)
+            rates = probe.rates_at(rates, counts, completions)
             seconds = step_seconds(config, self.shape, counts, rates, score)
             found["as sampled"] = replace(sampled, seconds=seconds)
         self.scorer.close()

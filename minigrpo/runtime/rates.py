@@ -10,7 +10,7 @@ and scaled by its FLOPs. --compile-model is left out, because compiling takes lo
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import tiktoken
@@ -101,16 +101,23 @@ class Probe:
     def rates(self, counts: StepCounts, completions: Completions) -> Rates:
         """The rates at a step's sizes; `completions`, like those of the step, are packed."""
         accel.use_tf32(self.config.speed)
-        forward, gradient = self._block(completions, counts.micro)
         head_forward, head_gradient = self._head(counts.predictions / counts.micro_batches)
-        return Rates(
-            block_forward=forward,
-            block_gradient=gradient,
+        unknown = Line(0.0, 0.0)
+        first = Rates(
+            block_forward=unknown,
+            block_gradient=unknown,
             head_forward=head_forward,
             head_gradient=head_gradient,
-            round=self._decoding(counts) if counts.slots else Line(0.0, 0.0),
+            round=unknown,
             optimizer=self._optimizer(),
         )
+        return self.rates_at(first, counts, completions)
+
+    def rates_at(self, rates: Rates, counts: StepCounts, completions: Completions) -> Rates:
+        """The rates at another step's sizes: blocks and rounds are measured, the rest is known."""
+        forward, gradient = self._block(completions, counts.micro)
+        a_round = self._decoding(counts) if counts.slots else Line(0.0, 0.0)
+        return replace(rates, block_forward=forward, block_gradient=gradient, round=a_round)
 
     def _autocast(self) -> AbstractContextManager[object]:
         return accel.autocast(self.config.speed, self.device)
