@@ -172,7 +172,7 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
     [
         (["--vocab-size", "9"], "--vocab-size must be at least 257"),
         (["--natural", "--width", "64"], "--width goes with made-up work"),
-        (["nonsense"], "NAME must be one of steps, memory, rewards, scaling"),
+        (["nonsense"], "NAME must be one of steps, memory, plan, rewards"),
         (["--repats", "3"], "Unrecognized options: --repats"),
         (["--config", "/nowhere.toml"], "--config /nowhere.toml: cannot be read"),
     ],

@@ -21,7 +21,7 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.flops import step_flops
 from minigrpo.runtime.machine import memory_limit_mib
 from minigrpo.runtime.planner import Planner, step_seconds
-from minigrpo.runtime.rates import Line, Probe, Rates, made_up_completions
+from minigrpo.runtime.rates import Line, Probe, Rates
 from minigrpo.runtime.step_counts import StepCounts, as_sampled, nothing_shared, rounds_that_propose
 from minigrpo.runtime.step_memory import StepMemory, num_parameters
 from minigrpo.tools import train
@@ -160,6 +160,7 @@ def test_a_line_goes_through_two_measurements() -> None:
     assert Line.through(4, 8.0, 4, 8.0) == Line(0.0, 2.0)  # there is only one size
     assert Line.through(1, 3.0, 5, 2.0) == Line(3.0, 0.0)  # noise
     assert Line(1.0, 2.0).at(10) == 21
+    assert Line(1.0, 2.0).times(3, unit=4) == Line(3.0, 1.5)
 
 
 def test_seconds_are_the_sums_of_their_parts() -> None:

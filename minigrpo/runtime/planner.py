@@ -29,9 +29,9 @@ from .estimate import (
     true_answers,
 )
 from .machine import memory_limit_mib
-from .rates import Probe, Rates, made_up_completions
+from .rates import Probe, Rates
 from .rng import uniforms
-from .step_counts import StepCounts, as_sampled
+from .step_counts import StepCounts, as_sampled, made_up_completions
 from .step_memory import MIB, num_parameters
 
 PROMPTS_SAMPLED = 4

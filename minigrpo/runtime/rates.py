@@ -33,14 +33,13 @@ from .optim import make_optimizer
 from .step_counts import StepCounts
 from .step_memory import num_parameters
 
-TARGET_SECONDS = 0.05
+TARGET_SECONDS = 0.1
 REPEATS = 2
 MOST_LAYERS = 4  # of the model in which decoding is timed
 MOST_WIDTH = 768
 MOST_LOGITS = 1 << 24
 MOST_PARAMETERS = 1 << 22  # of the optimizer
 MOST_IN_HEAD = 1 << 26  # floats of the output head
-MOST_PROMPTS, MOST_TOKENS = 16, 512  # of made-up completions; tokens per prompt
 ROUNDS = 3  # of decoding, in one call
 
 
@@ -53,6 +52,10 @@ class Line:
 
     def at(self, size: float) -> float:
         return self.fixed + self.each * size
+
+    def times(self, factor: float, unit: float = 1.0) -> "Line":
+        """`factor` times the seconds, by a size in which 1 of this line's is `unit`."""
+        return Line(factor * self.fixed, factor * self.each / unit)
 
     @classmethod
     def through(cls, few: float, little: float, many: float, more: float) -> "Line":
@@ -73,6 +76,9 @@ class Rates:
     head_gradient: Line
     round: Line  # of decoding in all layers, by slots
     optimizer: float  # per parameter
+
+
+Work = Callable[[int], Callable[[], object]]  # work of a size, to be timed
 
 
 class AlwaysProposes(ProposalPauses):
@@ -125,27 +131,32 @@ class Probe:
     def _seconds(self, function: Callable[[], object]) -> float:
         return seconds(function, self.device, repeats=REPEATS)
 
-    def _enough(self, work_of: Callable[[int], Callable[[], object]], most: float) -> int:
-        """Of the sizes 1, 4, 16, .. `most`, the first with enough work to see its growth."""
-        size, last = 1, max(1, round(most))
-        once = took = self._seconds(work_of(1))
-        while size < last and took < max(TARGET_SECONDS, 2 * once):
-            size = min(4 * size, last)
-            took = self._seconds(work_of(size))
-        return size
+    def _grown(self, work_of: Work, most: float) -> tuple[Line, int]:
+        """Time `work_of(size)()` for the sizes 1, 4, 16, .. `most` until its growth shows.
 
-    def _line(
-        self, work_of: Callable[[int], Callable[[], object]], most: int, unit: float, scale: float
-    ) -> Line:
-        """Seconds of work of the sizes 1 and `most`, in units of which size 1 has `unit`."""
-        little, more = (scale * self._seconds(work_of(size)) for size in (1, most))
-        return Line.through(unit, little, most * unit, more)
+        Returns the seconds by size, and the last size.
+        """
+        size, last = 1, max(1, round(most))
+        little = more = self._seconds(work_of(1))
+        while size < last and more < max(TARGET_SECONDS, 2 * little):
+            size = min(4 * size, last)
+            more = self._seconds(work_of(size))
+        return Line.through(1, little, size, more), size
+
+    def _line(self, work_of: Work, size: int) -> Line:
+        little, more = (self._seconds(work_of(n)) for n in (1, size))
+        return Line.through(1, little, size, more)
 
     # --- the update -----------------------------------------------------------------------------
 
     def _block(self, completions: Completions, micro: int) -> tuple[Line, Line]:
-        """One block on packed tokens: a forward, and a forward with its backward."""
-        block = Block(self.small).to(self.device)
+        """One block on packed tokens: a forward, and a forward with its backward.
+
+        Of small blocks several run, so that their activations do not all stay in a CPU's cache.
+        """
+        room = MOST_PARAMETERS // (12 * self.small.width**2)
+        number = max(1, min(self.small.layers, room))
+        blocks = [Block(self.small).to(self.device) for _ in range(number)]
         recomputed = self.config.memory.gradient_checkpointing
 
         def pack(prompts: int) -> Packing:
@@ -158,19 +169,20 @@ class Probe:
             x = torch.randn(tokens, self.small.width, device=self.device, requires_grad=backward)
 
             def run() -> None:
+                out = x
                 with torch.set_grad_enabled(backward), self._autocast():
-                    attend, again = packing.layer(0), backward and recomputed
-                    out = accel.recompute(block, x, attend) if again else block(x, attend)
+                    for block in blocks:
+                        attend, again = packing.layer(0), backward and recomputed
+                        out = accel.recompute(block, out, attend) if again else block(out, attend)
                 if backward:
                     out.sum().backward()
 
             return run
 
         forward, gradient = (partial(work, backward=backward) for backward in (False, True))
-        most = self._enough(gradient, min(micro, len(completions)))
-        unit = len(pack(most).tokens.ids) / most
-        scale = self.block_scale
-        return self._line(forward, most, unit, scale), self._line(gradient, most, unit, scale)
+        with_backward, most = self._grown(gradient, min(micro, len(completions)))
+        unit, scale = len(pack(most).tokens.ids) / most, self.block_scale / number
+        return self._line(forward, most).times(scale, unit), with_backward.times(scale, unit)
 
     def _head(self, most: float) -> tuple[Line, Line]:
         """The output head with its log-softmax, on predictions."""
@@ -192,9 +204,9 @@ class Probe:
             return run
 
         forward, gradient = (partial(work, backward=backward) for backward in (False, True))
-        enough = self._enough(gradient, min(most, MOST_LOGITS / vocab_size))
+        with_backward, size = self._grown(gradient, min(most, MOST_LOGITS / vocab_size))
         scale = self.head_scale
-        return self._line(forward, enough, 1.0, scale), self._line(gradient, enough, 1.0, scale)
+        return self._line(forward, size).times(scale), with_backward.times(scale)
 
     def _optimizer(self) -> float:
         """Seconds per parameter of clipping the gradient and one step of AdamW."""
@@ -224,13 +236,13 @@ class Probe:
             partial(self._rounds, Sampler(self.config, self._model(layers), self.tokenizer), counts)
             for layers in (self.small.layers, 0)
         )
-        slots = self._enough(whole, counts.decoded / max(1.0, counts.rounds) / counts.window)
+        both, slots = self._grown(whole, counts.decoded / max(1.0, counts.rounds) / counts.window)
         # without layers, what is left is the head, the picking of tokens, and the host
-        both, head = (self._line(f, slots, 1.0, 1 / ROUNDS) for f in (whole, rest))
+        head = self._line(rest, slots)
         more = self.shape.layers / self.small.layers * self.block_scale
 
         def scaled(both: float, head: float) -> float:
-            return max(0.0, both - head) * more + head * self.head_scale
+            return (max(0.0, both - head) * more + head * self.head_scale) / ROUNDS
 
         return Line(scaled(both.fixed, head.fixed), scaled(both.each, head.each))
 
@@ -275,19 +287,3 @@ class Probe:
                     sequences.update_slots(decoder)
 
         return run
-
-
-def made_up_completions(counts: StepCounts, vocab_size: int) -> Completions:
-    """Random completions of a step's lengths, which share nothing; a few prompts of them."""
-    prompt_len, length = max(1, round(counts.prompt_len)), max(1, round(counts.completion_len))
-    prompts = min(counts.prompts, MOST_PROMPTS)
-    samples = min(counts.samples, max(1, MOST_TOKENS // length))
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (prompts, samples, length), generator=draw)
-    ids[..., 0] = torch.arange(samples) % vocab_size
-    return Completions(
-        prompt_ids=torch.zeros(prompts, prompt_len, dtype=torch.int64),
-        prompt_len=torch.full((prompts,), prompt_len),
-        completion_ids=ids,
-        completion_mask=torch.ones_like(ids, dtype=torch.bool),
-    )

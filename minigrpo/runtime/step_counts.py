@@ -8,11 +8,15 @@ the model has sampled for a few prompts.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..config import Config
 from ..model.packed_attention import Packing, SharedPrefixPacking
 from ..model.packing import PACKINGS
 from ..sampling.drafts import MIN_TOKENS_PER_ROUND, ProposalPauses
 from ..types import Completions
+
+MOST_PROMPTS, MOST_TOKENS = 16, 512  # of made-up completions; tokens per prompt
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,19 @@ def distinct_completions(completions: Completions) -> int:
     """How many completions differ from all others of their group."""
     ids, mask = completions.completion_ids, completions.completion_mask
     return sum(len(group.unique(dim=0)) for group in ids.masked_fill(~mask, -1))
+
+
+def made_up_completions(counts: StepCounts, vocab_size: int) -> Completions:
+    """Random completions of a step's lengths, which share nothing; a few prompts of them."""
+    prompt_len, length = max(1, round(counts.prompt_len)), max(1, round(counts.completion_len))
+    prompts = min(counts.prompts, MOST_PROMPTS)
+    samples = min(counts.samples, max(1, MOST_TOKENS // length))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (prompts, samples, length), generator=draw)
+    ids[..., 0] = torch.arange(samples) % vocab_size
+    return Completions(
+        prompt_ids=torch.zeros(prompts, prompt_len, dtype=torch.int64),
+        prompt_len=torch.full((prompts,), prompt_len),
+        completion_ids=ids,
+        completion_mask=torch.ones_like(ids, dtype=torch.bool),
+    )
