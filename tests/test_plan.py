@@ -22,7 +22,13 @@ from minigrpo.runtime.flops import step_flops
 from minigrpo.runtime.machine import memory_limit_mib
 from minigrpo.runtime.planner import Planner, step_seconds
 from minigrpo.runtime.rates import Line, Probe, Rates
-from minigrpo.runtime.step_counts import StepCounts, as_sampled, nothing_shared, rounds_that_propose
+from minigrpo.runtime.step_counts import (
+    StepCounts,
+    as_sampled,
+    made_up_completions,
+    nothing_shared,
+    rounds_that_propose,
+)
 from minigrpo.runtime.step_memory import StepMemory, num_parameters
 from minigrpo.tools import train
 from minigrpo.types import Completions
