@@ -13,6 +13,7 @@ from minigrpo.runtime.outputs import check_output_file, check_output_folder, wri
 
 from .memory import Memory
 from .peers import Peers
+from .plan import Plan
 from .precision import Precision
 from .report import RESULTS
 from .rewards import Rewards
@@ -34,6 +35,7 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, type[Benchmark]] = {
     "steps": Steps,
     "memory": Memory,
+    "plan": Plan,
     "rewards": Rewards,
     "scaling": Scaling,
     "precision": Precision,

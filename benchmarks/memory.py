@@ -30,6 +30,7 @@ from minigrpo.model.logprobs import chunk_size, token_logprobs
 from minigrpo.runtime import accel
 from minigrpo.runtime.constraints import AtLeast
 from minigrpo.runtime.logging import PhaseTimer
+from minigrpo.runtime.oom import is_out_of_memory
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
@@ -278,8 +279,9 @@ def _measure(
             row[key] = median(step.get(name, 0.0) for step in steps)
         row |= {"different_completions": baseline.check(bench, way), "status": "ok"}
         return row, timeline.readings[:: max(1, len(timeline.readings) // POINTS_KEPT)]
-    except (torch.OutOfMemoryError, MemoryError):
-        pass  # the traceback holds the model's memory until the handler ends; free it below
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise  # otherwise the traceback holds the model's memory; it is freed below
     bench = None
     torch.cuda.empty_cache()
     return {**row, "status": "out of memory"}, []

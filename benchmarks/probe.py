@@ -1,21 +1,17 @@
 """Properties of the machine: name and versions, matmul rate, bandwidth, peak memory."""
 
-import ctypes
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from minigrpo.runtime.environment import versions
+from minigrpo.runtime.machine import PeakMemory, memory_in_use, seconds, synchronize
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
-RESET_PEAK = "5"  # written to clear_refs, it resets the peak
+__all__ = ["PeakMemory", "memory_in_use", "seconds", "synchronize"]  # shared with the plan
 
 
 def device_name(device: torch.device) -> str:
@@ -24,23 +20,6 @@ def device_name(device: torch.device) -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds(function: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median seconds of a call, after one call that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -55,50 +34,6 @@ def bandwidth(device: torch.device) -> float:
     x = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device)
     y = torch.empty_like(x)
     return 2 * 4 * x.numel() / seconds(lambda: y.copy_(x), device)
-
-
-class PeakMemory:
-    """The peak of memory in use within a `with`, above what was in use before: `.mib`.
-
-    Counts allocations on a CUDA device. Elsewhere it is the growth of the process's resident
-    memory, or NaN on other systems than Linux.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.mib = device, float("nan")
-        self.measures = (
-            "allocated on the GPU" if device.type == "cuda" else "growth of resident memory"
-        )
-
-    def __enter__(self) -> "PeakMemory":
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device) / 2**20
-        elif CLEAR.exists():
-            # otherwise allocations that reuse freed memory would not show as growth
-            ctypes.CDLL(None).malloc_trim(0)
-            CLEAR.write_text(RESET_PEAK)
-            self.before = _resident("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            self.mib = torch.cuda.max_memory_allocated(self.device) / 2**20 - self.before
-        elif CLEAR.exists():
-            self.mib = _resident("VmHWM") - self.before
-
-
-def memory_in_use(device: torch.device) -> float:
-    """MiB in use now: allocated on a CUDA device, else resident (0 if not on Linux)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**20
-    return _resident("VmRSS") if STATUS.exists() else 0.0
-
-
-def _resident(field: str) -> float:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 2**10
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

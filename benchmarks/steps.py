@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from minigrpo.runtime import accel
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.oom import is_out_of_memory
 
 from . import probe
 from .bench_step import BenchStep
@@ -141,10 +142,12 @@ def _attempt(row: Row, job: Callable[[Row], None]) -> None:
         return
     try:
         job(row)
-    except (torch.OutOfMemoryError, MemoryError):
-        row.status = "out of memory"
     except ConfigError as error:
         row.status = str(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        row.status = "out of memory"
     if row.status != "ok":
         _release(row)
 

@@ -241,7 +241,7 @@ class RunConfig(Group):
     resume: str = ""
     """auto (the newest intact checkpoint in --out-dir, if any), or the step to resume from."""
     plan: bool = False
-    """Print the estimated tokens, FLOPs and memory of a step, and run nothing."""
+    """Print the estimated tokens, FLOPs, memory and seconds of a step, and run nothing."""
     profile: bool = False
     """Write a torch.profiler trace of steps 4 to 6 into the run's folder."""
     pg_timeout: Annotated[float, AtLeast(1), AtMost(31_536_000)] = 600.0

@@ -54,7 +54,7 @@ class Trainer:
         self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
         self.estimate = measure_lengths_and_estimate(
             config,
-            initial,
+            initial.shape,
             self.task,
             self.tokenizer,
             device=self.device.type,

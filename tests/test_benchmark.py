@@ -354,7 +354,7 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
     [
         (["--vocab-size", "9"], "--vocab-size must be at least 257"),
         (["--natural", "--width", "64"], "--width goes with made-up work"),
-        (["nonsense"], "minigrpo benchmark [NAME]: NAME must be one of steps, memory, rewards"),
+        (["nonsense"], "minigrpo benchmark [NAME]: NAME must be one of steps, memory, plan"),
         (["--prompt-len", "0"], "--prompt-len must be at least 1, got 0"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         ([*TINY, "--only", "tree", "nope"], "--only 'nope': no row has this in its name; rows: gr"),

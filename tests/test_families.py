@@ -239,3 +239,10 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         ValueError, match=r"model-00001-of-00002.safetensors: there is no such file"
     ):
         Transformer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parameters_are_counted_without_a_model(shape: ModelShape) -> None:
+    for changed in (shape, dataclasses.replace(shape, mlp_bias=not shape.mlp_bias)):
+        parameters = Transformer.empty(changed, "meta").parameters()
+        assert changed.num_parameters == sum(p.numel() for p in parameters)

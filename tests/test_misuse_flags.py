@@ -36,7 +36,7 @@ FLAGS = {
         ["--num-speculative-tokens", str(10**12)],
         "--num-speculative-tokens must be at least 0 and at most 1024, got 1000000000000",
     ),
-    "attack 36, threads": (["--num-reward-workers", "100000"], "at least 1 and at most 1024"),
+    "attack 36, threads": (["--num-reward-workers", "100000"], "at least 1 and at most 256"),
     "attack 37": (["--pg-timeout", "1e300"], "--pg-timeout must be at least 1 and at most"),
     "attack 37, tiny": (["--pg-timeout", "1e-9"], "--pg-timeout must be at least 1"),
     "attack 40": (["--seed", str(2**64), "--init-from", "scratch"], "--seed must be"),

@@ -84,3 +84,15 @@ class ModelShape:
         """Weights of a block's linear layers, biases not counted."""
         attention = 2 * self.width * (self.heads * self.head_dim + self.kv_width)
         return attention + (2 if self.mlp == "gelu" else 3) * self.width * self.mlp_width
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        inner = self.mlp_width * (1 if self.mlp == "gelu" else 2)
+        biases = (self.heads * self.head_dim + 2 * self.kv_width) * self.qkv_bias
+        biases += self.width * self.out_bias + (inner + self.width) * self.mlp_bias
+        norm = self.width * (2 if self.norm == "layer" else 1)
+        block = self.block_weights + biases + 2 * norm + 2 * self.head_dim * self.head_norm
+        embeddings = self.vocab_size * (1 if self.tied else 2)
+        positions = 0 if self.rope_theta else self.context
+        return self.layers * block + norm + (embeddings + positions) * self.width

@@ -91,10 +91,15 @@ def match_vocab(
             f"{name}: has {size} tokens, --tokenizer {flag} has {known}; "
             "choose a model and a tokenizer that match"
         )
-    if config.sampling.max_new_tokens >= model.shape.context:
+    check_room(config, model.shape)
+
+
+def check_room(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError unless --max-new-tokens leaves room for a prompt."""
+    if config.sampling.max_new_tokens >= shape.context:
         raise ConfigError(
             "--max-new-tokens must leave room for a prompt in the model's context of "
-            f"{model.shape.context}, got {config.sampling.max_new_tokens}"
+            f"{shape.context}, got {config.sampling.max_new_tokens}"
         )
 
 

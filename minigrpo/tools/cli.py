@@ -18,7 +18,7 @@ COMMANDS = {
     "curves": "compare the learning curves of runs, as a table and a figure",
     "export": "write a model as a folder that transformers loads",
     "annotate": "make training data: chess positions with Stockfish's best moves",
-    "plan": "estimate the tokens, FLOPs and memory of one training step",
+    "plan": "estimate the tokens, memory and seconds of one training step",
     "benchmark": "measure the gain of each speed layer on this machine",
 }
 

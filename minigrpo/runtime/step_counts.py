@@ -1,0 +1,188 @@
+"""Count what one step runs: tokens, decoding rounds, predictions, keys that attention gathers.
+
+Two ways to know them: `nothing_shared` takes the lengths of prompts and answers, and assumes that
+all completions differ and that no proposed token is accepted. `as_sampled` takes completions that
+the model has sampled for a few prompts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config import Config
+from ..model.packed_attention import Packing, SharedPrefixPacking
+from ..model.packing import PACKINGS
+from ..sampling.drafts import MIN_TOKENS_PER_ROUND, ProposalPauses
+from ..types import Completions
+
+MOST_PROMPTS, MOST_TOKENS = 16, 512  # of made-up completions; tokens per prompt
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """One process's share of a step. Tokens are sums over the share unless they are lengths."""
+
+    prompts: int
+    samples: int  # per prompt
+    micro: int  # prompts per micro-batch
+    prompt_len: float  # mean
+    completion_len: float  # mean
+    packed: float  # tokens that one forward of the update runs
+    padded: float  # places of padded rows, in which attention runs them
+    gathered: float  # keys that attention gathers for completions; 0 if prompts are repeated
+    predictions: float  # tokens that go through the output head in the update
+    rounds: float  # of decoding, after the prompts; 0 if nothing is sampled
+    decoded: float  # tokens that the model runs in those rounds
+    window: int  # tokens per slot and round
+    slots: float  # sequences that the KV cache has room for, if all prompts are decoded together
+    prompts_at_once: int  # per rollout batch
+
+    @property
+    def completions(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def prompt_tokens(self) -> float:
+        return self.prompts * self.prompt_len
+
+    @property
+    def tokens(self) -> dict[str, float]:
+        """Tokens by phase: those that one forward of the phase runs."""
+        tokens = {"update": self.packed}
+        return tokens | ({"rollout": self.prompt_tokens + self.decoded} if self.slots else {})
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.prompts // self.micro)
+
+    @property
+    def rollout_batches(self) -> int:
+        return -(-self.prompts // self.prompts_at_once)
+
+
+def nothing_shared(
+    config: Config, *, prompt_len: float, completion_len: float, longest: float, world_size: int = 1
+) -> StepCounts:
+    """Counts if completions have these lengths in tokens, share nothing, and differ from drafts."""
+    prompts = config.sampling.prompts_per_step // world_size
+    samples = 1 if config.supervised else config.sampling.group_size
+    at_once = min(config.memory.rollout_batch_size or prompts, prompts)
+    completions = prompts * samples
+    once = config.speed.packing != "repeated"
+    # a completion's last token is not run: nothing follows it
+    packed = prompts * prompt_len * (1 if once else samples) + completions * (completion_len - 1)
+    rounds = decoded = 0.0
+    if not config.supervised:
+        rounds = (longest - 1) * (prompts / at_once)
+        decoded = completions * (completion_len - 1)
+        if config.speed.speculative_decoding:
+            proposing = rounds_that_propose(int(longest) - 1)
+            decoded += (
+                completions * min(proposing, completion_len) * config.speed.num_speculative_tokens
+            )
+    return StepCounts(
+        prompts=prompts,
+        samples=samples,
+        micro=min(config.memory.micro_batch_size or prompts, prompts),
+        prompt_len=prompt_len,
+        completion_len=completion_len,
+        packed=packed,
+        padded=packed,
+        gathered=completions * (prompt_len + completion_len) if once else 0.0,
+        predictions=completions * completion_len,
+        rounds=rounds,
+        decoded=decoded,
+        window=1,
+        slots=0.0 if config.supervised else float(completions),
+        prompts_at_once=at_once,
+    )
+
+
+def rounds_that_propose(rounds: int) -> int:
+    """Of so many rounds, those that propose although nothing is ever accepted."""
+    pauses, proposing = ProposalPauses(), 0
+    for done in range(1, rounds + 1):
+        proposing += not pauses.paused
+        pauses.update(done, 1.0, proposed=not pauses.paused)
+    return proposing
+
+
+def as_sampled(
+    worst: StepCounts,
+    config: Config,
+    completions: Completions,
+    work: Mapping[str, float] | None = None,
+) -> StepCounts:
+    """Counts of the whole share, from the completions of a few of its prompts.
+
+    `work` is what `generate` counted for them; None for true answers. Sums grow with the prompts;
+    the rounds of a rollout batch do not, because its completions run side by side.
+    """
+    sampled = len(completions)
+    scale = worst.prompts / sampled
+    packed = packed_counts(PACKINGS[config.speed.packing](completions))
+    length = float(completions.completion_mask.sum(-1).float().mean())
+    counts = replace(
+        worst,
+        prompt_len=float(completions.prompt_len.float().mean()),
+        completion_len=length,
+        packed=packed["packed"] * scale,
+        padded=packed["padded"] * scale,
+        gathered=packed["gathered"] * scale,
+        predictions=packed["predictions"] * scale,
+    )
+    if work is None:
+        return counts
+    batches = worst.rollout_batches / -(-sampled // min(worst.prompts_at_once, sampled))
+    counts = replace(
+        counts,
+        rounds=work["rounds"] * batches,
+        decoded=(work["tokens"] - float(completions.prompt_len.sum())) * scale,
+    )
+    if not config.speed.speculative_decoding:
+        return counts
+    rounds_each = work["row_rounds"] / max(1, work["rows"])
+    accepted = length >= MIN_TOKENS_PER_ROUND * rounds_each  # otherwise proposing pauses
+    counts = replace(counts, window=1 + config.speed.num_speculative_tokens * accepted)
+    # slots separate when their completions do, and the cache grows by doubling
+    slots = worst.prompts
+    while slots < distinct_completions(completions) * scale:
+        slots *= 2
+    return replace(counts, slots=min(slots, worst.slots))
+
+
+def packed_counts(packing: Packing) -> dict[str, float]:
+    """What one forward over a packing runs and gathers, by the names of StepCounts."""
+    gathered, padded = 0, packing.causal_rows.numel()
+    if isinstance(packing, SharedPrefixPacking):
+        gathered = sum(rows.key_rows.numel() for rows in packing.completion_attention)
+        padded += sum(rows.query_rows.numel() for rows in packing.completion_attention)
+    return {
+        "packed": len(packing.tokens.ids),
+        "padded": padded,
+        "gathered": gathered,
+        "predictions": len(packing.targets),
+    }
+
+
+def distinct_completions(completions: Completions) -> int:
+    """How many completions differ from all others of their group."""
+    ids, mask = completions.completion_ids, completions.completion_mask
+    return sum(len(group.unique(dim=0)) for group in ids.masked_fill(~mask, -1))
+
+
+def made_up_completions(counts: StepCounts, vocab_size: int) -> Completions:
+    """Random completions of a step's lengths, which share nothing; a few prompts of them."""
+    prompt_len, length = max(1, round(counts.prompt_len)), max(1, round(counts.completion_len))
+    prompts = min(counts.prompts, MOST_PROMPTS)
+    samples = min(counts.samples, max(1, MOST_TOKENS // length))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (prompts, samples, length), generator=draw)
+    ids[..., 0] = torch.arange(samples) % vocab_size
+    return Completions(
+        prompt_ids=torch.zeros(prompts, prompt_len, dtype=torch.int64),
+        prompt_len=torch.full((prompts,), prompt_len),
+        completion_ids=ids,
+        completion_mask=torch.ones_like(ids, dtype=torch.bool),
+    )
