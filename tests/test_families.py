@@ -1,5 +1,6 @@
 """Open models: their files give transformers' logits (-m peer); what does not fit is refused."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -225,7 +225,7 @@ def test_every_kind_of_step_is_probed(
 def test_a_large_model_is_probed_on_a_small_one() -> None:
     shape = ModelShape(vocab_size=10**6, context=10**6, layers=100, width=65536, heads=4)
     probe = Probe(job(), shape, load_tokenizer("chess"), CPU)
-    assert num_parameters(probe.small) < 2e8
+    assert probe.small.num_parameters < 2e8
     assert probe.block_scale == (65536 / probe.small.width) ** 2
     assert probe.head_scale == 65536 * 10**6 / (probe.small.width * probe.small.vocab_size)
 

@@ -10,7 +10,7 @@ def forward_flops(
 ) -> float:
     """FLOPs of a forward over `tokens` tokens, each attending to `attended` tokens on average.
 
-    2 per token and weight of a linear layer, and 4 per layer, (query, key) pair and query unit. Only
+    2 per token and weight of a linear layer, and 4 per layer, (query, key) pair and unit. Only
     `head_tokens` of the tokens go through the output head. A backward pass takes twice as many.
     """
     head = shape.vocab_size * shape.width
