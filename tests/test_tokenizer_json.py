@@ -1,7 +1,9 @@
 """Tokenizers in Hugging Face's format, and which tokens end a text."""
 
 import copy
+import itertools
 import json
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -353,6 +355,45 @@ def test_merging_by_number_must_be_what_the_list_gives() -> None:
     with pytest.raises(ValueError, match=r"the merge \['aa', 'a'\] is not listed"):
         check_merges(numbered("aa", "aaa"), ["a a", "a aa"])
     assert not check_merges(numbered("aa", "aaaa"), ["a a", "aa aa"])
+
+
+def test_the_check_of_merges_is_sharp() -> None:
+    """On random lists of merges: what is accepted merges all short texts alike, nothing else."""
+    texts = ["".join(letters) for n in range(2, 9) for letters in itertools.product("ab", repeat=n)]
+    rng, verdicts = random.Random(5), set[bool]()
+    for _ in range(60):
+        tokens, merges = ["a", "b"], list[tuple[str, str]]()
+        for _ in range(6):
+            left, right = rng.choice(tokens), rng.choice(tokens)
+            if left + right not in tokens and len(left + right) < 6:
+                tokens.append(left + right)
+                merges.append((left, right))
+        numbers = {token: number for number, token in enumerate(tokens)}
+        listed = {pair: number for number, pair in enumerate(merges)}
+        try:
+            unreachable = check_merges(numbers, merges)
+        except ValueError:
+            unreachable = None
+        any_pair = {
+            (token[:size], token[size:]): number
+            for token, number in numbers.items()
+            for size in range(1, len(token))
+            if token not in (unreachable or ())
+        }
+        same = all(merged(text, listed) == merged(text, any_pair) for text in texts)
+        assert same == (unreachable is not None)
+        verdicts.add(same)
+    assert verdicts == {True, False}
+
+
+def merged(text: str, order: dict[tuple[str, str], int]) -> list[str]:
+    parts = list(text)
+    while True:
+        found = [(order[p], i) for i, p in enumerate(itertools.pairwise(parts)) if p in order]
+        if not found:
+            return parts
+        first = min(found)[1]
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -121,7 +121,9 @@ class Tokenizer:
         if self._nfc:
             text = nfc(text)
         if self._dropped:
-            data = text.encode(errors="surrogatepass")
+            # half of a surrogate pair becomes U+FFFD, as in tiktoken
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            data = text.encode()
             if len(data.translate(None, self._dropped)) < len(data):
                 return self._encode_without(text)
         return self._engine.encode_ordinary(text)
@@ -132,8 +134,6 @@ class Tokenizer:
         SmolLM2's vocabulary lacks 21 bytes. The text is split before they are dropped, and what
         stood on both sides of one can be merged, as in Hugging Face's implementation.
         """
-        # as tiktoken does with half of a surrogate pair
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = list[int]()
         for piece in regex.findall(self._pattern, text):
             kept = piece.encode().translate(None, self._dropped)
