@@ -207,9 +207,7 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
     model = start(384)  # 360 tokens, padded to a multiple of 128
     assert "24 tokens more than --tokenizer chess has are padding" in said[0]
     prompts = torch.arange(30).view(3, 10)
-    sampled = generate(
-        model, prompts, torch.full((3,), 10), eos=tokenizer.eot_token, max_new_tokens=8
-    )
+    sampled = generate(model, prompts, torch.full((3,), 10), eos=tokenizer.eot, max_new_tokens=8)
     assert sampled.completion_ids.max() < tokenizer.n_vocab
     with pytest.raises(ConfigError, match="has 512 tokens, --tokenizer chess has 360"):
         start(512)

@@ -8,12 +8,12 @@ seconds.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import tiktoken
 import torch
 
 from ..config import Config
 from ..model.encoding import encode_answers, encode_prompts
 from ..model.shape import ModelShape
+from ..model.tokenizer import Tokenizer
 from ..types import Completions, Example, Task
 from .flops import step_flops
 from .step_counts import StepCounts, as_sampled, nothing_shared
@@ -80,7 +80,7 @@ def measure_lengths_and_estimate(
     config: Config,
     shape: ModelShape,
     task: Task,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     device: str,
     world_size: int,
 ) -> Estimate:
@@ -114,7 +114,7 @@ def some_examples(task: Task) -> list[Example]:
 
 
 def true_answers(
-    examples: Sequence[Example], tokenizer: tiktoken.Encoding, counts: StepCounts, shape: ModelShape
+    examples: Sequence[Example], tokenizer: Tokenizer, counts: StepCounts, shape: ModelShape
 ) -> Completions:
     """The batch of a supervised step, or a part of it. Raises ConfigError for a long prompt."""
     examples = examples[: counts.prompts]

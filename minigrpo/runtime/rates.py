@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
-import tiktoken
 import torch
 from torch import nn
 
@@ -22,6 +21,7 @@ from ..model.logprobs import chunk_size, token_logprobs
 from ..model.packed_attention import Packing
 from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
+from ..model.tokenizer import Tokenizer
 from ..model.transformer import Block, Transformer
 from ..sampling.drafts import ProposalPauses
 from ..sampling.params import SamplingParams
@@ -91,7 +91,7 @@ class Probe:
     """Times the parts of a step with the flags of a config, on random weights and tokens."""
 
     def __init__(
-        self, config: Config, shape: ModelShape, tokenizer: tiktoken.Encoding, device: torch.device
+        self, config: Config, shape: ModelShape, tokenizer: Tokenizer, device: torch.device
     ) -> None:
         self.config, self.shape, self.tokenizer, self.device = config, shape, tokenizer, device
         head_size = min(shape.head_dim, MOST_WIDTH)
