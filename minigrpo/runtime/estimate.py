@@ -119,7 +119,7 @@ def true_answers(
     """The batch of a supervised step, or a part of it. Raises ConfigError for a long prompt."""
     examples = examples[: counts.prompts]
     ids, lengths = encode_answers(tokenizer, examples)
-    prompt_ids, prompt_len = encode_prompts(tokenizer, examples, shape.context - ids.shape[1])
+    prompt_ids, prompt_len = encode_prompts(tokenizer, examples, shape.context - lengths)
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
     return Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
 
