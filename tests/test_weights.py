@@ -115,6 +115,14 @@ def quantize(state: State) -> None:
     state["h.0.attn.c_attn.weight"] = state["h.0.attn.c_attn.weight"].to(torch.int8)
 
 
+def store_twice(state: State) -> None:
+    state["transformer.wte.weight"] = state["wte.weight"] + 1
+
+
+def no_tokens(state: State) -> None:
+    state["wte.weight"] = state["wte.weight"][:0].clone()
+
+
 def nothing(state: State) -> None: ...
 
 
@@ -155,6 +163,9 @@ def nothing(state: State) -> None: ...
             {"n_layer": 3, "n_embd": 16},
             ["n_layer in config.json is 3, in model.safetensors 2", "n_embd"],
         ),
+        (store_twice, {}, ["transformer.wte.weight and wte.weight are the same parameter"]),
+        (no_tokens, {}, ["vocab_size must be at least 1, got 0"]),
+        (nothing, {"n_head": int("9" * 4000)}, ["heads do not divide a width of 24"]),
         (nothing, {"n_head": 5}, ["5 heads do not divide a width of 24"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

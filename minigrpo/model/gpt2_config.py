@@ -47,9 +47,9 @@ def read_gpt2(files: WeightFiles) -> tuple[Fields, Problems]:
     sizes["layers"] = len({name.split(".")[1] for name in shapes if re.match(r"h\.\d+\.", name)})
     heads = settings.get(GPT2_SIZES["heads"], max(1, width // HEAD_SIZE))
     heads = files.header.get("heads", heads)
-    sizes["heads"] = int(heads) if str(heads).isdecimal() else 0
+    sizes["heads"] = int(heads) if re.fullmatch(r"[0-9]{1,9}", str(heads)) else 0
     if not sizes["heads"] or width % sizes["heads"]:
-        problems.append(f"{heads} heads do not divide a width of {width}")
+        problems.append(f"{str(heads)[:20]} heads do not divide a width of {width}")
         sizes["heads"] = 1
     problems += [
         f"{theirs} in {CONFIG} is {quoted(settings[theirs])}, in {WEIGHTS} {sizes[ours]}"

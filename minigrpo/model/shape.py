@@ -52,6 +52,9 @@ class ModelShape:
     tied: bool = True  # the output head is the token embedding
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % 2 or (not self.head_dim and self.width % self.heads):
             raise ValueError(
                 f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}"

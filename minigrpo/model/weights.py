@@ -37,8 +37,14 @@ def load_into(
     stored = {
         family.ours(name): name for name in files.shapes if not re.fullmatch(family.buffers, name)
     }
+    named = {*stored.values()}
+    twice = [
+        f"{name} and {stored[family.ours(name)]} are the same parameter"
+        for name in files.shapes
+        if name not in named and family.ours(name) in stored
+    ]
     head = stored.pop("head.weight", None) if shape.tied else None
-    found = [*problems, *_misfits(state, files, stored, family.transposed)]
+    found = [*problems, *twice, *_misfits(state, files, stored, family.transposed)]
     if shape.tied and head is None and files.settings.get("tie_word_embeddings") is False:
         found.append(f"{LM_HEAD} is missing, and not tied")
     if head and "wte.weight" in stored:
