@@ -23,8 +23,6 @@ from torch import Tensor
 from .runtime import loss_arguments as check
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does
-# Rewards beyond this are centred in float64: float32 would round away the differences in a group.
-FLOAT32_UP_TO = 64.0
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
@@ -45,7 +43,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     check.choice("estimator", estimator, ("group_mean", "leave_one_out"))
     check.choice("advantage scale", scale, ("group", "batch", "none"))
     dtype = torch.promote_types(rewards.dtype, torch.float32)
-    large = bool((rewards.to(dtype).abs() > FLOAT32_UP_TO).any())
+    large = bool((rewards.to(dtype).abs() > check.FLOAT32_UP_TO).any())
     rewards = rewards.to(torch.float64 if large else dtype)
     size = rewards.shape[-1]
     centred = rewards - rewards.mean(-1, keepdim=True)

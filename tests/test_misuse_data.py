@@ -5,12 +5,14 @@ in a result that is right. The ids are the numbers of a list of attacks.
 """
 
 import json
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from minigrpo import Config, Trainer
+from minigrpo.evaluate import evaluate
 from minigrpo.model.pretrained import load_pretrained
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
@@ -26,6 +29,7 @@ from minigrpo.model.weights import export_gpt2
 from minigrpo.rewards import RewardFunction, RewardScorer, reward
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.pool import WorkerPool
+from minigrpo.runtime.reward_calls import BadRewardError, RewardSource, weighted_sum
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import load_rewards, load_task
@@ -344,6 +348,13 @@ HEAD = "from minigrpo import reward\nfrom minigrpo.types import Example\n"
         attack("15", "@reward()\ndef step(e, t): return 0.0", "must not be named step, because"),
         ("@reward()\ndef exact(e, t): return 0.0", "must not be named exact"),
         ("@reward()\nasync def f(e, t): return 0.0", "f: must be a plain function, not async"),
+        (
+            "@reward()\n@reward(weight=0.5)\ndef f(e, t): return 0.0",
+            "f: is decorated with @reward twice",
+        ),
+        ("@reward()\ndef f(e, t): yield 0.0", "f: must return its scores, not yield them"),
+        ("@reward()\nasync def f(e, t): yield 0.0", "f: must be a plain function, not async"),
+        ("@reward()\ndef num_nonfinite(e, t): return 0.0", "must not be named num_nonfinite"),
         ("@reward()\ndef f(text): return 0.0", "must be a function that takes .example, text"),
         ("@reward(batched=True)\ndef f(): return 0.0", "that takes .examples, texts"),
         ("@reward\ndef f(e, t): return 0.0", "TypeError: reward.. takes 0 positional"),
@@ -401,6 +412,108 @@ def test_a_score_whose_variance_overflows_counts_as_failed(value: float) -> None
     assert table.failures["huge"] == 1 and np.isfinite(table.total).all()
     with pytest.raises(ConfigError, match="--reward-weights: right must be a number from -1e"):
         RewardScorer(Recorder(), weights={"right": value})  # type: ignore[arg-type]
+
+
+def test_large_scores_keep_their_differences() -> None:
+    @reward()
+    def late(example: Example, text: str) -> float:
+        return 1.7e9 + len(text)
+
+    scorer = RewardScorer(Recorder(), functions=[late])  # type: ignore[arg-type]
+    table = scorer.score([Example("a", "b")], [["b", "cc", "ddd"]])
+    assert table.total.tolist() == [[1.7e9 + 2, 1.7e9 + 2, 1.7e9 + 3]]
+    assert table.parts["right"].dtype == np.float32
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_weights_give_a_finite_spread_without_a_warning() -> None:
+    @reward(weight=1e12)
+    def huge(example: Example, text: str) -> float:
+        return 1e12 / len(text)
+
+    scorer = RewardScorer(Recorder(), functions=[huge])  # type: ignore[arg-type]
+    table = scorer.score([Example("a", "b")], [["b", "cc", "ddd"]])
+    assert np.isfinite(table.total.std(axis=1, ddof=1)).all()
+
+
+def test_small_totals_are_summed_in_float32_as_they_are() -> None:
+    parts = {"a": np.float32([[0.1, 0.7]]), "b": np.float32([[0.3, 0.9]])}
+    total = weighted_sum(parts, {"a": 0.3, "b": 0.7})
+    expected = np.float32(0.3) * parts["a"] + np.float32(0.7) * parts["b"]
+    assert total.dtype == np.float32 and total.tobytes() == expected.tobytes()
+
+
+ONE = [Example("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("examples", "texts", "words"),
+    [
+        attack("9", ONE, ["26"], "texts must be lists of texts, one per example, got str '26'"),
+        attack("9 bytes", ONE, [[b"26"]], "a completion must be text, got bytes"),
+        attack("9 None", ONE, [["26", None]], "a completion must be text, got NoneType"),
+        (ONE, None, "texts must be a list, got NoneType"),
+        (ONE, "26", "texts must be a list, got str"),
+        attack("27", [], [], "texts must have a list of completions for each example"),
+        attack("27 ragged", ONE * 2, [["a", "b"], ["c"]], "the same number of texts.* got 2 and 1"),
+        (ONE, [[]], "the same number of texts, at least one, got 0 and 0"),
+        (ONE, [["a"], ["b"]], "got 2 for 1 examples"),
+    ],
+)
+def test_texts_of_another_shape_are_refused(examples: Any, texts: Any, words: str) -> None:
+    scorer = RewardScorer(Recorder())  # type: ignore[arg-type]
+    assert re.search(words, refused(lambda: scorer.score(examples, texts)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        attack("10", {"timeout_s": "1"}, "timeout_s must be a number"),
+        attack("10 zero", {"timeout_s": 0}, "timeout_s must be above 0, got 0"),
+        attack("10 negative", {"timeout_s": -1}, "timeout_s must be above 0, got -1"),
+        attack("27", {"functions": [len]}, "functions must be decorated with @minigrpo.reward"),
+    ],
+)
+def test_a_scorer_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
+    assert words in refused(lambda: RewardScorer(Recorder(), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        attack("12 masked", np.ma.masked_array([1.0, 2.0], mask=True)),
+        attack("18 shape", np.ones((2, 1))),
+        attack("18 list", [10**400, 1]),
+        attack("18 fraction", [Fraction(10**400), 1]),
+        attack("18 dict", {0: 1.0, 1: 2.0}),
+        {0.5, 1.0},
+        b"ab",
+        ["1", "2"],
+        [[1.0], [2.0]],
+        np.array([1.0, None]),
+        [True, math.nan],
+    ],
+)
+def test_an_answer_that_is_no_row_of_numbers_is_a_bad_reward(column: Any) -> None:
+    source = RewardSource(["a"], len, batched=True, timeout_s=None)
+    with pytest.raises(BadRewardError, match="not (2 numbers|a finite number)"):
+        source.check({"a": column}, 2)
+    assert source.check({"a": [Fraction(1, 2), np.float16(2)]}, 2).tolist() == [[0.5, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        attack("13", {"seed": None}, "seed must be a whole number of at least 0, got None"),
+        attack("13 size", {"size": 0}, "size must be a whole number of at least 1, got 0"),
+        attack("13 scorer", {"task": Recorder()}, "scorer must be made for the task"),
+    ],
+)
+def test_an_evaluation_that_would_mislead_is_refused(changes: dict[str, Any], words: str) -> None:
+    task, sampler = Recorder(), None
+    given: dict[str, Any] = {"task": task, "size": 4, "seed": 0, **changes}
+    scorer = RewardScorer(task)  # type: ignore[arg-type]
+    assert words in refused(lambda: evaluate(sampler, scorer=scorer, **given))  # type: ignore[arg-type]
 
 
 # --- tasks of one's own ---------------------------------------------------------------------------
@@ -490,7 +603,13 @@ HELD_OUT, SCORE = 'Example(f"h{number}", str(number))', "return {name:"
         (SCORE, "return 1 // 0 #", r"score of train\(0\) and the text '0': ZeroDivisionError"),
         (SCORE, "return None #", "score of .*: returned NoneType 'None', without right"),
         (SCORE, "import time; time.sleep(9) #", "took longer than 0.05 s"),
-        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 1 texts: TypeError"),
+        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 2 texts: TypeError"),
+        (
+            "def score",
+            "score_batch = lambda self, e, t: {'right': __import__('numpy').ones((1, 1))}\n"
+            "    def score",
+            "score of .*, not 2 numbers",
+        ),
         ("def score", "score_batch = lambda *a: {}\n    def score", "score of .*, without right"),
     ],
 )

@@ -162,10 +162,12 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
     source, pool, example = task_source(task, timeout_s), WorkerPool(0, "check"), task.train(0)
     question, exact = getattr(example, "original", example), []
     for text in (example.answer, "", f"{example.answer} "):
-        args = ([question], [text]) if source.batched else (question, text)
+        # two texts in a batch: an answer of a wrong shape may fit a single one
+        size = 2 if source.batched else 1
+        args = ([question] * 2, [text, example.answer]) if source.batched else (question, text)
         try:
             answer = pool.wait(pool.submit(source.call, *args, needs_thread=True), timeout_s)
-            scores = dict(zip(source.names, source.check(answer, 1)[:, 0].tolist(), strict=True))
+            scores = dict(zip(source.names, source.check(answer, size)[:, 0].tolist(), strict=True))
         except Exception as error:
             if isinstance(error, ConfigError) and str(error).startswith(task.name):
                 raise

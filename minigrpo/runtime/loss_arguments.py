@@ -1,4 +1,4 @@
-"""Checks of what losses.py is given, so that a slip is one line and not a wrong gradient.
+"""Checks of what losses.py and others are given, so that a slip is one line, not a wrong result.
 
 Each raises ValueError, which names the argument, what is allowed, and what it got. Nothing here
 waits for a GPU: a tensor's values are looked at only if it is on the CPU.
@@ -12,6 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+# Rewards beyond this are summed and centred in float64, because float32 would round away the
+# differences in a group. Smaller ones stay in float32.
+FLOAT32_UP_TO = 64.0
 MAX_CHARS = 60  # of a value in a message
 
 
@@ -34,9 +37,14 @@ def count(name: str, value: Any, *, may_be_tensor: bool = False) -> None:
         if value.device.type == "cpu" and not value >= 1:
             raise ValueError(f"{name} must be at least 1, got {value.item()}")
         return
+    whole(name, value, least=1)
+
+
+def whole(name: str, value: Any, *, least: int) -> None:
+    """Raise ValueError unless `value` is a whole number >= `least`."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not (is_whole and value >= 1):
-        raise ValueError(f"{name} must be a whole number of at least 1, got {_shown(value)}")
+    if not (is_whole and value >= least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {_shown(value)}")
 
 
 def tensor(
