@@ -4,6 +4,7 @@ Each case ends in one line that names the flag or the file and what is allowed, 
 in a result that is right. The ids are the numbers of a list of attacks.
 """
 
+import gzip
 import json
 import math
 import os
@@ -27,16 +28,21 @@ from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.model.weights import export_gpt2
 from minigrpo.rewards import RewardFunction, RewardScorer, reward
+from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.pool import WorkerPool
 from minigrpo.runtime.reward_calls import BadRewardError, RewardSource, weighted_sum
+from minigrpo.runtime.rng import weights_seed
+from minigrpo.tasks.games import Games
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import load_rewards, load_task
+from minigrpo.tools.loading import ModelSelection, load
 from minigrpo.types import Example
 
 from .gradients import TINY
-from .test_games import Heard
+from .test_games import SMALL, Heard
 
 NULL = {**TINY, "reward_weights": "", "eval_every": 0, "max_steps": 2}
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
@@ -514,6 +520,96 @@ def test_an_evaluation_that_would_mislead_is_refused(changes: dict[str, Any], wo
     given: dict[str, Any] = {"task": task, "size": 4, "seed": 0, **changes}
     scorer = RewardScorer(task)  # type: ignore[arg-type]
     assert words in refused(lambda: evaluate(sampler, scorer=scorer, **given))  # type: ignore[arg-type]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["task", "rewards", "data", "init_from"])
+@pytest.mark.parametrize(
+    ("name", "words"), [attack("16", "x" * 300, "too long"), attack("17", "loop", "symbolic links")]
+)
+def test_a_path_that_cannot_be_looked_up_is_one_line(
+    tmp_path: Path, flag: str, name: str, words: str
+) -> None:
+    path = tmp_path / f"{name}{'.pgn' if flag == 'data' else '.py'}"
+    if len(name) < 255:
+        path.symlink_to(path)
+    message = refused(lambda: start(tmp_path, **{flag: str(path)}))
+    assert message.startswith(f"--{flag.replace('_', '-')} {str(path)[:150]}")
+    assert "cannot be read" in message and words in message
+
+
+PGN = SMALL.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        attack(
+            "28 gzip", gzip.compress(PGN.encode()), "is compressed with gzip, and must be named"
+        ),
+        attack("28 UTF-16", PGN.encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        (PGN.encode("utf-16-le"), "is not UTF-8 text but UTF-16"),
+        (b"PK\x03\x04rest", "is compressed with zip; unpack it first"),
+    ],
+)
+def test_a_game_file_of_another_kind_says_what_it_is(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    path = tmp_path / "games.pgn"
+    path.write_bytes(content)
+    message = refused(lambda: load_task("chess-env", seed=0, data=str(path)))
+    assert message.startswith(f"--data {path}: {words}")
+
+
+@pytest.mark.parametrize("nag", [attack("25", "9" * 5000)])
+def test_a_game_that_cannot_be_parsed_is_skipped_and_counted(tmp_path: Path, nag: str) -> None:
+    path, heard = tmp_path / "games.pgn", Heard()
+    path.write_text(f'{PGN}\n\n[Event "bad"]\n\n1. e4 ${nag} e5 *\n\n[Event "good"]\n\n1. e4 *\n')
+    games = Games(path, seed=0, listener=heard)
+    assert "skipped 6 of 13 games" in heard.warnings[0]
+    assert games.num_train == Games(SMALL, seed=0).num_train + 1
+
+
+@pytest.mark.parametrize("history", [attack("28", 1024)])
+def test_a_history_that_does_not_fit_blames_the_file_it_is_for(
+    tmp_path: Path, history: int
+) -> None:
+    message = refused(lambda: start(tmp_path, data=str(SMALL), history=history, max_new_tokens=240))
+    assert message.startswith(f"--data {SMALL}: ")
+
+
+@pytest.mark.parametrize("part", [attack("15", "exact=5,similarity"), "a,b"])
+def test_the_weights_of_a_file_name_one_part_each(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f'[task.reward_weights]\n"{part}" = 1\n')
+    message = refused(lambda: Config.from_toml(path))
+    assert message.startswith(f"--config {path}: [reward_weights] names one part per line")
+
+
+@pytest.mark.parametrize(("seed", "same"), [attack("11", 2**32 + 5, False), (2**32 - 1, True)])
+def test_a_large_seed_has_weights_of_its_own(seed: int, same: bool) -> None:
+    low, found = seed % 2**32, weights_seed(seed)
+    assert (found == low) is same and weights_seed(2**33 + 5) != weights_seed(2**32 + 5)
+    config = Config.of(**{**NULL, "init_from": "scratch", "seed": seed})
+    model = make_model(config, load_tokenizer("chess"))
+    expected = Transformer(model.shape, seed=low).wte.weight
+    assert bool((model.wte.weight == expected).all()) is same
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    config = Config.of(learning_rate=np.float64(0.5), clip_low=np.float32(0.25), seed=np.int64(3))
+    assert config == Config.of(learning_rate=0.5, clip_low=0.25, seed=3)
+    values = config.optimizer.learning_rate, config.loss.clip_low, config.run.seed
+    assert [type(x) for x in values] == [float, float, int]
+
+
+@pytest.mark.parametrize("setting", [attack("29", 'data = "games.pgn"'), 'rewards = "mine.py"'])
+def test_a_tool_says_where_the_paths_of_a_run_begin(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "config.toml").write_text(f"[task]\n{setting}\n")
+    message = refused(lambda: load(ModelSelection(tmp_path), Screen()))
+    assert "not found; the paths of a run are relative to the folder where training" in message
 
 
 # --- tasks of one's own ---------------------------------------------------------------------------

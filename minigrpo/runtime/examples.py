@@ -98,7 +98,9 @@ def check_examples(
         elif isinstance(task, UsersTask):
             _check_users_task(task, lengths, config.task.reward_timeout, warn)
         else:
-            _check_supply(f"--task {config.task.name}", source, lengths)
+            data, of_file = config.task.data, getattr(source, "num_held_out", None)
+            name = f"--data {data}" if data and of_file else f"--task {config.task.name}"
+            _check_supply(name, source, lengths)
 
 
 def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
