@@ -21,6 +21,7 @@ from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime.distributed import DistContext
 from .runtime.logging import PhaseTimer
+from .runtime.loss_arguments import FLOAT32_UP_TO
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .sampling.generate import SamplingParams
@@ -194,7 +195,7 @@ class RolloutBatches:
     ) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
         loss, spec = self.config.loss, LOSSES[self.config.loss.name]
-        completions = rollout.completions
+        completions, share = rollout.completions, len(rewards.total)
         total = torch.from_numpy(rewards.total)
         if loss.shuffle_rewards:
             total = shuffled(total, rollout.examples, self.config.run.seed, step)
@@ -210,8 +211,13 @@ class RolloutBatches:
             total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
         estimator = spec.advantage if loss.advantage == "auto" else loss.advantage
         scale = spec.scale if loss.scale == "auto" else loss.scale
-        everyone = advantages(self.dist.gather(total), estimator=estimator, scale=scale)
-        return everyone[self.dist.rank * len(total) :][: len(total)]
+        # float64 for the gather, because each process has its own precision; then float32, unless
+        # that would merge different rewards
+        total = self.dist.gather(total.double())
+        small = bool((total.abs() <= FLOAT32_UP_TO).all())
+        rewards_of_all = total.float() if small else total
+        everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()
+        return everyone[self.dist.rank * share :][:share]
 
     def _work(self) -> dict[str, float]:
         """Decoding rounds of the batch and per completion, and the tokens that the model ran."""

@@ -4,13 +4,16 @@ Each case ends in one line that names the flag or the file and what is allowed, 
 in a result that is right. The ids are the numbers of a list of attacks.
 """
 
+import gzip
 import json
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,27 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from minigrpo import Config, Trainer
+from minigrpo.evaluate import evaluate
 from minigrpo.model.pretrained import load_pretrained
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.model.weights import export_gpt2
 from minigrpo.rewards import RewardFunction, RewardScorer, reward
+from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.pool import WorkerPool
+from minigrpo.runtime.reward_calls import BadRewardError, RewardSource, weighted_sum
+from minigrpo.runtime.rng import weights_seed
+from minigrpo.tasks.games import Games
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import load_rewards, load_task
+from minigrpo.tools.loading import ModelSelection, load
 from minigrpo.types import Example
 
 from .gradients import TINY
-from .test_games import Heard
+from .test_games import SMALL, Heard
 
 NULL = {**TINY, "reward_weights": "", "eval_every": 0, "max_steps": 2}
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
@@ -344,6 +354,13 @@ HEAD = "from minigrpo import reward\nfrom minigrpo.types import Example\n"
         attack("15", "@reward()\ndef step(e, t): return 0.0", "must not be named step, because"),
         ("@reward()\ndef exact(e, t): return 0.0", "must not be named exact"),
         ("@reward()\nasync def f(e, t): return 0.0", "f: must be a plain function, not async"),
+        (
+            "@reward()\n@reward(weight=0.5)\ndef f(e, t): return 0.0",
+            "f: is decorated with @reward twice",
+        ),
+        ("@reward()\ndef f(e, t): yield 0.0", "f: must return its scores, not yield them"),
+        ("@reward()\nasync def f(e, t): yield 0.0", "f: must be a plain function, not async"),
+        ("@reward()\ndef num_nonfinite(e, t): return 0.0", "must not be named num_nonfinite"),
         ("@reward()\ndef f(text): return 0.0", "must be a function that takes .example, text"),
         ("@reward(batched=True)\ndef f(): return 0.0", "that takes .examples, texts"),
         ("@reward\ndef f(e, t): return 0.0", "TypeError: reward.. takes 0 positional"),
@@ -401,6 +418,198 @@ def test_a_score_whose_variance_overflows_counts_as_failed(value: float) -> None
     assert table.failures["huge"] == 1 and np.isfinite(table.total).all()
     with pytest.raises(ConfigError, match="--reward-weights: right must be a number from -1e"):
         RewardScorer(Recorder(), weights={"right": value})  # type: ignore[arg-type]
+
+
+def test_large_scores_keep_their_differences() -> None:
+    @reward()
+    def late(example: Example, text: str) -> float:
+        return 1.7e9 + len(text)
+
+    scorer = RewardScorer(Recorder(), functions=[late])  # type: ignore[arg-type]
+    table = scorer.score([Example("a", "b")], [["b", "cc", "ddd"]])
+    assert table.total.tolist() == [[1.7e9 + 2, 1.7e9 + 2, 1.7e9 + 3]]
+    assert table.parts["right"].dtype == np.float32
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_weights_give_a_finite_spread_without_a_warning() -> None:
+    @reward(weight=1e12)
+    def huge(example: Example, text: str) -> float:
+        return 1e12 / len(text)
+
+    scorer = RewardScorer(Recorder(), functions=[huge])  # type: ignore[arg-type]
+    table = scorer.score([Example("a", "b")], [["b", "cc", "ddd"]])
+    assert np.isfinite(table.total.std(axis=1, ddof=1)).all()
+
+
+def test_small_totals_are_summed_in_float32_as_they_are() -> None:
+    parts = {"a": np.float32([[0.1, 0.7]]), "b": np.float32([[0.3, 0.9]])}
+    total = weighted_sum(parts, {"a": 0.3, "b": 0.7})
+    expected = np.float32(0.3) * parts["a"] + np.float32(0.7) * parts["b"]
+    assert total.dtype == np.float32 and total.tobytes() == expected.tobytes()
+
+
+ONE = [Example("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("examples", "texts", "words"),
+    [
+        attack("9", ONE, ["26"], "texts must be lists of texts, one per example, got str '26'"),
+        attack("9 bytes", ONE, [[b"26"]], "a completion must be text, got bytes"),
+        attack("9 None", ONE, [["26", None]], "a completion must be text, got NoneType"),
+        (ONE, None, "texts must be a list, got NoneType"),
+        (ONE, "26", "texts must be a list, got str"),
+        attack("27", [], [], "texts must have a list of completions for each example"),
+        attack("27 ragged", ONE * 2, [["a", "b"], ["c"]], "the same number of texts.* got 2 and 1"),
+        (ONE, [[]], "the same number of texts, at least one, got 0 and 0"),
+        (ONE, [["a"], ["b"]], "got 2 for 1 examples"),
+    ],
+)
+def test_texts_of_another_shape_are_refused(examples: Any, texts: Any, words: str) -> None:
+    scorer = RewardScorer(Recorder())  # type: ignore[arg-type]
+    assert re.search(words, refused(lambda: scorer.score(examples, texts)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        attack("10", {"timeout_s": "1"}, "timeout_s must be a number"),
+        attack("10 zero", {"timeout_s": 0}, "timeout_s must be above 0, got 0"),
+        attack("10 negative", {"timeout_s": -1}, "timeout_s must be above 0, got -1"),
+        attack("27", {"functions": [len]}, "functions must be decorated with @minigrpo.reward"),
+    ],
+)
+def test_a_scorer_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
+    assert words in refused(lambda: RewardScorer(Recorder(), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        attack("12 masked", np.ma.masked_array([1.0, 2.0], mask=True)),
+        attack("18 shape", np.ones((2, 1))),
+        attack("18 list", [10**400, 1]),
+        attack("18 fraction", [Fraction(10**400), 1]),
+        attack("18 dict", {0: 1.0, 1: 2.0}),
+        {0.5, 1.0},
+        b"ab",
+        ["1", "2"],
+        [[1.0], [2.0]],
+        np.array([1.0, None]),
+        [True, math.nan],
+    ],
+)
+def test_an_answer_that_is_no_row_of_numbers_is_a_bad_reward(column: Any) -> None:
+    source = RewardSource(["a"], len, batched=True, timeout_s=None)
+    with pytest.raises(BadRewardError, match="not (2 numbers|a finite number)"):
+        source.check({"a": column}, 2)
+    assert source.check({"a": [Fraction(1, 2), np.float16(2)]}, 2).tolist() == [[0.5, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        attack("13", {"seed": None}, "seed must be a whole number of at least 0, got None"),
+        attack("13 size", {"size": 0}, "size must be a whole number of at least 1, got 0"),
+        attack("13 scorer", {"task": Recorder()}, "scorer must be made for the task"),
+    ],
+)
+def test_an_evaluation_that_would_mislead_is_refused(changes: dict[str, Any], words: str) -> None:
+    task, sampler = Recorder(), None
+    given: dict[str, Any] = {"task": task, "size": 4, "seed": 0, **changes}
+    scorer = RewardScorer(task)  # type: ignore[arg-type]
+    assert words in refused(lambda: evaluate(sampler, scorer=scorer, **given))  # type: ignore[arg-type]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["task", "rewards", "data", "init_from"])
+@pytest.mark.parametrize(
+    ("name", "words"), [attack("16", "x" * 300, "too long"), attack("17", "loop", "symbolic links")]
+)
+def test_a_path_that_cannot_be_looked_up_is_one_line(
+    tmp_path: Path, flag: str, name: str, words: str
+) -> None:
+    path = tmp_path / f"{name}{'.pgn' if flag == 'data' else '.py'}"
+    if len(name) < 255:
+        path.symlink_to(path)
+    message = refused(lambda: start(tmp_path, **{flag: str(path)}))
+    assert message.startswith(f"--{flag.replace('_', '-')} {str(path)[:150]}")
+    assert "cannot be read" in message and words in message
+
+
+PGN = SMALL.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        attack(
+            "28 gzip", gzip.compress(PGN.encode()), "is compressed with gzip, and must be named"
+        ),
+        attack("28 UTF-16", PGN.encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        (PGN.encode("utf-16-le"), "is not UTF-8 text but UTF-16"),
+        (b"PK\x03\x04rest", "is compressed with zip; unpack it first"),
+    ],
+)
+def test_a_game_file_of_another_kind_says_what_it_is(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    path = tmp_path / "games.pgn"
+    path.write_bytes(content)
+    message = refused(lambda: load_task("chess-env", seed=0, data=str(path)))
+    assert message.startswith(f"--data {path}: {words}")
+
+
+@pytest.mark.parametrize("nag", [attack("25", "9" * 5000)])
+def test_a_game_that_cannot_be_parsed_is_skipped_and_counted(tmp_path: Path, nag: str) -> None:
+    path, heard = tmp_path / "games.pgn", Heard()
+    path.write_text(f'{PGN}\n\n[Event "bad"]\n\n1. e4 ${nag} e5 *\n\n[Event "good"]\n\n1. e4 *\n')
+    games = Games(path, seed=0, listener=heard)
+    assert "skipped 6 of 13 games" in heard.warnings[0]
+    assert games.num_train == Games(SMALL, seed=0).num_train + 1
+
+
+@pytest.mark.parametrize("history", [attack("28", 1024)])
+def test_a_history_that_does_not_fit_blames_the_file_it_is_for(
+    tmp_path: Path, history: int
+) -> None:
+    message = refused(lambda: start(tmp_path, data=str(SMALL), history=history, max_new_tokens=240))
+    assert message.startswith(f"--data {SMALL}: ")
+
+
+@pytest.mark.parametrize("part", [attack("15", "exact=5,similarity"), "a,b"])
+def test_the_weights_of_a_file_name_one_part_each(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f'[task.reward_weights]\n"{part}" = 1\n')
+    message = refused(lambda: Config.from_toml(path))
+    assert message.startswith(f"--config {path}: [reward_weights] names one part per line")
+
+
+@pytest.mark.parametrize(("seed", "same"), [attack("11", 2**32 + 5, False), (2**32 - 1, True)])
+def test_a_large_seed_has_weights_of_its_own(seed: int, same: bool) -> None:
+    low, found = seed % 2**32, weights_seed(seed)
+    assert (found == low) is same and weights_seed(2**33 + 5) != weights_seed(2**32 + 5)
+    config = Config.of(**{**NULL, "init_from": "scratch", "seed": seed})
+    model = make_model(config, load_tokenizer("chess"))
+    expected = Transformer(model.shape, seed=low).wte.weight
+    assert bool((model.wte.weight == expected).all()) is same
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    config = Config.of(learning_rate=np.float64(0.5), clip_low=np.float32(0.25), seed=np.int64(3))
+    assert config == Config.of(learning_rate=0.5, clip_low=0.25, seed=3)
+    values = config.optimizer.learning_rate, config.loss.clip_low, config.run.seed
+    assert [type(x) for x in values] == [float, float, int]
+
+
+@pytest.mark.parametrize("setting", [attack("29", 'data = "games.pgn"'), 'rewards = "mine.py"'])
+def test_a_tool_says_where_the_paths_of_a_run_begin(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "config.toml").write_text(f"[task]\n{setting}\n")
+    message = refused(lambda: load(ModelSelection(tmp_path), Screen()))
+    assert "not found; the paths of a run are relative to the folder where training" in message
 
 
 # --- tasks of one's own ---------------------------------------------------------------------------
@@ -490,7 +699,13 @@ HELD_OUT, SCORE = 'Example(f"h{number}", str(number))', "return {name:"
         (SCORE, "return 1 // 0 #", r"score of train\(0\) and the text '0': ZeroDivisionError"),
         (SCORE, "return None #", "score of .*: returned NoneType 'None', without right"),
         (SCORE, "import time; time.sleep(9) #", "took longer than 0.05 s"),
-        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 1 texts: TypeError"),
+        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 2 texts: TypeError"),
+        (
+            "def score",
+            "score_batch = lambda self, e, t: {'right': __import__('numpy').ones((1, 1))}\n"
+            "    def score",
+            "score of .*, not 2 numbers",
+        ),
         ("def score", "score_batch = lambda *a: {}\n    def score", "score of .*, without right"),
     ],
 )

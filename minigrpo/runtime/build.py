@@ -18,6 +18,8 @@ from ..tasks.registry import load_rewards, load_task
 from ..types import Task
 from . import accel
 from .flags import ConfigError
+from .rng import weights_seed
+from .text import check_file_name
 
 Say = Callable[[str], object]
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
@@ -58,9 +60,10 @@ def make_model(
     sizes = config.model
     if sizes.init_from == "scratch":
         shape = ModelShape(tokenizer.n_vocab, sizes.context, sizes.layers, sizes.width, sizes.heads)
-        model = Transformer(shape, seed=config.run.seed)
+        model = Transformer(shape, seed=weights_seed(config.run.seed))
     else:
         try:
+            check_file_name(sizes.init_from)
             model = load_pretrained(sizes.init_from)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None

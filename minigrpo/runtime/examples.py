@@ -98,7 +98,9 @@ def check_examples(
         elif isinstance(task, UsersTask):
             _check_users_task(task, lengths, config.task.reward_timeout, warn)
         else:
-            _check_supply(f"--task {config.task.name}", source, lengths)
+            data, of_file = config.task.data, getattr(source, "num_held_out", None)
+            name = f"--data {data}" if data and of_file else f"--task {config.task.name}"
+            _check_supply(name, source, lengths)
 
 
 def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
@@ -162,10 +164,12 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
     source, pool, example = task_source(task, timeout_s), WorkerPool(0, "check"), task.train(0)
     question, exact = getattr(example, "original", example), []
     for text in (example.answer, "", f"{example.answer} "):
-        args = ([question], [text]) if source.batched else (question, text)
+        # two texts in a batch: an answer of a wrong shape may fit a single one
+        size = 2 if source.batched else 1
+        args = ([question] * 2, [text, example.answer]) if source.batched else (question, text)
         try:
             answer = pool.wait(pool.submit(source.call, *args, needs_thread=True), timeout_s)
-            scores = dict(zip(source.names, source.check(answer, 1)[:, 0].tolist(), strict=True))
+            scores = dict(zip(source.names, source.check(answer, size)[:, 0].tolist(), strict=True))
         except Exception as error:
             if isinstance(error, ConfigError) and str(error).startswith(task.name):
                 raise
