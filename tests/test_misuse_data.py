@@ -28,6 +28,7 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.pool import WorkerPool
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
+from minigrpo.tasks.process_state import STATE
 from minigrpo.tasks.registry import load_rewards, load_task
 from minigrpo.types import Example
 
@@ -403,6 +404,54 @@ def test_a_score_whose_variance_overflows_counts_as_failed(value: float) -> None
         RewardScorer(Recorder(), weights={"right": value})  # type: ignore[arg-type]
 
 
+CHANGES = {
+    "torch's default dtype": "torch.set_default_dtype(torch.float64)",
+    "torch's default device": "torch.set_default_device('meta')",
+    "torch's gradients": "torch.set_grad_enabled(False)",
+    "torch's number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "torch's deterministic algorithms": "torch.use_deterministic_algorithms(True)",
+    "torch's matmul precision": "torch.set_float32_matmul_precision('medium')",
+    "torch's anomaly detection": "torch.autograd.set_detect_anomaly(True)",
+    "numpy's handling of errors": "numpy.seterr(all='raise')",
+    "Python's recursion limit": "sys.setrecursionlimit(500)",
+    "the current folder": "os.chdir('/')",
+}
+
+
+@pytest.mark.parametrize("flag", ["--task", "--rewards"])
+def test_what_a_file_does_to_the_process_is_undone_with_one_warning(
+    tmp_path: Path, flag: str
+) -> None:
+    before = {name: read() for name, (read, _) in STATE.items()}
+    path, said = own(tmp_path), list[str]()
+    code = "import os, sys, numpy, torch\n" + "\n".join(CHANGES.values()) + "\n"
+    if flag == "--task":
+        path.write_text(code + path.read_text())
+        load_own_task(str(path), 0, said.append)
+    else:
+        path.write_text(f"{HEAD}{code}@reward()\ndef f(e, t): return 0.0\n")
+        load_rewards(str(path), said.append)
+    assert {name: read() for name, (read, _) in STATE.items()} == before
+    assert len(said) == 1
+    assert said[0].startswith(f"{flag} {path}: changes {', '.join(STATE)} for the whole run")
+    path.write_text(code + "1 // 0")
+    for load in (lambda: load_own_task(str(path), 0), lambda: load_rewards(str(path))):
+        assert refused(load).endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert {name: read() for name, (read, _) in STATE.items()} == before
+
+
+def test_the_warning_of_a_file_that_changes_the_process_reaches_the_screen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = own(tmp_path, (PARTS, PARTS))
+    code = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    path.write_text(code + path.read_text())
+    (tmp_path / "r.py").write_text(f"{HEAD}{code}@reward()\ndef f(e, t): return 0.0\n")
+    trainer = start(tmp_path, task=str(path), rewards=str(tmp_path / "r.py"))
+    assert capfd.readouterr().err.count("changes torch's default dtype for the whole run") == 2
+    assert {x.dtype.itemsize for x in trainer.model.parameters()} == {4}
+
+
 # --- tasks of one's own ---------------------------------------------------------------------------
 
 OWN = """
@@ -530,6 +579,26 @@ def test_an_error_in_score_batch_names_the_call(tmp_path: Path) -> None:
     task = load_own_task(str(own(tmp_path, ("def score", fails))), 0)
     message = refused(lambda: RewardScorer(task).score([task.train(0)], [["a"]]))
     assert message.endswith("mine.py: Mine: score_batch of 1 texts: KeyError: 'x'")
+
+
+@pytest.mark.parametrize("where", ["train", "score_batch"])
+def test_an_interrupt_that_a_task_raises_itself_is_one_line_that_names_the_call(
+    tmp_path: Path, where: str
+) -> None:
+    """Ctrl-C arrives in the main thread, and a task's calls are in others."""
+    fails = (
+        "def score_batch(self, examples, texts):\n        raise KeyboardInterrupt('x')\n    def s"
+    )
+    raises = f"(_ for _ in ()).throw(KeyboardInterrupt('x')) if number == 9 else {TRAIN}"
+    fails = "def score_batch(self, *a):\n        raise KeyboardInterrupt('x')\n    def score"
+    change = (TRAIN, raises) if where == "train" else ("def score", fails)
+    task: Any = load_own_task(str(own(tmp_path, change)), 0)
+    pool = WorkerPool(1, "test")
+    call = (task.train, 9) if where == "train" else (task.score_batch, [Example("a", "b")], ["c"])
+    message = refused(lambda: pool.wait(pool.submit(*call), None))
+    pool.close()
+    name = "train(9)" if where == "train" else "score_batch of 1 texts"
+    assert message.endswith(f"mine.py: Mine: {name}: KeyboardInterrupt: x")
 
 
 def test_each_prompt_of_ones_own_has_its_own_random_numbers(tmp_path: Path) -> None:
