@@ -574,6 +574,37 @@ def test_an_example_that_fails_later_is_one_line_too(tmp_path: Path, number: int
     assert message.startswith(f"--task {path}: Mine: train(700): ZeroDivisionError")
 
 
+@pytest.mark.parametrize(
+    ("text", "loss", "words"),
+    [
+        (TRAIN, "nll", r"train\(601\): the answer has 300 tokens; at most 251 fit .* prompt's 4"),
+        (TRAIN, "grpo", r"train\(601\): the prompt has 300 tokens; at most 250 leave room"),
+        (HELD_OUT, "grpo", r"held_out\(601\): the prompt has 300 tokens; at most 250 leave room"),
+    ],
+)
+def test_a_late_text_that_is_too_long_names_the_file_and_the_call(
+    tmp_path: Path, text: str, loss: str, words: str
+) -> None:
+    """Number 601 is beyond those that are checked before the run starts."""
+    prompt, answer = ("f't{number}'", "'x' * 300") if loss == "nll" else ("'x' * 300", "''")
+    change = text, f"Example({prompt}, {answer}) if number == 601 else {text}"
+    path = own(tmp_path, change)
+    trainer = start(tmp_path, task=str(path), loss=loss, prompts_per_step=4, max_steps=400)
+    if text == TRAIN:
+        message = refused(lambda: trainer.source.batch(150))
+    else:
+        examples = [trainer.task.held_out(number) for number in (600, 601)]
+        message = refused(lambda: next(trainer.sampler.complete(examples)))
+    assert message.startswith(f"--task {path}: Mine: ") and re.search(words, message), message
+
+
+def test_a_long_prompt_and_a_long_answer_of_different_examples_are_no_error(tmp_path: Path) -> None:
+    """The estimate took the longest answer off the room of each prompt."""
+    long = "Example('p' * 240 if number % 2 else 'h', '' if number % 2 else 'a' * 240)"
+    path = own(tmp_path, (HELD_OUT, long))
+    start(tmp_path, task=str(path), loss="nll")
+
+
 def test_an_error_in_score_batch_names_the_call(tmp_path: Path) -> None:
     fails = "def score_batch(self, examples, texts):\n        raise KeyError('x')\n    def score"
     task = load_own_task(str(own(tmp_path, ("def score", fails))), 0)
