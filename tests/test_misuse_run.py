@@ -35,6 +35,7 @@ from minigrpo.runtime.folder import make_folder, working_folder
 from minigrpo.runtime.guard import check_weights, weight_norm
 from minigrpo.runtime.log_files import RunLog
 from minigrpo.runtime.logging import Screen
+from minigrpo.runtime.resume import changed_files, contents_of_files
 from minigrpo.tools import cli, train
 from minigrpo.types import Example
 
@@ -606,6 +607,32 @@ def test_a_loss_refuses_what_does_not_belong_together(changes: dict[str, Any], w
 def test_advantages_refuse_what_is_no_group(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="--group-size must be at least 2, got"):
         advantages(torch.zeros(shape))
+
+
+def test_resuming_with_other_contents_of_a_file_is_said_once_with_flag_and_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, rewards, task = (tmp_path / name for name in ("d.jsonl", "r.py", "t.py"))
+    data.write_text(Path(CHEAP["data"]).read_text())
+    rewards.write_text("import minigrpo\n@minigrpo.reward()\ndef r(example, text): return 0.0\n")
+    options: dict[str, Any] = {"data": str(data), "rewards": str(rewards), "max_steps": 2}
+    make(tmp_path / "run", **options).fit()
+    make(tmp_path / "run", **options, resume="auto").run_dir.close()
+    assert "other contents" not in capfd.readouterr().err
+    for file in (data, rewards):
+        file.write_text(file.read_text() + "\n")
+        make(tmp_path / "run", **options, resume="auto").run_dir.close()
+        said = [line for line in capfd.readouterr().err.splitlines() if "other contents" in line]
+        assert len(said) == 1 and f"--data {data}" in said[0]
+        assert (f"--rewards {rewards}" in said[0]) == (file is rewards)
+    task.write_text("x = 1")
+    config = Config.of(task=str(task), out_dir="x")
+    before = contents_of_files(config)
+    task.write_text("x = 2")
+    assert changed_files(contents_of_files(config), before) == [f"--task {task}"]
+    task.unlink()
+    os.mkfifo(task)
+    assert contents_of_files(config) == {} and changed_files({}, before) == []
 
 
 # --- users' code and the process ------------------------------------------------------------------

@@ -26,7 +26,7 @@ from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
-from .resume import changes, check_same_run, made_by
+from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
 
 
@@ -34,10 +34,11 @@ class RunDir:
     """The folder of a run. Only the main process reads and writes, except for `dump`."""
 
     def __init__(self, config: Config, dist: DistContext, screen: Screen) -> None:
-        """This touches no file; `open` does."""
+        """This only reads the files of the task; `open` makes the folder."""
         self.config, self.dist, self.screen = config, dist, screen
         self.path, self.shown = Path(), Path()  # absolute, and as --out-dir names it
         self.start = working_folder()
+        self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
         self.saved_step = -1  # of the newest checkpoint
         self._lock: IO[str] | None = None
 
@@ -136,6 +137,7 @@ class RunDir:
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
+        state["files"] = self.files
         save_checkpoint(self.checkpoints, step, state, keep_last=self.config.run.keep_last)
         self.saved_step = step
 
@@ -172,6 +174,11 @@ class RunDir:
             self.screen.warn(
                 f"{'; '.join(said)}: the batches are the same, but results may not be equal bit "
                 "for bit"
+            )
+        if differ := changed_files(self.files, state.get("files", {})):
+            self.screen.warn(
+                f"{', '.join(differ)}: other contents than when the checkpoint was written, so "
+                "the run does not continue as it began"
             )
         self.screen.say(f"resumed from step {step} of {self.shown}")
         for name in ("max_steps", "stop_after"):
