@@ -118,6 +118,32 @@ def test_a_row_that_is_too_long_is_refused_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("data", "2 of 402 answers .* the longest: --data {}, line 402, 9 tokens"),
+        ("task", r"156 of 512 answers .* the longest: --task {}: Mine: train\(100\), 7 tokens"),
+        ("task nll", r"156 of 512 answers .* the longest: --task {}: Mine: train\(100\), 7 tokens"),
+    ],
+)
+def test_answers_that_no_completion_can_equal_are_counted_in_one_warning(
+    tmp_path: Path, source: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of exactly --max-new-tokens can be written, without its end of text."""
+    if source == "data":
+        answers = ("123456", "1234567", "123456789")
+        rows = [{"prompt": f"long {x}", "answer": x} for x in answers]
+        path = jsonl(tmp_path / "data.jsonl", [*SUMS[:399], *rows])
+        start(tmp_path, data=str(path))
+    else:
+        answer = TRAIN, "Example(f't{number}', '1' * (7 if number > 99 else 6))"
+        path = own(tmp_path, answer)
+        start(tmp_path, task=str(path), **({"loss": "nll"} if source == "task nll" else {}))
+    said = capfd.readouterr().err
+    assert said.count("are longer than --max-new-tokens 6, so no completion can equal them") == 1
+    assert re.search(words.format(re.escape(str(path))), said), said
+
+
 def test_rows_of_unequal_length_fit_if_each_fits(tmp_path: Path) -> None:
     """A long prompt and a long answer in one batch need not fit together."""
     rows = [

@@ -40,12 +40,10 @@ def contents_of_files(config: Config) -> dict[str, str]:
     resumed. A file that cannot be read is left out; its reader refuses it with a better message.
     """
     task = config.task
-    named = [
-        ("--task", task.name if task.name.endswith(".py") else ""),
-        ("--rewards", task.rewards),
-    ]
+    own_task = task.name if task.name.endswith(".py") else ""
+    named = [("--task", own_task), ("--rewards", task.rewards)]
     named += [("--data", path.strip()) for path in task.data.split(",")]
-    return {f"{flag} {path}": digest for flag, path in named if path and (digest := _sha256(path))}
+    return {f"{by} {path}": digest for by, path in named if path and (digest := _sha256(path))}
 
 
 def _sha256(path: str) -> str:
