@@ -10,6 +10,7 @@ import numpy as np
 
 from .model.encoding import decode
 from .rewards import RewardScorer
+from .runtime.loss_arguments import whole
 from .runtime.rng import uniforms
 from .sampling.sampler import Sampler
 from .types import Example, RewardTable, Task
@@ -73,6 +74,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Score the first `size` held-out examples, or all if there are fewer.
 
+    Args:
+        scorer: of this very task.
+        seed: of the sampled completions.
+
+    Raises:
+        ValueError: a size below 1, a seed below 0 or None, or the scorer of another task.
+
     Returns:
         n: the number of examples.
         exact_sampled: share of completions sampled at temperature 1 that equal the true answer.
@@ -80,6 +88,10 @@ def evaluate(
         The reward parts, and their weighted sum `reward`: means over the greedy completions.
         exact/<kind>, count/<kind>: `exact` and `n` by kind of question.
     """
+    whole("size", size, least=1)
+    whole("seed", seed, least=0)
+    if scorer.task is not task:
+        raise ValueError("scorer must be made for the task that is evaluated: RewardScorer(task)")
     size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]
     graded, sampled = grade(sampler, scorer, examples), answer(sampler, examples, seed=seed)

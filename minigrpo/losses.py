@@ -16,10 +16,11 @@ learner.py calls `policy_loss`, rollout.py calls `advantages`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from .runtime import loss_arguments as check
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does
 
@@ -33,27 +34,29 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         scale: what divides the result. `group`: the group's std + 1e-4. `batch`: the std of the
             whole batch + 1e-4. `none`: nothing (Dr. GRPO, arXiv 2503.20783). ddof = 1.
 
-    A group with equal rewards has advantages of exactly 0. Raises ValueError for groups of one.
+    A group with equal rewards has advantages of exactly 0. Raises ValueError for groups of one, and
+    for an argument that is not allowed.
     """
+    check.tensor("rewards", rewards, needed=True, dtype=None)
     if not rewards.dim() or rewards.shape[-1] < 2:
         raise ValueError(f"--group-size must be at least 2, got {rewards.shape[-1:].numel()}")
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    check.choice("estimator", estimator, ("group_mean", "leave_one_out"))
+    check.choice("advantage scale", scale, ("group", "batch", "none"))
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    large = bool((rewards.to(dtype).abs() > check.FLOAT32_UP_TO).any())
+    rewards = rewards.to(torch.float64 if large else dtype)
     size = rewards.shape[-1]
     centred = rewards - rewards.mean(-1, keepdim=True)
     if estimator == "leave_one_out":
         centred = centred * (size / (size - 1))
-    elif estimator != "group_mean":
-        raise ValueError(f"estimator must be group_mean or leave_one_out, got {estimator!r}")
     if scale == "group":
         centred = centred / (rewards.std(-1, keepdim=True) + STD_EPS)
     elif scale == "batch":
         centred = centred / (rewards.std() + STD_EPS)
-    elif scale != "none":
-        raise ValueError(f"advantage scale must be group, batch or none, got {scale!r}")
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
     # error would become a gradient.
     equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
-    return torch.where(equal, 0.0, centred)
+    return torch.where(equal, 0.0, centred).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,14 @@ class LossNormalizer:
     completions: int | Tensor  # B
     tokens: int | Tensor  # N, completion tokens in the loss
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a count below 1."""
+        check.count("completions", self.completions, may_be_tensor=True)
+        check.count("tokens", self.tokens, may_be_tensor=True)
+
     @classmethod
     def of(cls, mask: Tensor) -> "LossNormalizer":
-        return cls(mask[..., 0].numel(), mask.sum().clamp(min=1))
+        return cls(max(1, mask[..., 0].numel()), mask.sum().clamp(min=1))
 
 
 # --- the ratio: how far the policy has moved from the one that sampled ----------------------------
@@ -204,7 +212,8 @@ def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float)
     distribution differs from the policy's. `logp` is of the old policy, computed by the training
     forward; `sampler_logp` is of the distribution that the tokens were drawn from.
     """
-    return (logp.detach() - sampler_logp).exp().clamp(max=cap)
+    check.number("cap", cap, above=0)
+    return (logp.detach() - sampler_logp.detach()).exp().clamp(max=cap)
 
 
 def policy_loss(
@@ -242,18 +251,28 @@ def policy_loss(
             normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
 
     Returns:
-        The scalar loss, and metrics: scalars without gradient. Raises ValueError, with the name of
-        the argument, for one that is unknown, missing, or of a shape that only broadcasts.
+        The scalar loss, and metrics: scalars without gradient. Only `logp` gets a gradient. Raises
+        ValueError, with the name of the argument, for one that is unknown, missing, out of range,
+        of another type, or of a shape that only broadcasts.
     """
-    spec: LossSpec = _choose("loss", loss, LOSSES)
-    estimate_kl = _choose("kl", kl, {**KL_ESTIMATORS, KL_IN_REWARD: None}) if kl_coef else None
-    if not logp.dim() or not logp.shape[-1]:
-        raise ValueError(f"logp must be [..., S] with at least one column, got {list(logp.shape)}")
-    _check_shape("mask", mask, logp.shape, needed=True)
-    _check_shape("old_logp", old_logp, logp.shape)
-    _check_shape("advantages", advantages, logp.shape[:-1], needed=spec.needs_group)
-    _check_shape("ref_logp", ref_logp, logp.shape, needed=estimate_kl is not None)
-    _check_shape("token_weights", token_weights, logp.shape)
+    check.choice("loss", loss, LOSSES)
+    check.choice("kl", kl, (*KL_ESTIMATORS, KL_IN_REWARD))
+    check.number("kl_coef", kl_coef, least=0)
+    spec, estimate_kl = LOSSES[loss], KL_ESTIMATORS.get(kl) if kl_coef else None
+    low = spec.clip_low if clip_low is None else clip_low
+    high = spec.clip_high if clip_high is None else clip_high
+    cap = spec.ratio_cap if ratio_cap is None else ratio_cap
+    check.clip(low, high, cap)
+    check.batch(logp, mask, advantages, spec.needs_group)
+    check.tensor("old_logp", old_logp, logp.shape)
+    check.tensor("ref_logp", ref_logp, logp.shape, needed=estimate_kl is not None)
+    check.tensor("token_weights", token_weights, logp.shape)
+    max_length = logp.shape[-1] if max_completion_length is None else max_completion_length
+    check.count("max_completion_length", max_length)
+    # constants of the objective: a gradient through one of them would be another objective's
+    old_logp, ref_logp, advantages, token_weights = (
+        None if x is None else x.detach() for x in (old_logp, ref_logp, advantages, token_weights)
+    )
     normalizer = normalizer or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
@@ -262,12 +281,7 @@ def policy_loss(
     old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
     ratio = spec.ratio(logp - old, m)
     adv = logp.new_zeros(()) if advantages is None else advantages.to(at_least_fp32)[..., None]
-    clip = Clip(
-        low=1 - (spec.clip_low if clip_low is None else clip_low),
-        high=1 + (spec.clip_high if clip_high is None else clip_high),
-        cap=spec.ratio_cap if ratio_cap is None else ratio_cap,
-    )
-    term, hits = spec.surrogate(ratio, adv, logp, clip)
+    term, hits = spec.surrogate(ratio, adv, logp, Clip(1 - low, 1 + high, cap))
     if token_weights is not None:
         term = term * torch.where(mask, token_weights, 0.0)
 
@@ -278,18 +292,5 @@ def policy_loss(
         penalty = estimate_kl(torch.where(mask, ref_logp, 0.0) - logp, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
-    weights = spec.reduce(m, normalizer, max_completion_length or mask.shape[-1])
+    weights = spec.reduce(m, normalizer, max_length)
     return (weights * term).sum(), metrics
-
-
-def _choose(name: str, key: str, table: dict[str, Any]) -> Any:
-    if key not in table:
-        raise ValueError(f"{name} must be one of {', '.join(table)}, got {key!r}")
-    return table[key]
-
-
-def _check_shape(name: str, x: Tensor | None, shape: torch.Size, *, needed: bool = False) -> None:
-    """Raise ValueError for another shape: one that only broadcasts would give a wrong loss."""
-    if (needed and x is None) or (x is not None and x.shape != shape):
-        got = None if x is None else list(x.shape)
-        raise ValueError(f"{name} must have the shape {list(shape)}, got {got}")

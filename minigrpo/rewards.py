@@ -20,12 +20,15 @@ from .runtime.pool import Job, WorkerPool
 from .runtime.reward_calls import (
     BadRewardError,
     RewardSource,
+    check_texts,
     describe_failure,
     distinct_pairs,
+    narrow,
     task_source,
+    weighted_sum,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
-from .runtime.reward_functions import check_number
+from .runtime.reward_functions import check_number, check_time_limit
 from .runtime.reward_functions import reward as reward
 from .tasks.fen import is_valid_fen as is_valid_fen
 from .types import Example, RewardTable, Task
@@ -66,7 +69,7 @@ class PendingRewards:
     def _wait(self) -> RewardTable:
         num_texts, sources = int(self.index.max()) + 1, self.scorer.sources
         scores = {
-            name: np.zeros(num_texts, dtype=np.float32)
+            name: np.zeros(num_texts, dtype=np.float64)
             for source in sources
             for name in source.names
         }
@@ -86,16 +89,14 @@ class PendingRewards:
                     raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
                 if source.trusted:
                     raise
-                rows = np.full((len(source.names), size), source.floor, dtype=np.float32)
+                rows = np.full((len(source.names), size), source.floor, dtype=np.float64)
                 self.scorer.warn_once(source, error)
                 for name in source.names:
                     failed[name][part] = 1
             for name, row in zip(source.names, rows, strict=True):
                 scores[name][part] = row
-        parts = {name: values[self.index] for name, values in scores.items()}
-        total = np.zeros(self.index.shape, dtype=np.float32)
-        for name, weight in self.scorer.weights.items():
-            total += np.float32(weight) * parts[name]
+        parts = {name: narrow(values)[self.index] for name, values in scores.items()}
+        total = weighted_sum(parts, self.scorer.weights)
         failures = {name: int(hits[self.index].sum()) for name, hits in failed.items()}
         return RewardTable(total, parts, failures)
 
@@ -124,8 +125,16 @@ class RewardScorer:
             warn: called with the first failure of each reward source.
 
         Raises:
-            ValueError: a weight of an unknown part, or two parts of one name.
+            ValueError: a weight of an unknown part, two parts of one name, a time limit that is
+                not above 0, or a function without the decorator `reward`.
         """
+        check_time_limit("timeout_s", timeout_s)
+        for function in functions:
+            if not isinstance(function, RewardFunction):
+                raise ValueError(
+                    "functions must be decorated with @minigrpo.reward(), "
+                    f"got {type(function).__name__} {getattr(function, '__name__', '')}".rstrip()
+                )
         own = {function.name: function.weight for function in functions}
         if twice := set(own) & set(task.parts):
             raise ValueError(f"--rewards: the task already has a part {', '.join(sorted(twice))}")
@@ -142,16 +151,21 @@ class RewardScorer:
             )
         for name, weight in self.weights.items():
             check_number(f"--reward-weights: {name}", weight)
+        self.task = task
         self.sources = [task_source(task, timeout_s), *(f.source(timeout_s) for f in functions)]
         self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
         self._warned: set[tuple[str, bool]] = set()
 
     def score(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> RewardTable:
-        """Score `texts`, `[P][G]`: G completions of each of the P examples."""
+        """Score `texts`, `[P][G]`: G completions of each of the P examples.
+
+        Raises ValueError for another shape, or anything but text.
+        """
         return self.submit(examples, texts).result()
 
     def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
         """Start scoring; with workers, return before it is done."""
+        check_texts(examples, texts)
         asked, distinct, index = distinct_pairs(examples, texts)
         pending = PendingRewards(self, index)
         for source in self.sources:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from .config import Config
 from .losses import KL_IN_REWARD, LOSSES, advantages
-from .model.encoding import decode, encode_answers, encode_prompts
+from .model.encoding import decode, encode_pairs
 from .model.tokenizer import Tokenizer
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime.distributed import DistContext
 from .runtime.logging import PhaseTimer
+from .runtime.loss_arguments import FLOAT32_UP_TO
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .sampling.generate import SamplingParams
@@ -51,12 +52,7 @@ class SupervisedBatches:
     def batch(self, step: int) -> RolloutBatch:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-            ids, lengths = encode_answers(self.tokenizer, examples)
-            prompt_ids, prompt_len = encode_prompts(
-                self.tokenizer, examples, self.context - lengths
-            )
-        mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
+            completions = encode_pairs(self.tokenizer, examples, self.context)
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
 
 
@@ -190,7 +186,7 @@ class RolloutBatches:
     ) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
         loss, spec = self.config.loss, LOSSES[self.config.loss.name]
-        completions = rollout.completions
+        completions, share = rollout.completions, len(rewards.total)
         total = torch.from_numpy(rewards.total)
         if loss.shuffle_rewards:
             total = shuffled(total, rollout.examples, self.config.run.seed, step)
@@ -206,8 +202,13 @@ class RolloutBatches:
             total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
         estimator = spec.advantage if loss.advantage == "auto" else loss.advantage
         scale = spec.scale if loss.scale == "auto" else loss.scale
-        everyone = advantages(self.dist.gather(total), estimator=estimator, scale=scale)
-        return everyone[self.dist.rank * len(total) :][: len(total)]
+        # float64 for the gather, because each process has its own precision; then float32, unless
+        # that would merge different rewards
+        total = self.dist.gather(total.double())
+        small = bool((total.abs() <= FLOAT32_UP_TO).all())
+        rewards_of_all = total.float() if small else total
+        everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()
+        return everyone[self.dist.rank * share :][:share]
 
     def _work(self) -> dict[str, float]:
         """Decoding rounds of the batch and per completion, and the tokens that the model ran."""

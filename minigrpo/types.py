@@ -92,8 +92,9 @@ class Completions:
 class RewardTable:
     """Scores of P x G texts by reward part; `total` is the weighted sum of the parts."""
 
-    total: np.ndarray  # [P, G] float32
-    parts: Mapping[str, np.ndarray]  # name -> [P, G] float32
+    # float32, or float64 where a value is so large that float32 would merge different rewards
+    total: np.ndarray  # [P, G]
+    parts: Mapping[str, np.ndarray]  # name -> [P, G]
     failures: Mapping[str, int] = field(default_factory=dict)  # part -> completions it failed on
 
     @staticmethod

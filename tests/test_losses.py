@@ -275,3 +275,89 @@ def test_advantages_do_not_depend_on_a_shift_of_the_rewards(rewards: list[float]
 def test_a_group_of_one_is_an_error_that_names_the_flag() -> None:
     with pytest.raises(ValueError, match="--group-size must be at least 2, got 1"):
         advantages(torch.ones(3, 1))
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "nll"])
+def test_only_the_log_probs_of_the_policy_get_a_gradient(loss: str) -> None:
+    """An `old_logp` that is not detached would cancel the gradient, a `ref_logp` the KL."""
+    torch.manual_seed(0)
+    logp = torch.randn(2, 3, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    others = {
+        "old_logp": logp + 0.01,
+        "ref_logp": logp - 0.5,
+        "advantages": logp.mean(-1),
+        "token_weights": logp.exp(),
+    }
+
+    def gradient(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        value, _ = policy_loss(logp, mask=mask, loss=loss, kl_coef=0.1, **given)
+        return torch.autograd.grad(value, logp, retain_graph=True)[0]
+
+    found = gradient(others)
+    assert found.any()
+    constants = {name: x.detach() for name, x in others.items()}
+    torch.testing.assert_close(found, gradient(constants), rtol=0, atol=0)
+
+
+TWO = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_completion_length": 0}, "max_completion_length must be a whole number of at least"),
+        ({"max_completion_length": -1}, "max_completion_length must be .*got -1"),
+        ({"max_completion_length": 2.5}, "max_completion_length must be .*got 2.5"),
+        ({"clip_low": -3}, "clip_low must be a finite number at least 0, got -3"),
+        ({"clip_low": "0.2"}, "clip_low must be .*got '0.2'"),
+        ({"clip_high": math.nan}, "clip_high must be .*got nan"),
+        ({"kl_coef": -1}, "kl_coef must be a finite number at least 0, got -1"),
+        ({"kl_coef": math.inf}, "kl_coef must be .*got inf"),
+        ({"ratio_cap": -1}, "ratio_cap must be a finite number above 0, got -1"),
+        ({"kl": "k9"}, "kl must be one of k2, k3, k3_is, k1_reward, got 'k9'"),
+        ({"loss": ["grpo"]}, r"loss must be one of grpo, .*got \['grpo'\]"),
+        ({"logp": [[0.0]]}, "logp must be a torch.Tensor, got "),
+        ({"advantages": [0.0, 0.0]}, "advantages must be a torch.Tensor, got "),
+        ({"advantages": TWO[:, 0].numpy()}, "advantages must be a torch.Tensor, got "),
+        ({"mask": torch.ones(2, 3)}, "mask must be a tensor of torch.bool, got torch.float32"),
+        ({"mask": torch.ones(2, 3).long()}, "mask must be a tensor of torch.bool, got torch.int64"),
+        ({"old_logp": TWO.long()}, "old_logp must be a tensor of floating-point numbers"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_by_name(changes: dict, words: str) -> None:
+    given = {"logp": TWO, "old_logp": None, "advantages": TWO[:, 0], "mask": TWO == 0, **changes}
+    with pytest.raises(ValueError, match=words) as error:
+        policy_loss(**given)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("counts", [(-1, -1), (1, 0), (0, 1), (1, torch.tensor(-2)), (1.5, 1)])
+def test_a_normalizer_of_less_than_one_is_refused(counts: tuple) -> None:
+    with pytest.raises(ValueError, match="(completions|tokens) must be .*at least 1, got"):
+        LossNormalizer(*counts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rewards": [[1.0, 2.0]]}, "rewards must be a torch.Tensor"),
+        ({"rewards": TWO.numpy()}, "rewards must be a torch.Tensor"),
+        ({"estimator": ["rloo"]}, "estimator must be one of"),
+        ({"scale": None}, "scale must be one of group, batch, none, got None"),
+    ],
+)
+def test_advantages_refuse_what_cannot_work(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        advantages(**{"rewards": TWO, **changes})
+
+
+def test_large_rewards_keep_their_differences() -> None:
+    small = torch.tensor([[0.0, 1.0, 2.0, 5.0]], dtype=torch.float64)
+    for scale in ("group", "batch", "none"):
+        found = advantages(small + 1.7e9, scale=scale)
+        torch.testing.assert_close(found, advantages(small, scale=scale), rtol=1e-6, atol=1e-6)
+    wide = torch.tensor([[2.0**30, 2.0**30 + 128, 2.0**30 + 384]])
+    found = advantages(wide, scale="none")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.sum(), torch.tensor(0.0), atol=1e-4, rtol=0)

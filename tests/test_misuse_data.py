@@ -4,13 +4,16 @@ Each case ends in one line that names the flag or the file and what is allowed, 
 in a result that is right. The ids are the numbers of a list of attacks.
 """
 
+import gzip
 import json
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,29 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from minigrpo import Config, Trainer
+from minigrpo.evaluate import evaluate
 from minigrpo.model.pretrained import load_pretrained
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.model.weights import export_model
 from minigrpo.rewards import RewardFunction, RewardScorer, reward
+from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.pool import WorkerPool
+from minigrpo.runtime.reward_calls import BadRewardError, RewardSource, weighted_sum
+from minigrpo.runtime.rng import weights_seed
+from minigrpo.tasks.games import Games
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
+from minigrpo.tasks.process_state import STATE
 from minigrpo.tasks.registry import load_rewards, load_task
+from minigrpo.tools.loading import ModelSelection, load
 from minigrpo.types import Example
 
 from .gradients import TINY
-from .test_games import Heard
+from .test_games import SMALL, Heard
 
 NULL = {**TINY, "reward_weights": "", "eval_every": 0, "max_steps": 2}
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
@@ -116,6 +127,32 @@ def test_a_row_that_is_too_long_is_refused_before_any_work(
     path = jsonl(tmp_path / "data.jsonl", rows)
     assert words in refused(lambda: start(tmp_path, data=str(path), **changes))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("data", "2 of 402 answers .* the longest: --data {}, line 402, 9 tokens"),
+        ("task", r"156 of 512 answers .* the longest: --task {}: Mine: train\(100\), 7 tokens"),
+        ("task nll", r"156 of 512 answers .* the longest: --task {}: Mine: train\(100\), 7 tokens"),
+    ],
+)
+def test_answers_that_no_completion_can_equal_are_counted_in_one_warning(
+    tmp_path: Path, source: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of exactly --max-new-tokens can be written, without its end of text."""
+    if source == "data":
+        answers = ("123456", "1234567", "123456789")
+        rows = [{"prompt": f"long {x}", "answer": x} for x in answers]
+        path = jsonl(tmp_path / "data.jsonl", [*SUMS[:399], *rows])
+        start(tmp_path, data=str(path))
+    else:
+        answer = TRAIN, "Example(f't{number}', '1' * (7 if number > 99 else 6))"
+        path = own(tmp_path, answer)
+        start(tmp_path, task=str(path), **({"loss": "nll"} if source == "task nll" else {}))
+    said = capfd.readouterr().err
+    assert said.count("are longer than --max-new-tokens 6, so no completion can equal them") == 1
+    assert re.search(words.format(re.escape(str(path))), said), said
 
 
 def test_rows_of_unequal_length_fit_if_each_fits(tmp_path: Path) -> None:
@@ -345,6 +382,13 @@ HEAD = "from minigrpo import reward\nfrom minigrpo.types import Example\n"
         attack("15", "@reward()\ndef step(e, t): return 0.0", "must not be named step, because"),
         ("@reward()\ndef exact(e, t): return 0.0", "must not be named exact"),
         ("@reward()\nasync def f(e, t): return 0.0", "f: must be a plain function, not async"),
+        (
+            "@reward()\n@reward(weight=0.5)\ndef f(e, t): return 0.0",
+            "f: is decorated with @reward twice",
+        ),
+        ("@reward()\ndef f(e, t): yield 0.0", "f: must return its scores, not yield them"),
+        ("@reward()\nasync def f(e, t): yield 0.0", "f: must be a plain function, not async"),
+        ("@reward()\ndef num_nonfinite(e, t): return 0.0", "must not be named num_nonfinite"),
         ("@reward()\ndef f(text): return 0.0", "must be a function that takes .example, text"),
         ("@reward(batched=True)\ndef f(): return 0.0", "that takes .examples, texts"),
         ("@reward\ndef f(e, t): return 0.0", "TypeError: reward.. takes 0 positional"),
@@ -402,6 +446,246 @@ def test_a_score_whose_variance_overflows_counts_as_failed(value: float) -> None
     assert table.failures["huge"] == 1 and np.isfinite(table.total).all()
     with pytest.raises(ConfigError, match="--reward-weights: right must be a number from -1e"):
         RewardScorer(Recorder(), weights={"right": value})  # type: ignore[arg-type]
+
+
+def test_large_scores_keep_their_differences() -> None:
+    @reward()
+    def late(example: Example, text: str) -> float:
+        return 1.7e9 + len(text)
+
+    scorer = RewardScorer(Recorder(), functions=[late])  # type: ignore[arg-type]
+    table = scorer.score([Example("a", "b")], [["b", "cc", "ddd"]])
+    assert table.total.tolist() == [[1.7e9 + 2, 1.7e9 + 2, 1.7e9 + 3]]
+    assert table.parts["right"].dtype == np.float32
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_weights_give_a_finite_spread_without_a_warning() -> None:
+    @reward(weight=1e12)
+    def huge(example: Example, text: str) -> float:
+        return 1e12 / len(text)
+
+    scorer = RewardScorer(Recorder(), functions=[huge])  # type: ignore[arg-type]
+    table = scorer.score([Example("a", "b")], [["b", "cc", "ddd"]])
+    assert np.isfinite(table.total.std(axis=1, ddof=1)).all()
+
+
+def test_small_totals_are_summed_in_float32_as_they_are() -> None:
+    parts = {"a": np.float32([[0.1, 0.7]]), "b": np.float32([[0.3, 0.9]])}
+    total = weighted_sum(parts, {"a": 0.3, "b": 0.7})
+    expected = np.float32(0.3) * parts["a"] + np.float32(0.7) * parts["b"]
+    assert total.dtype == np.float32 and total.tobytes() == expected.tobytes()
+
+
+ONE = [Example("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("examples", "texts", "words"),
+    [
+        attack("9", ONE, ["26"], "texts must be lists of texts, one per example, got str '26'"),
+        attack("9 bytes", ONE, [[b"26"]], "a completion must be text, got bytes"),
+        attack("9 None", ONE, [["26", None]], "a completion must be text, got NoneType"),
+        (ONE, None, "texts must be a list, got NoneType"),
+        (ONE, "26", "texts must be a list, got str"),
+        attack("27", [], [], "texts must have a list of completions for each example"),
+        attack("27 ragged", ONE * 2, [["a", "b"], ["c"]], "the same number of texts.* got 2 and 1"),
+        (ONE, [[]], "the same number of texts, at least one, got 0 and 0"),
+        (ONE, [["a"], ["b"]], "got 2 for 1 examples"),
+    ],
+)
+def test_texts_of_another_shape_are_refused(examples: Any, texts: Any, words: str) -> None:
+    scorer = RewardScorer(Recorder())  # type: ignore[arg-type]
+    assert re.search(words, refused(lambda: scorer.score(examples, texts)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        attack("10", {"timeout_s": "1"}, "timeout_s must be a number"),
+        attack("10 zero", {"timeout_s": 0}, "timeout_s must be above 0, got 0"),
+        attack("10 negative", {"timeout_s": -1}, "timeout_s must be above 0, got -1"),
+        attack("27", {"functions": [len]}, "functions must be decorated with @minigrpo.reward"),
+    ],
+)
+def test_a_scorer_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
+    assert words in refused(lambda: RewardScorer(Recorder(), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        attack("12 masked", np.ma.masked_array([1.0, 2.0], mask=True)),
+        attack("18 shape", np.ones((2, 1))),
+        attack("18 list", [10**400, 1]),
+        attack("18 fraction", [Fraction(10**400), 1]),
+        attack("18 dict", {0: 1.0, 1: 2.0}),
+        {0.5, 1.0},
+        b"ab",
+        ["1", "2"],
+        [[1.0], [2.0]],
+        np.array([1.0, None]),
+        [True, math.nan],
+    ],
+)
+def test_an_answer_that_is_no_row_of_numbers_is_a_bad_reward(column: Any) -> None:
+    source = RewardSource(["a"], len, batched=True, timeout_s=None)
+    with pytest.raises(BadRewardError, match="not (2 numbers|a finite number)"):
+        source.check({"a": column}, 2)
+    assert source.check({"a": [Fraction(1, 2), np.float16(2)]}, 2).tolist() == [[0.5, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        attack("13", {"seed": None}, "seed must be a whole number of at least 0, got None"),
+        attack("13 size", {"size": 0}, "size must be a whole number of at least 1, got 0"),
+        attack("13 scorer", {"task": Recorder()}, "scorer must be made for the task"),
+    ],
+)
+def test_an_evaluation_that_would_mislead_is_refused(changes: dict[str, Any], words: str) -> None:
+    task, sampler = Recorder(), None
+    given: dict[str, Any] = {"task": task, "size": 4, "seed": 0, **changes}
+    scorer = RewardScorer(task)  # type: ignore[arg-type]
+    assert words in refused(lambda: evaluate(sampler, scorer=scorer, **given))  # type: ignore[arg-type]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["task", "rewards", "data", "init_from"])
+@pytest.mark.parametrize(
+    ("name", "words"), [attack("16", "x" * 300, "too long"), attack("17", "loop", "symbolic links")]
+)
+def test_a_path_that_cannot_be_looked_up_is_one_line(
+    tmp_path: Path, flag: str, name: str, words: str
+) -> None:
+    path = tmp_path / f"{name}{'.pgn' if flag == 'data' else '.py'}"
+    if len(name) < 255:
+        path.symlink_to(path)
+    message = refused(lambda: start(tmp_path, **{flag: str(path)}))
+    assert message.startswith(f"--{flag.replace('_', '-')} {str(path)[:150]}")
+    assert "cannot be read" in message and words in message
+
+
+PGN = SMALL.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        attack(
+            "28 gzip", gzip.compress(PGN.encode()), "is compressed with gzip, and must be named"
+        ),
+        attack("28 UTF-16", PGN.encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        (PGN.encode("utf-16-le"), "is not UTF-8 text but UTF-16"),
+        (b"PK\x03\x04rest", "is compressed with zip; unpack it first"),
+    ],
+)
+def test_a_game_file_of_another_kind_says_what_it_is(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    path = tmp_path / "games.pgn"
+    path.write_bytes(content)
+    message = refused(lambda: load_task("chess-env", seed=0, data=str(path)))
+    assert message.startswith(f"--data {path}: {words}")
+
+
+@pytest.mark.parametrize("nag", [attack("25", "9" * 5000)])
+def test_a_game_that_cannot_be_parsed_is_skipped_and_counted(tmp_path: Path, nag: str) -> None:
+    path, heard = tmp_path / "games.pgn", Heard()
+    path.write_text(f'{PGN}\n\n[Event "bad"]\n\n1. e4 ${nag} e5 *\n\n[Event "good"]\n\n1. e4 *\n')
+    games = Games(path, seed=0, listener=heard)
+    assert "skipped 6 of 13 games" in heard.warnings[0]
+    assert games.num_train == Games(SMALL, seed=0).num_train + 1
+
+
+@pytest.mark.parametrize("history", [attack("28", 1024)])
+def test_a_history_that_does_not_fit_blames_the_file_it_is_for(
+    tmp_path: Path, history: int
+) -> None:
+    message = refused(lambda: start(tmp_path, data=str(SMALL), history=history, max_new_tokens=240))
+    assert message.startswith(f"--data {SMALL}: ")
+
+
+@pytest.mark.parametrize("part", [attack("15", "exact=5,similarity"), "a,b"])
+def test_the_weights_of_a_file_name_one_part_each(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f'[task.reward_weights]\n"{part}" = 1\n')
+    message = refused(lambda: Config.from_toml(path))
+    assert message.startswith(f"--config {path}: [reward_weights] names one part per line")
+
+
+@pytest.mark.parametrize(("seed", "same"), [attack("11", 2**32 + 5, False), (2**32 - 1, True)])
+def test_a_large_seed_has_weights_of_its_own(seed: int, same: bool) -> None:
+    low, found = seed % 2**32, weights_seed(seed)
+    assert (found == low) is same and weights_seed(2**33 + 5) != weights_seed(2**32 + 5)
+    config = Config.of(**{**NULL, "init_from": "scratch", "seed": seed})
+    model = make_model(config, load_tokenizer("chess"))
+    expected = Transformer(model.shape, seed=low).wte.weight
+    assert bool((model.wte.weight == expected).all()) is same
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    config = Config.of(learning_rate=np.float64(0.5), clip_low=np.float32(0.25), seed=np.int64(3))
+    assert config == Config.of(learning_rate=0.5, clip_low=0.25, seed=3)
+    values = config.optimizer.learning_rate, config.loss.clip_low, config.run.seed
+    assert [type(x) for x in values] == [float, float, int]
+
+
+@pytest.mark.parametrize("setting", [attack("29", 'data = "games.pgn"'), 'rewards = "mine.py"'])
+def test_a_tool_says_where_the_paths_of_a_run_begin(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "config.toml").write_text(f"[task]\n{setting}\n")
+    message = refused(lambda: load(ModelSelection(tmp_path), Screen()))
+    assert "not found; the paths of a run are relative to the folder where training" in message
+
+
+CHANGES = {
+    "torch's default dtype": "torch.set_default_dtype(torch.float64)",
+    "torch's default device": "torch.set_default_device('meta')",
+    "torch's gradients": "torch.set_grad_enabled(False)",
+    "torch's number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "torch's deterministic algorithms": "torch.use_deterministic_algorithms(True)",
+    "torch's matmul precision": "torch.set_float32_matmul_precision('medium')",
+    "torch's anomaly detection": "torch.autograd.set_detect_anomaly(True)",
+    "numpy's handling of errors": "numpy.seterr(all='raise')",
+    "Python's recursion limit": "sys.setrecursionlimit(500)",
+    "the current folder": "os.chdir('/')",
+}
+
+
+@pytest.mark.parametrize("flag", ["--task", "--rewards"])
+def test_what_a_file_does_to_the_process_is_undone_with_one_warning(
+    tmp_path: Path, flag: str
+) -> None:
+    before = {name: read() for name, (read, _) in STATE.items()}
+    path, said = own(tmp_path), list[str]()
+    code = "import os, sys, numpy, torch\n" + "\n".join(CHANGES.values()) + "\n"
+    if flag == "--task":
+        path.write_text(code + path.read_text())
+        load_own_task(str(path), 0, said.append)
+    else:
+        path.write_text(f"{HEAD}{code}@reward()\ndef f(e, t): return 0.0\n")
+        load_rewards(str(path), said.append)
+    assert {name: read() for name, (read, _) in STATE.items()} == before
+    assert len(said) == 1
+    assert said[0].startswith(f"{flag} {path}: changes {', '.join(STATE)} for the whole run")
+    path.write_text(code + "1 // 0")
+    for read_it in (lambda: load_own_task(str(path), 0), lambda: load_rewards(str(path))):
+        assert refused(read_it).endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert {name: read() for name, (read, _) in STATE.items()} == before
+
+
+def test_the_warning_of_a_file_that_changes_the_process_reaches_the_screen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = own(tmp_path, (PARTS, PARTS))
+    code = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    path.write_text(code + path.read_text())
+    (tmp_path / "r.py").write_text(f"{HEAD}{code}@reward()\ndef f(e, t): return 0.0\n")
+    trainer = start(tmp_path, task=str(path), rewards=str(tmp_path / "r.py"))
+    assert capfd.readouterr().err.count("changes torch's default dtype for the whole run") == 2
+    assert {x.dtype.itemsize for x in trainer.model.parameters()} == {4}
 
 
 # --- tasks of one's own ---------------------------------------------------------------------------
@@ -491,7 +775,13 @@ HELD_OUT, SCORE = 'Example(f"h{number}", str(number))', "return {name:"
         (SCORE, "return 1 // 0 #", r"score of train\(0\) and the text '0': ZeroDivisionError"),
         (SCORE, "return None #", "score of .*: returned NoneType 'None', without right"),
         (SCORE, "import time; time.sleep(9) #", "took longer than 0.05 s"),
-        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 1 texts: TypeError"),
+        ("def score", "score_batch = 3\n    def score", "Mine: score_batch of 2 texts: TypeError"),
+        (
+            "def score",
+            "score_batch = lambda self, e, t: {'right': __import__('numpy').ones((1, 1))}\n"
+            "    def score",
+            "score of .*, not 2 numbers",
+        ),
         ("def score", "score_batch = lambda *a: {}\n    def score", "score of .*, without right"),
     ],
 )
@@ -526,11 +816,62 @@ def test_an_example_that_fails_later_is_one_line_too(tmp_path: Path, number: int
     assert message.startswith(f"--task {path}: Mine: train(700): ZeroDivisionError")
 
 
+@pytest.mark.parametrize(
+    ("text", "loss", "words"),
+    [
+        (TRAIN, "nll", r"train\(601\): the answer has 300 tokens; at most 251 fit .* prompt's 4"),
+        (TRAIN, "grpo", r"train\(601\): the prompt has 300 tokens; at most 250 leave room"),
+        (HELD_OUT, "grpo", r"held_out\(601\): the prompt has 300 tokens; at most 250 leave room"),
+    ],
+)
+def test_a_late_text_that_is_too_long_names_the_file_and_the_call(
+    tmp_path: Path, text: str, loss: str, words: str
+) -> None:
+    """Number 601 is beyond those that are checked before the run starts."""
+    prompt, answer = ("f't{number}'", "'x' * 300") if loss == "nll" else ("'x' * 300", "''")
+    change = text, f"Example({prompt}, {answer}) if number == 601 else {text}"
+    path = own(tmp_path, change)
+    trainer = start(tmp_path, task=str(path), loss=loss, prompts_per_step=4, max_steps=400)
+    if text == TRAIN:
+        message = refused(lambda: trainer.source.batch(150))
+    else:
+        examples = [trainer.task.held_out(number) for number in (600, 601)]
+        message = refused(lambda: next(trainer.sampler.complete(examples)))
+    assert message.startswith(f"--task {path}: Mine: ") and re.search(words, message), message
+
+
+def test_a_long_prompt_and_a_long_answer_of_different_examples_are_no_error(tmp_path: Path) -> None:
+    """The estimate took the longest answer off the room of each prompt."""
+    long = "Example('p' * 240 if number % 2 else 'h', '' if number % 2 else 'a' * 240)"
+    path = own(tmp_path, (HELD_OUT, long))
+    start(tmp_path, task=str(path), loss="nll")
+
+
 def test_an_error_in_score_batch_names_the_call(tmp_path: Path) -> None:
     fails = "def score_batch(self, examples, texts):\n        raise KeyError('x')\n    def score"
     task = load_own_task(str(own(tmp_path, ("def score", fails))), 0)
     message = refused(lambda: RewardScorer(task).score([task.train(0)], [["a"]]))
     assert message.endswith("mine.py: Mine: score_batch of 1 texts: KeyError: 'x'")
+
+
+@pytest.mark.parametrize("where", ["train", "score_batch"])
+def test_an_interrupt_that_a_task_raises_itself_is_one_line_that_names_the_call(
+    tmp_path: Path, where: str
+) -> None:
+    """Ctrl-C arrives in the main thread, and a task's calls are in others."""
+    fails = (
+        "def score_batch(self, examples, texts):\n        raise KeyboardInterrupt('x')\n    def s"
+    )
+    raises = f"(_ for _ in ()).throw(KeyboardInterrupt('x')) if number == 9 else {TRAIN}"
+    fails = "def score_batch(self, *a):\n        raise KeyboardInterrupt('x')\n    def score"
+    change = (TRAIN, raises) if where == "train" else ("def score", fails)
+    task: Any = load_own_task(str(own(tmp_path, change)), 0)
+    pool = WorkerPool(1, "test")
+    call = (task.train, 9) if where == "train" else (task.score_batch, [Example("a", "b")], ["c"])
+    message = refused(lambda: pool.wait(pool.submit(*call), None))
+    pool.close()
+    name = "train(9)" if where == "train" else "score_batch of 1 texts"
+    assert message.endswith(f"mine.py: Mine: {name}: KeyboardInterrupt: x")
 
 
 def test_each_prompt_of_ones_own_has_its_own_random_numbers(tmp_path: Path) -> None:

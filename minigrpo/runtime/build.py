@@ -18,6 +18,8 @@ from ..tasks.registry import load_rewards, load_task
 from ..types import Task
 from . import accel
 from .flags import ConfigError
+from .rng import weights_seed
+from .text import check_file_name
 
 Say = Callable[[str], object]
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
@@ -41,7 +43,7 @@ def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> Re
     return RewardScorer(
         task,
         weights=config.task.weights(),
-        functions=load_rewards(config.task.rewards),
+        functions=load_rewards(config.task.rewards, warn),
         workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
         timeout_s=config.task.reward_timeout,
         warn=warn,
@@ -58,9 +60,10 @@ def make_model(
     sizes = config.model
     if sizes.init_from == "scratch":
         shape = ModelShape(tokenizer.n_vocab, sizes.context, sizes.layers, sizes.width, sizes.heads)
-        model = Transformer(shape, seed=config.run.seed)
+        model = Transformer(shape, seed=weights_seed(config.run.seed))
     else:
         try:
+            check_file_name(sizes.init_from)
             model = load_pretrained(sizes.init_from)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None

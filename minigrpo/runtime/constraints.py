@@ -4,6 +4,7 @@ A limit is part of a field's annotation, as in `Annotated[int, AtLeast(1)]`.
 """
 
 import math
+import numbers
 import types
 import typing
 from collections.abc import Sequence
@@ -69,10 +70,28 @@ class Group:
             if typing.get_origin(hint) is typing.Annotated:
                 hint, *extras = typing.get_args(hint)
             name = next((x.name for x in extras if getattr(x, "name", None)), field.name)
-            value = getattr(self, field.name)
+            value = _plain(getattr(self, field.name), hint)
+            object.__setattr__(self, field.name, value)
             _check_type(name, value, hint)
             if isinstance(value, int | float):
                 _check_range(name, value, [x for x in extras if isinstance(x, CONSTRAINTS)], hint)
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """A number of another library, such as NumPy's, as Python's own if the hint allows that.
+
+    Only those can be written into config.toml. Any other value stays, to be checked.
+    """
+    options = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    if isinstance(value, bool | int) or type(value) is float:
+        return value
+    for kind, numbers_like in ((int, numbers.Integral), (float, numbers.Real)):
+        if kind in options and isinstance(value, numbers_like):
+            try:
+                return kind(typing.cast(Any, value))
+            except (OverflowError, ValueError):
+                return value
+    return value
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

@@ -6,7 +6,6 @@ are checked, and more if they nearly fill the room.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from ..config import Config
@@ -37,6 +36,8 @@ class Lengths:
         never = {*tokenizer.special.values()}
         tokens = tokenizer.tokens.items()
         self.most_bytes = max(len(token) for number, token in tokens if number not in never)
+        self.num_answers = self.num_encoded = 0  # looked at; tokenized
+        self.long_answers: dict[str, int] = {}  # where -> tokens
 
     def surely_fits(self, example: Example) -> bool:
         """Whether the number of bytes, which is at least that of tokens, fits already."""
@@ -78,6 +79,28 @@ class Lengths:
                 )
         return prompt
 
+    def note_answer(self, where: str, example: Example) -> None:
+        """Count an answer, and whether it is longer than --max-new-tokens."""
+        if len(example.answer.encode()) > self.longest:  # tokens are at most as many as bytes
+            if self.num_encoded >= MAX_ENCODED:
+                return
+            self.num_encoded += 1
+            tokens = self.count(example.answer)[0]
+            if tokens > self.longest:
+                self.long_answers[where] = tokens
+        self.num_answers += 1
+
+    def warn_of_long_answers(self, warn: Warn) -> None:
+        """Say in one line how many answers are too long to be written, and which is the longest."""
+        if not self.long_answers:
+            return
+        where = max(self.long_answers, key=lambda name: self.long_answers[name])
+        warn(
+            f"{len(self.long_answers)} of {self.num_answers} answers that were looked at are "
+            f"longer than --max-new-tokens {self.longest}, so no completion can equal them; the "
+            f"longest: {where}, {self.long_answers[where]} tokens"
+        )
+
 
 def check_examples(
     config: Config, task: Task, tokenizer: Tokenizer, context: int, warn: Warn
@@ -93,13 +116,19 @@ def check_examples(
     lengths = Lengths(config, tokenizer, context)
     for source in getattr(task, "sources", [task]):
         if longest := getattr(source, "longest", None):
-            suspects = ((where, x) for where, x in longest() if not lengths.surely_fits(x))
-            for where, example in islice(suspects, MAX_ENCODED):
-                lengths.check(where, example)
+            num_suspects = 0
+            for where, example in longest():
+                if num_suspects < MAX_ENCODED and not lengths.surely_fits(example):
+                    num_suspects += 1
+                    lengths.check(where, example)
+                lengths.note_answer(where, example)
         elif isinstance(task, UsersTask):
             _check_users_task(task, lengths, config.task.reward_timeout, warn)
         else:
-            _check_supply(f"--task {config.task.name}", source, lengths)
+            data, of_file = config.task.data, getattr(source, "num_held_out", None)
+            name = f"--data {data}" if data and of_file else f"--task {config.task.name}"
+            _check_supply(name, source, lengths)
+    lengths.warn_of_long_answers(warn)
 
 
 def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
@@ -107,6 +136,7 @@ def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
     size = 0
     for split, number, example in _some(source, FIRST_TRAIN, FIRST_HELD_OUT):
         size = max(size, lengths.check(f"{name}: {split}({number})", example))
+        lengths.note_answer(f"{name}: {split}({number})", example)
     if size > NEARLY * lengths.room:
         for split, number, example in _some(source, MORE, MORE):
             lengths.check(f"{name}: {split}({number})", example)
@@ -138,6 +168,7 @@ def _check_users_task(task: UsersTask, lengths: Lengths, timeout_s: float, warn:
     prompts: dict[str, list[str]] = {"train": [], "held_out": []}
     for split, number, example in _some(task, OF_USERS, OF_USERS):
         lengths.check(f"{task.name}: {split}({number})", example)
+        lengths.note_answer(f"{task.name}: {split}({number})", example)
         prompts[split].append(example.prompt)
     trained = set(prompts["train"])
     if both := [prompt for prompt in prompts["held_out"] if prompt in trained]:
@@ -163,10 +194,12 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
     source, pool, example = task_source(task, timeout_s), WorkerPool(0, "check"), task.train(0)
     question, exact = getattr(example, "original", example), []
     for text in (example.answer, "", f"{example.answer} "):
-        args = ([question], [text]) if source.batched else (question, text)
+        # two texts in a batch: an answer of a wrong shape may fit a single one
+        size = 2 if source.batched else 1
+        args = ([question] * 2, [text, example.answer]) if source.batched else (question, text)
         try:
             answer = pool.wait(pool.submit(source.call, *args, needs_thread=True), timeout_s)
-            scores = dict(zip(source.names, source.check(answer, 1)[:, 0].tolist(), strict=True))
+            scores = dict(zip(source.names, source.check(answer, size)[:, 0].tolist(), strict=True))
         except Exception as error:
             if isinstance(error, ConfigError) and str(error).startswith(task.name):
                 raise

@@ -7,7 +7,7 @@ The threads are in pool.py.
 """
 
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..types import Example, Task
 from .flags import ConfigError
+from .loss_arguments import FLOAT32_UP_TO
 from .text import one_line, short
 
 # longest batched call, because the other processes wait for its scores until --pg-timeout
@@ -64,29 +65,89 @@ class RewardSource:
         return max(self.timeout_s, min(self.timeout_s * size, LONGEST_BATCH_S))
 
     def check(self, answer: Any, size: int) -> np.ndarray:
-        """Return the answer for `size` completions as `[len(names), size]` float32.
+        """Return the answer for `size` completions as `[len(names), size]` float64.
 
         Raises:
             BadRewardError: a part is missing, its count is not `size`, or a value is not a number
                 from -LARGEST to LARGEST.
         """
-        table = np.empty((len(self.names), size), dtype=np.float32)
+        table = np.empty((len(self.names), size), dtype=np.float64)
         for row, name in zip(table, self.names, strict=True):
             try:
                 column = answer[name] if self.batched else [answer[name]]
             except Exception:
                 raise BadRewardError(f"returned {short(answer)}, without {name}") from None
-            if isinstance(column, str) or not hasattr(column, "__len__") or len(column) != size:
-                raise BadRewardError(f"returned {short(column)}, not {size} numbers")
-            is_numeric_array = isinstance(column, np.ndarray) and column.dtype.kind in "fiub"
-            for value in () if is_numeric_array else column:
-                if not isinstance(value, numbers.Real | np.bool_):
-                    raise BadRewardError(f"returned {short(value)}, not a finite number")
-            with np.errstate(over="ignore"):  # too large for float32: becomes infinite
-                row[:] = column
+            row[:] = _numbers(column, size)
             if (bad := row[~(np.abs(row) <= LARGEST)]).size:
                 raise BadRewardError(f"returned {short(bad[0])}, not a finite number up to 1e12")
         return table
+
+
+def _numbers(column: Any, size: int) -> np.ndarray:
+    """Return a part's scores as `[size]` float64. Raises BadRewardError for anything else."""
+    try:
+        # a dict or a set would give its keys, in whatever order; a masked array hides its values
+        unordered = isinstance(column, str | bytes | Mapping | Set | np.ma.MaskedArray)
+        fits = not unordered and getattr(column, "shape", (len(column),)) == (size,)
+        if fits and isinstance(column, np.ndarray) and column.dtype.kind in "fiub":
+            return column.astype(np.float64)
+        values = list(column) if fits else []
+    except Exception:
+        fits, values = False, []
+    if not fits or len(values) != size:
+        raise BadRewardError(f"returned {short(column)}, not {size} numbers")
+    scores = np.empty(size)
+    for i, value in enumerate(values):
+        if not isinstance(value, numbers.Real | np.bool_):
+            raise BadRewardError(f"returned {short(value)}, not a finite number")
+        try:
+            scores[i] = float(value)
+        except Exception:  # a whole number or a fraction that is too large, or a user's own type
+            raise BadRewardError(
+                f"returned {short(value)}, not a finite number up to 1e12"
+            ) from None
+    return scores
+
+
+def narrow(scores: np.ndarray) -> np.ndarray:
+    """Scores in float32, unless one is so large that float32 would merge different ones."""
+    return scores.astype(np.float32) if (np.abs(scores) <= FLOAT32_UP_TO).all() else scores
+
+
+def weighted_sum(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
+    """The total of reward parts `[P, G]`, in float32 if all weighted parts are small enough."""
+    terms = [np.float64(weight) * parts[name] for name, weight in weights.items()]
+    if not all((np.abs(term) <= FLOAT32_UP_TO).all() for term in terms):
+        return np.stack(terms).sum(axis=0)
+    total = np.zeros_like(terms[0], dtype=np.float32)
+    for name, weight in weights.items():
+        total += np.float32(weight) * parts[name].astype(np.float32)
+    return total
+
+
+def check_texts(examples: Any, texts: Any) -> None:
+    """Raise ValueError unless there are as many groups as examples, of as many texts each.
+
+    A group that is a single text would be scored character by character.
+    """
+    for name, value in (("examples", examples), ("texts", texts)):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} must be a list, got {short(value)}")
+    if not texts or len(examples) != len(texts):
+        raise ValueError(
+            "texts must have a list of completions for each example, and at least one, "
+            f"got {len(texts)} for {len(examples)} examples"
+        )
+    for group in texts:
+        if not isinstance(group, list | tuple):
+            raise ValueError(f"texts must be lists of texts, one per example, got {short(group)}")
+        if len(group) != len(texts[0]) or not group:
+            raise ValueError(
+                "each example must have the same number of texts, at least one, "
+                f"got {len(texts[0])} and {len(group)}"
+            )
+        if wrong := [text for text in group if not isinstance(text, str)]:
+            raise ValueError(f"a completion must be text, got {short(wrong[0])}")
 
 
 def task_source(task: Task, timeout_s: float) -> RewardSource:

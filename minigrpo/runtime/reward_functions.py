@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .files import NUM_NOT_FINITE
 from .flags import ConfigError
 from .reward_calls import LARGEST, RewardSource
 from .text import has_lone_surrogate, short
 
 # what eval.jsonl has beside the parts; a part of the same name would overwrite it
-RESERVED_PARTS = ("step", "n", "reward", "exact_sampled")
+RESERVED_PARTS = ("step", "n", "reward", "exact_sampled", NUM_NOT_FINITE)
 # --reward-weights separates by the first two; with the third, `exact/x` would be a kind of question
 FORBIDDEN_IN_PARTS = ",=/"
 
@@ -44,6 +45,13 @@ def check_number(what: str, value: object) -> None:
         )
 
 
+def check_time_limit(what: str, seconds: object) -> None:
+    """Raise ConfigError, which begins with `what`, unless this is a number of seconds above 0."""
+    check_number(what, seconds)
+    if not seconds > 0:  # type: ignore[operator]
+        raise ConfigError(f"{what} must be above 0, got {seconds}")
+
+
 @dataclass(frozen=True)
 class RewardFunction:
     """A reward part that does not come from the task; made by the decorator `reward`.
@@ -68,9 +76,7 @@ class RewardFunction:
         check_number(f"{self.name}: weight", self.weight)
         check_number(f"{self.name}: floor", self.floor)
         if self.timeout_s is not None:
-            check_number(f"{self.name}: timeout_s", self.timeout_s)
-            if self.timeout_s <= 0:
-                raise ConfigError(f"{self.name}: timeout_s must be above 0, got {self.timeout_s}")
+            check_time_limit(f"{self.name}: timeout_s", self.timeout_s)
         if not isinstance(self.batched, bool):
             raise ConfigError(
                 f"{self.name}: batched must be True or False, got {short(self.batched)}"
@@ -79,8 +85,13 @@ class RewardFunction:
 
     def _check_call(self) -> None:
         """Raise ConfigError for a function whose every call would fail, so only give the floor."""
-        if inspect.iscoroutinefunction(self.function):
-            raise ConfigError(f"{self.name}: must be a plain function, not async")
+        if isinstance(self.function, RewardFunction):
+            raise ConfigError(f"{self.function.name}: is decorated with @reward twice")
+        for called in (self.function, getattr(self.function, "__call__", None)):  # noqa: B004
+            if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+                raise ConfigError(f"{self.name}: must be a plain function, not async")
+            if inspect.isgeneratorfunction(called):
+                raise ConfigError(f"{self.name}: must return its scores, not yield them")
         try:
             inspect.signature(self.function).bind(None, None)
         except TypeError:

@@ -25,6 +25,17 @@ def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
+def weights_seed(seed: int) -> int:
+    """The seed of the initial weights, for a torch.Generator.
+
+    On the CPU that uses only the lowest 32 bits, so larger seeds are hashed to as many.
+    """
+    if seed < 2**32:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/weights".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
 def uniforms(
     seed: int, name: str, step: int, rows: np.ndarray, num_samples: int, length: int
 ) -> np.ndarray:

@@ -208,6 +208,12 @@ def read_settings(config: type, path: str | Path) -> dict[str, Any]:
             settings[name] = x
     weights = settings.get("reward_weights")
     if isinstance(weights, Mapping):
+        for part in weights:
+            if set(part) & set(",="):
+                raise ConfigError(
+                    f"--config {path}: [reward_weights] names one part per line, "
+                    f"without , and =, got {part!r}"
+                )
         settings["reward_weights"] = ",".join(f"{part}={x}" for part, x in weights.items())
     for name in settings:
         if name not in known:

@@ -6,12 +6,14 @@ ValueError.
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 MAX_ERROR_CHARS = 300
 MAX_VALUE_CHARS = 60
+MAX_PATH_CHARS = 200
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -58,9 +60,20 @@ def has_lone_surrogate(text: str) -> bool:
 
 
 def check_file_name(path: str | Path) -> None:
-    """Raise ValueError for a name that is not UTF-8, or has a character that no path may have."""
+    """Raise ValueError for a name that no file can have, or that the system cannot look up.
+
+    That is one that is not UTF-8, or too long, or a circle of symbolic links. A name that does not
+    exist is left to the caller.
+    """
     if has_lone_surrogate(str(path)) or "\0" in str(path):
         raise ValueError(f"{printable(str(path))}: the name is not valid UTF-8; rename the file")
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        shown = str(path) if len(str(path)) <= MAX_PATH_CHARS else f"{path!s:.{MAX_PATH_CHARS}}..."
+        raise ValueError(f"{printable(shown)}: cannot be read ({error.strerror})") from None
 
 
 def printable(text: str) -> str:

@@ -4,14 +4,16 @@ A file is read once. That pass keeps the location or a compact form of each exam
 text. Invalid records are skipped, counted, and reported in one warning.
 """
 
+import codecs
 import stat
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +23,13 @@ from .splits import POSITIONS_PER_HELD_OUT
 
 MAX_NAMED = 3  # skipped records that the warning describes
 MAX_REASON_CHARS = 90
+COMPRESSED = {  # the first bytes of a compressed file -> what compressed it
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zX": "xz",
+}
 
 
 class ExampleSource(Protocol):
@@ -89,7 +98,17 @@ def check_readable(path: Path) -> None:
         open_data(path).close()
 
 
-def open_data(path: Path) -> BinaryIO:
+def check_is_text(path: Path, head: bytes) -> None:
+    """Raise ValueError if a file that begins like this is compressed, or is not UTF-8."""
+    for magic, kind in COMPRESSED.items():
+        if head.startswith(magic):
+            hint = ", and must be named .pgn.gz" if kind == "gzip" else "; unpack it first"
+            raise ValueError(f"{path}: is compressed with {kind}{hint}")
+    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in head:
+        raise ValueError(f"{path}: is not UTF-8 text but UTF-16, or binary; convert it to UTF-8")
+
+
+def open_data(path: Path) -> BufferedReader:
     """Open a data file. Raises OSError, also for a pipe: opening one may wait forever."""
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise OSError("it is not a regular file")

@@ -22,7 +22,15 @@ import numpy as np
 
 from ..types import Example
 from .fen import is_valid_fen
-from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
+from .files import (
+    Listener,
+    ShuffledExamples,
+    SilentListener,
+    SkippedRecords,
+    check_is_text,
+    open_data,
+    readable,
+)
 from .splits import fingerprint, is_held_out, position_key
 from .transitions import PROMPT_PREFIX, move_kind, ply_kind, prompt_of, render, transition
 
@@ -109,10 +117,22 @@ def read_games(text: TextIO) -> Iterator[MainLine]:
     for chunk in _chunks(text):
         handle = io.StringIO(chunk)
         unclosed = chunk.rfind("{") > chunk.rfind("}")
-        while (game := chess.pgn.read_game(handle, Visitor=MainLine)) is not None:
+        while (game := _read_game(handle)) is not None:
             if unclosed and handle.tell() == len(chunk):
                 game.handle_error(ValueError("a comment that never ends"))
             yield game
+
+
+def _read_game(handle: TextIO) -> MainLine | None:
+    """The next game, or None at the end. What python-chess cannot parse is one bad game."""
+    try:
+        return chess.pgn.read_game(handle, Visitor=MainLine)
+    except (ValueError, LookupError, RecursionError) as error:  # an annotation of 5,000 digits
+        handle.seek(0, io.SEEK_END)
+        game = MainLine()
+        game.begin_game()
+        game.handle_error(error)
+        return game
 
 
 def _chunks(text: TextIO) -> Iterator[str]:
@@ -158,6 +178,7 @@ class Games(ShuffledExamples):
             listener.reading(path.name, path.stat().st_size) as progress,
         ):
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            check_is_text(path, data.peek(4)[:4])
             text = io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace")
             for number, game in enumerate(read_games(text), 1):
                 progress(raw.tell())

@@ -1,5 +1,6 @@
 """What the tools share: load the model of a run or a file, with its task and a sampler."""
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from ..model.weight_files import WEIGHTS
 from ..runtime import accel
 from ..runtime.build import match_vocab
 from ..runtime.checkpoint import CheckpointError, State, checkpoints, load_checkpoint
-from ..runtime.flags import ConfigError
+from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.settings import places, read_settings
-from ..runtime.text import printable
+from ..runtime.text import check_file_name, printable
 from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
 from ..types import Task
@@ -65,7 +66,9 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
 
     Raises ValueError in one line that names the file or the flag.
     """
+    check_file_name(selection.run)
     config = config_of(selection)
+    check_paths(selection, config)
     tokenizer = load_tokenizer(config.model.tokenizer)
     task = load_task(
         config.task.name,
@@ -88,6 +91,25 @@ def config_of(selection: ModelSelection) -> Config:
     known = places(Config)
     asked = {name: x for name, x in asdict(selection).items() if name in known and x is not None}
     return Config.of(**{**settings, **asked})
+
+
+def check_paths(selection: ModelSelection, config: Config) -> None:
+    """Raise ConfigError for a path in a run's config that is not found from this folder.
+
+    A run's relative paths begin where training began.
+    """
+    if not is_run(selection.run):
+        return
+    task = config.task
+    files = {"data": task.data.split(","), "rewards": [task.rewards]}
+    files["task"] = [task.name] if task.name.endswith(".py") else []
+    for name, paths in files.items():
+        for path in filter(None, (path.strip() for path in paths)):
+            if getattr(selection, name, None) is None and not os.path.lexists(path):
+                raise ConfigError(
+                    f"{flag(name)} {path}: not found; the paths of a run are relative to the "
+                    "folder where training began, so start this command there"
+                )
 
 
 def is_run(path: Path) -> bool:

@@ -1,0 +1,99 @@
+"""Checks of what losses.py and others are given, so that a slip is one line, not a wrong result.
+
+Each raises ValueError, which names the argument, what is allowed, and what it got. Nothing here
+waits for a GPU: a tensor's values are looked at only if it is on the CPU.
+"""
+
+import math
+import numbers
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# Rewards beyond this are summed and centred in float64, because float32 would round away the
+# differences in a group. Smaller ones stay in float32.
+FLOAT32_UP_TO = 64.0
+MAX_CHARS = 60  # of a value in a message
+
+
+def choice(name: str, value: Any, allowed: Collection[str]) -> None:
+    if not (isinstance(value, str) and value in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {_shown(value)}")
+
+
+def number(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
+    """Raise ValueError unless `value` is a finite number >= `least` and > `above`."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and least <= value and above < value < math.inf):
+        limit = f"at least {least:g}" if least > -math.inf else f"above {above:g}"
+        raise ValueError(f"{name} must be a finite number {limit}, got {_shown(value)}")
+
+
+def count(name: str, value: Any, *, may_be_tensor: bool = False) -> None:
+    """Raise ValueError unless `value` is at least 1 and whole, or perhaps a scalar tensor."""
+    if may_be_tensor and isinstance(value, Tensor) and value.numel() == 1:
+        if value.device.type == "cpu" and not value >= 1:
+            raise ValueError(f"{name} must be at least 1, got {value.item()}")
+        return
+    whole(name, value, least=1)
+
+
+def whole(name: str, value: Any, *, least: int) -> None:
+    """Raise ValueError unless `value` is a whole number >= `least`."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (is_whole and value >= least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {_shown(value)}")
+
+
+def tensor(
+    name: str,
+    x: Any,
+    shape: Sequence[int] | None = None,
+    *,
+    needed: bool = False,
+    dtype: torch.dtype | Literal["float"] | None = "float",
+) -> None:
+    """Raise ValueError unless `x` is a tensor of this shape, or None if it is not `needed`.
+
+    A shape that only broadcasts would give a wrong loss.
+
+    Args:
+        shape: None for any.
+        dtype: "float" for any floating-point type, None for any type.
+    """
+    wanted = "" if shape is None else f" must have the shape {list(shape)}"
+    if x is None:
+        if needed:
+            raise ValueError(f"{name}{wanted or ' must be a tensor'}, got None")
+        return
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {_shown(x)}")
+    if shape is not None and x.shape != torch.Size(shape):
+        raise ValueError(f"{name}{wanted}, got {list(x.shape)}")
+    if dtype is not None and not (x.is_floating_point() if dtype == "float" else x.dtype is dtype):
+        kind = "of floating-point numbers" if dtype == "float" else f"of {dtype}"
+        raise ValueError(f"{name} must be a tensor {kind}, got {x.dtype}")
+
+
+def batch(logp: Any, mask: Any, advantages: Any, needs_group: bool) -> None:
+    """Raise ValueError unless log-probs `[..., S]`, mask and advantages `[...]` fit each other."""
+    tensor("logp", logp, needed=True)
+    if not logp.dim() or not logp.shape[-1]:
+        raise ValueError(f"logp must be [..., S] with at least one column, got {list(logp.shape)}")
+    tensor("mask", mask, logp.shape, needed=True, dtype=torch.bool)
+    tensor("advantages", advantages, logp.shape[:-1], needed=needs_group, dtype=None)
+
+
+def clip(low: Any, high: Any, cap: Any) -> None:
+    """Raise ValueError for a distance of the clip from 1, or a cap on the ratio, that cannot be."""
+    number("clip_low", low, least=0)
+    number("clip_high", high, least=0)
+    if cap is not None:
+        number("ratio_cap", cap, above=0)
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MAX_CHARS else f"{type(value).__name__} {text[:MAX_CHARS]}..."
