@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .config import Config
 from .losses import KL_IN_REWARD, LOSSES, advantages
-from .model.encoding import decode, encode_answers, encode_prompts
+from .model.encoding import decode, encode_pairs
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime.distributed import DistContext
@@ -56,12 +56,7 @@ class SupervisedBatches:
     def batch(self, step: int) -> RolloutBatch:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-            ids, lengths = encode_answers(self.tokenizer, examples)
-            prompt_ids, prompt_len = encode_prompts(
-                self.tokenizer, examples, self.context - lengths
-            )
-        mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        completions = Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
+            completions = encode_pairs(self.tokenizer, examples, self.context)
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
 
 

@@ -41,6 +41,7 @@ class Trainer:
         self.config = config
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
+        self.run_dir = RunDir(config, self.dist, self.screen)  # before users' code may call chdir
         self.device = check_machine(config, self.dist)
         accel.use_tf32(config.speed)
 
@@ -61,7 +62,6 @@ class Trainer:
             world_size=self.dist.world_size,
         )
 
-        self.run_dir = RunDir(config, self.dist, self.screen)
         warn, dump = self.screen.warn, self.run_dir.dump
         self.learner = Learner(config, self.model, self.dist, warn, dump)
         autocast = self.learner.autocast
@@ -72,7 +72,7 @@ class Trainer:
         self.source = self._make_source(first_step=self.step)
 
         self.stop_reason = ""
-        self.in_update = False  # whether the weights are between two steps
+        self.in_update = False  # if so, the weights belong to no step and are not saved
         self.measured = MeasuredSteps()
         self.signal = announce.SignalWatch(self.screen, self.dist.is_main)
         self.first: Evaluation | None = None
@@ -107,8 +107,9 @@ class Trainer:
                 if not self.stop_reason:
                     self._evaluate(self.config.run.eval_size)
         except BaseException as error:
-            if not self.in_update and not isinstance(error, RunFailed | KeyboardInterrupt):
-                self.run_dir.save_before_ending(self.step, self.learner)
+            if not self.in_update and not isinstance(error, RunFailed):
+                why = "stopped" if isinstance(error, KeyboardInterrupt) else "the run fails"
+                self.run_dir.save_before_ending(self.step, self.learner, why)
             self._summarise("failed", describe(error), time.perf_counter() - began)
             raise
         finally:
@@ -183,7 +184,7 @@ class Trainer:
         if self.measured.steps:
             rows = self.measured.beside(self.estimate, self.device.type, self.dist.world_size)
             announce.show_cost(self.screen, rows)
-        announce.say_end(self.screen, self.run_dir.path, status, reason or "max_steps", self.step)
+        announce.say_end(self.screen, self.run_dir.shown, status, reason or "max_steps", self.step)
         return self._summarise(status, reason or "max_steps", seconds)
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:

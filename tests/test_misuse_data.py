@@ -37,6 +37,7 @@ from minigrpo.runtime.rng import weights_seed
 from minigrpo.tasks.games import Games
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
+from minigrpo.tasks.process_state import STATE
 from minigrpo.tasks.registry import load_rewards, load_task
 from minigrpo.tools.loading import ModelSelection, load
 from minigrpo.types import Example
@@ -125,6 +126,32 @@ def test_a_row_that_is_too_long_is_refused_before_any_work(
     path = jsonl(tmp_path / "data.jsonl", rows)
     assert words in refused(lambda: start(tmp_path, data=str(path), **changes))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("data", "2 of 402 answers .* the longest: --data {}, line 402, 9 tokens"),
+        ("task", r"156 of 512 answers .* the longest: --task {}: Mine: train\(100\), 7 tokens"),
+        ("task nll", r"156 of 512 answers .* the longest: --task {}: Mine: train\(100\), 7 tokens"),
+    ],
+)
+def test_answers_that_no_completion_can_equal_are_counted_in_one_warning(
+    tmp_path: Path, source: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of exactly --max-new-tokens can be written, without its end of text."""
+    if source == "data":
+        answers = ("123456", "1234567", "123456789")
+        rows = [{"prompt": f"long {x}", "answer": x} for x in answers]
+        path = jsonl(tmp_path / "data.jsonl", [*SUMS[:399], *rows])
+        start(tmp_path, data=str(path))
+    else:
+        answer = TRAIN, "Example(f't{number}', '1' * (7 if number > 99 else 6))"
+        path = own(tmp_path, answer)
+        start(tmp_path, task=str(path), **({"loss": "nll"} if source == "task nll" else {}))
+    said = capfd.readouterr().err
+    assert said.count("are longer than --max-new-tokens 6, so no completion can equal them") == 1
+    assert re.search(words.format(re.escape(str(path))), said), said
 
 
 def test_rows_of_unequal_length_fit_if_each_fits(tmp_path: Path) -> None:
@@ -612,6 +639,54 @@ def test_a_tool_says_where_the_paths_of_a_run_begin(tmp_path: Path, setting: str
     assert "not found; the paths of a run are relative to the folder where training" in message
 
 
+CHANGES = {
+    "torch's default dtype": "torch.set_default_dtype(torch.float64)",
+    "torch's default device": "torch.set_default_device('meta')",
+    "torch's gradients": "torch.set_grad_enabled(False)",
+    "torch's number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "torch's deterministic algorithms": "torch.use_deterministic_algorithms(True)",
+    "torch's matmul precision": "torch.set_float32_matmul_precision('medium')",
+    "torch's anomaly detection": "torch.autograd.set_detect_anomaly(True)",
+    "numpy's handling of errors": "numpy.seterr(all='raise')",
+    "Python's recursion limit": "sys.setrecursionlimit(500)",
+    "the current folder": "os.chdir('/')",
+}
+
+
+@pytest.mark.parametrize("flag", ["--task", "--rewards"])
+def test_what_a_file_does_to_the_process_is_undone_with_one_warning(
+    tmp_path: Path, flag: str
+) -> None:
+    before = {name: read() for name, (read, _) in STATE.items()}
+    path, said = own(tmp_path), list[str]()
+    code = "import os, sys, numpy, torch\n" + "\n".join(CHANGES.values()) + "\n"
+    if flag == "--task":
+        path.write_text(code + path.read_text())
+        load_own_task(str(path), 0, said.append)
+    else:
+        path.write_text(f"{HEAD}{code}@reward()\ndef f(e, t): return 0.0\n")
+        load_rewards(str(path), said.append)
+    assert {name: read() for name, (read, _) in STATE.items()} == before
+    assert len(said) == 1
+    assert said[0].startswith(f"{flag} {path}: changes {', '.join(STATE)} for the whole run")
+    path.write_text(code + "1 // 0")
+    for read_it in (lambda: load_own_task(str(path), 0), lambda: load_rewards(str(path))):
+        assert refused(read_it).endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert {name: read() for name, (read, _) in STATE.items()} == before
+
+
+def test_the_warning_of_a_file_that_changes_the_process_reaches_the_screen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = own(tmp_path, (PARTS, PARTS))
+    code = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    path.write_text(code + path.read_text())
+    (tmp_path / "r.py").write_text(f"{HEAD}{code}@reward()\ndef f(e, t): return 0.0\n")
+    trainer = start(tmp_path, task=str(path), rewards=str(tmp_path / "r.py"))
+    assert capfd.readouterr().err.count("changes torch's default dtype for the whole run") == 2
+    assert {x.dtype.itemsize for x in trainer.model.parameters()} == {4}
+
+
 # --- tasks of one's own ---------------------------------------------------------------------------
 
 OWN = """
@@ -740,11 +815,62 @@ def test_an_example_that_fails_later_is_one_line_too(tmp_path: Path, number: int
     assert message.startswith(f"--task {path}: Mine: train(700): ZeroDivisionError")
 
 
+@pytest.mark.parametrize(
+    ("text", "loss", "words"),
+    [
+        (TRAIN, "nll", r"train\(601\): the answer has 300 tokens; at most 251 fit .* prompt's 4"),
+        (TRAIN, "grpo", r"train\(601\): the prompt has 300 tokens; at most 250 leave room"),
+        (HELD_OUT, "grpo", r"held_out\(601\): the prompt has 300 tokens; at most 250 leave room"),
+    ],
+)
+def test_a_late_text_that_is_too_long_names_the_file_and_the_call(
+    tmp_path: Path, text: str, loss: str, words: str
+) -> None:
+    """Number 601 is beyond those that are checked before the run starts."""
+    prompt, answer = ("f't{number}'", "'x' * 300") if loss == "nll" else ("'x' * 300", "''")
+    change = text, f"Example({prompt}, {answer}) if number == 601 else {text}"
+    path = own(tmp_path, change)
+    trainer = start(tmp_path, task=str(path), loss=loss, prompts_per_step=4, max_steps=400)
+    if text == TRAIN:
+        message = refused(lambda: trainer.source.batch(150))
+    else:
+        examples = [trainer.task.held_out(number) for number in (600, 601)]
+        message = refused(lambda: next(trainer.sampler.complete(examples)))
+    assert message.startswith(f"--task {path}: Mine: ") and re.search(words, message), message
+
+
+def test_a_long_prompt_and_a_long_answer_of_different_examples_are_no_error(tmp_path: Path) -> None:
+    """The estimate took the longest answer off the room of each prompt."""
+    long = "Example('p' * 240 if number % 2 else 'h', '' if number % 2 else 'a' * 240)"
+    path = own(tmp_path, (HELD_OUT, long))
+    start(tmp_path, task=str(path), loss="nll")
+
+
 def test_an_error_in_score_batch_names_the_call(tmp_path: Path) -> None:
     fails = "def score_batch(self, examples, texts):\n        raise KeyError('x')\n    def score"
     task = load_own_task(str(own(tmp_path, ("def score", fails))), 0)
     message = refused(lambda: RewardScorer(task).score([task.train(0)], [["a"]]))
     assert message.endswith("mine.py: Mine: score_batch of 1 texts: KeyError: 'x'")
+
+
+@pytest.mark.parametrize("where", ["train", "score_batch"])
+def test_an_interrupt_that_a_task_raises_itself_is_one_line_that_names_the_call(
+    tmp_path: Path, where: str
+) -> None:
+    """Ctrl-C arrives in the main thread, and a task's calls are in others."""
+    fails = (
+        "def score_batch(self, examples, texts):\n        raise KeyboardInterrupt('x')\n    def s"
+    )
+    raises = f"(_ for _ in ()).throw(KeyboardInterrupt('x')) if number == 9 else {TRAIN}"
+    fails = "def score_batch(self, *a):\n        raise KeyboardInterrupt('x')\n    def score"
+    change = (TRAIN, raises) if where == "train" else ("def score", fails)
+    task: Any = load_own_task(str(own(tmp_path, change)), 0)
+    pool = WorkerPool(1, "test")
+    call = (task.train, 9) if where == "train" else (task.score_batch, [Example("a", "b")], ["c"])
+    message = refused(lambda: pool.wait(pool.submit(*call), None))
+    pool.close()
+    name = "train(9)" if where == "train" else "score_batch of 1 texts"
+    assert message.endswith(f"mine.py: Mine: {name}: KeyboardInterrupt: x")
 
 
 def test_each_prompt_of_ones_own_has_its_own_random_numbers(tmp_path: Path) -> None:

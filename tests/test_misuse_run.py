@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from minigrpo import Config, Trainer
 from minigrpo.losses import advantages, policy_loss
+from minigrpo.runtime import signals
 from minigrpo.runtime.checkpoint import (
     CheckpointError,
     checkpoints,
@@ -29,10 +31,11 @@ from minigrpo.runtime.checkpoint import (
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.failures import Diverged, NotFinite, RunFailed
 from minigrpo.runtime.flags import ConfigError
-from minigrpo.runtime.folder import make_folder
+from minigrpo.runtime.folder import make_folder, working_folder
 from minigrpo.runtime.guard import check_weights, weight_norm
 from minigrpo.runtime.log_files import RunLog
 from minigrpo.runtime.logging import Screen
+from minigrpo.runtime.resume import changed_files, contents_of_files
 from minigrpo.tools import cli, train
 from minigrpo.types import Example
 
@@ -604,3 +607,104 @@ def test_a_loss_refuses_what_does_not_belong_together(changes: dict[str, Any], w
 def test_advantages_refuse_what_is_no_group(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="--group-size must be at least 2, got"):
         advantages(torch.zeros(shape))
+
+
+def test_resuming_with_other_contents_of_a_file_is_said_once_with_flag_and_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, rewards, task = (tmp_path / name for name in ("d.jsonl", "r.py", "t.py"))
+    data.write_text(Path(CHEAP["data"]).read_text())
+    rewards.write_text("import minigrpo\n@minigrpo.reward()\ndef r(example, text): return 0.0\n")
+    options: dict[str, Any] = {"data": str(data), "rewards": str(rewards), "max_steps": 2}
+    make(tmp_path / "run", **options).fit()
+    make(tmp_path / "run", **options, resume="auto").run_dir.close()
+    assert "other contents" not in capfd.readouterr().err
+    for file in (data, rewards):
+        file.write_text(file.read_text() + "\n")
+        make(tmp_path / "run", **options, resume="auto").run_dir.close()
+        said = [line for line in capfd.readouterr().err.splitlines() if "other contents" in line]
+        assert len(said) == 1 and f"--data {data}" in said[0]
+        assert (f"--rewards {rewards}" in said[0]) == (file is rewards)
+    task.write_text("x = 1")
+    config = Config.of(task=str(task), out_dir="x")
+    before = contents_of_files(config)
+    task.write_text("x = 2")
+    assert changed_files(contents_of_files(config), before) == [f"--task {task}"]
+    task.unlink()
+    os.mkfifo(task)
+    assert contents_of_files(config) == {} and changed_files({}, before) == []
+
+
+# --- users' code and the process ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["between two steps", "in an update"])
+def test_a_second_signal_saves_the_steps_that_are_done_unless_an_update_is_under_way(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A task that hangs in `train` or `score_batch` leaves only the second signal."""
+    trainer = make(tmp_path / "run", save_every=100)
+    between = where == "between two steps"
+    owner: Any = trainer.source if between else trainer.learner
+    name = "batch" if between else "gradient"
+    original = getattr(owner, name)
+
+    def interrupted(*args: Any) -> Any:
+        if trainer.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    monkeypatch.setattr(signals, "SAME_REQUEST", -1.0)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    said = capfd.readouterr().err
+    assert "and saves the steps that are done, unless an update is under way" in said
+    assert ("stopped; its 3 steps are in" in said) == between
+    found = find_checkpoint(tmp_path / "run" / "checkpoints", "auto", pytest.fail)
+    assert (found["step"] if found else None) == (3 if between else None)
+    assert strict_json((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_code_that_changes_the_current_folder_moves_no_file_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    (home / "mine.py").write_text(
+        "import os, minigrpo\n@minigrpo.reward()\ndef moves(example, text):\n"
+        f"    os.chdir({str(elsewhere)!r})\n    return 0.0\n"
+    )
+    monkeypatch.chdir(home)
+    trainer = make(Path("run"), rewards="mine.py", save_every=2, profile=True)
+    trainer.fit()
+    assert Path.cwd() == elsewhere and not list(elsewhere.iterdir())
+    assert trainer.run_dir.dump(trainer.source.batch(0), 0).parent.parent == home / "run"  # type: ignore[union-attr]
+    written = {path.name for path in (home / "run").iterdir()}
+    assert {"checkpoints", "tensorboard", "profile", "bad_batches", "summary.json"} <= written
+    assert len(checkpoints(home / "run" / "checkpoints")) == 2
+
+
+@pytest.mark.parametrize("cwd", ["home", "removed"])
+def test_a_relative_folder_is_where_the_run_was_started(
+    tmp_path: Path, cwd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    start = working_folder()
+    monkeypatch.chdir(tmp_path)
+    if cwd == "home":
+        assert make_folder(Config.of(out_dir="run"), start) == Path("run")
+        (home / "run" / "config.toml").touch()
+        with pytest.raises(ConfigError, match="^--out-dir run: holds a run"):
+            make_folder(Config.of(out_dir="run"), start)
+    else:
+        monkeypatch.chdir(home)
+        home.rmdir()
+        assert working_folder() == Path()
+        target = tmp_path / "run"
+        assert make_folder(Config.of(out_dir=str(target)), working_folder()) == target
+        monkeypatch.undo()

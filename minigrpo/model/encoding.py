@@ -27,31 +27,62 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def encode_prompts(
-    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int | Tensor
+    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
     """Return the prompts as right-padded ids, `[P, Lp]` int64, and their lengths, `[P]` int64.
 
     Args:
-        room: how many tokens a prompt may have, or `[P]` int64, one number for each.
+        room: how many tokens a prompt may have.
 
     Raises:
         ConfigError: a prompt is empty, or longer than its room. (Most such prompts are found by
             `runtime.examples.check_examples` before a run starts.)
     """
     ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
-    excess = lengths - room
-    if int(excess.max()) > 0:
-        worst = int(excess.argmax())
-        size, most = int(lengths[worst]), int((lengths - excess)[worst])
+    worst, shortest = int(lengths.argmax()), int(lengths.argmin())
+    if int(lengths[worst]) > room:
         raise ConfigError(
-            f"a prompt of {size} tokens leaves no room for its completion in the model's "
-            f"--context: at most {most} are allowed ({examples[worst].prompt[:60]!r}...)"
+            f"{name_of(examples[worst])}: the prompt has {int(lengths[worst])} tokens; at most "
+            f"{room} leave room for its completion in the model's --context"
         )
-    if not int(lengths.min()):
+    if not int(lengths[shortest]):
         raise ConfigError(
-            "a prompt is empty: the last token of a prompt predicts the first of its completion"
+            f"{name_of(examples[shortest])}: the prompt is empty; the last token of a prompt "
+            "predicts the first of its completion"
         )
     return ids, lengths
+
+
+def encode_pairs(
+    tokenizer: tiktoken.Encoding, examples: Sequence[Example], context: int
+) -> Completions:
+    """Return the prompts with their true answers as completions, one per prompt.
+
+    Args:
+        context: the model's number of positions, for a prompt and its own answer together.
+
+    Raises:
+        ConfigError: a prompt is empty, or does not fit with its answer.
+    """
+    prompt_ids, prompt_len = encode_prompts(tokenizer, examples, context - 1)
+    ids, lengths = encode_answers(tokenizer, examples)
+    excess = prompt_len + lengths - context
+    if int(excess.max()) > 0:
+        worst = int(excess.argmax())
+        size, prompt = int(lengths[worst]) - 1, int(prompt_len[worst])  # without end of text
+        raise ConfigError(
+            f"{name_of(examples[worst])}: the answer has {size} tokens; at most "
+            f"{context - prompt - 1} fit the model's context of {context} after the prompt's "
+            f"{prompt}"
+        )
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    return Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
+
+
+def name_of(example: Example) -> str:
+    """How an error names an example: the file and the call of a user's task, else its text."""
+    where: str = getattr(example, "where", "")
+    return where or f"example {example.index} ({example.prompt[:60]!r}...)"
 
 
 def encode_answers(

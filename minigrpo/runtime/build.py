@@ -43,7 +43,7 @@ def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> Re
     return RewardScorer(
         task,
         weights=config.task.weights(),
-        functions=load_rewards(config.task.rewards),
+        functions=load_rewards(config.task.rewards, warn),
         workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
         timeout_s=config.task.reward_timeout,
         warn=warn,

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tiktoken
-import torch
 
 from ..config import Config
-from ..model.encoding import encode_answers, encode_prompts
+from ..model.encoding import encode_answers, encode_pairs, encode_prompts
 from ..model.transformer import ModelShape
 from ..types import Completions, Example, Task
 from .flops import step_flops
@@ -116,12 +115,8 @@ def some_examples(task: Task) -> list[Example]:
 def true_answers(
     examples: Sequence[Example], tokenizer: tiktoken.Encoding, counts: StepCounts, shape: ModelShape
 ) -> Completions:
-    """The batch of a supervised step, or a part of it. Raises ConfigError for a long prompt."""
-    examples = examples[: counts.prompts]
-    ids, lengths = encode_answers(tokenizer, examples)
-    prompt_ids, prompt_len = encode_prompts(tokenizer, examples, shape.context - lengths)
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    return Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
+    """The batch of a supervised step, or a part of it. Raises ConfigError if one does not fit."""
+    return encode_pairs(tokenizer, examples[: counts.prompts], shape.context)
 
 
 class MeasuredSteps:

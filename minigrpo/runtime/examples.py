@@ -6,7 +6,6 @@ are checked, and more if they nearly fill the room.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import tiktoken
@@ -36,6 +35,8 @@ class Lengths:
         self.supervised = config.supervised
         self.room = context - self.longest  # for a prompt
         self.most_bytes = max(map(len, tokenizer.token_byte_values()))  # of a token
+        self.num_answers = self.num_encoded = 0  # looked at; tokenized
+        self.long_answers: dict[str, int] = {}  # where -> tokens
 
     def surely_fits(self, example: Example) -> bool:
         """Whether the number of bytes, which is at least that of tokens, fits already."""
@@ -77,6 +78,28 @@ class Lengths:
                 )
         return prompt
 
+    def note_answer(self, where: str, example: Example) -> None:
+        """Count an answer, and whether it is longer than --max-new-tokens."""
+        if len(example.answer.encode()) > self.longest:  # tokens are at most as many as bytes
+            if self.num_encoded >= MAX_ENCODED:
+                return
+            self.num_encoded += 1
+            tokens = self.count(example.answer)[0]
+            if tokens > self.longest:
+                self.long_answers[where] = tokens
+        self.num_answers += 1
+
+    def warn_of_long_answers(self, warn: Warn) -> None:
+        """Say in one line how many answers are too long to be written, and which is the longest."""
+        if not self.long_answers:
+            return
+        where = max(self.long_answers, key=lambda name: self.long_answers[name])
+        warn(
+            f"{len(self.long_answers)} of {self.num_answers} answers that were looked at are "
+            f"longer than --max-new-tokens {self.longest}, so no completion can equal them; the "
+            f"longest: {where}, {self.long_answers[where]} tokens"
+        )
+
 
 def check_examples(
     config: Config, task: Task, tokenizer: tiktoken.Encoding, context: int, warn: Warn
@@ -92,15 +115,19 @@ def check_examples(
     lengths = Lengths(config, tokenizer, context)
     for source in getattr(task, "sources", [task]):
         if longest := getattr(source, "longest", None):
-            suspects = ((where, x) for where, x in longest() if not lengths.surely_fits(x))
-            for where, example in islice(suspects, MAX_ENCODED):
-                lengths.check(where, example)
+            num_suspects = 0
+            for where, example in longest():
+                if num_suspects < MAX_ENCODED and not lengths.surely_fits(example):
+                    num_suspects += 1
+                    lengths.check(where, example)
+                lengths.note_answer(where, example)
         elif isinstance(task, UsersTask):
             _check_users_task(task, lengths, config.task.reward_timeout, warn)
         else:
             data, of_file = config.task.data, getattr(source, "num_held_out", None)
             name = f"--data {data}" if data and of_file else f"--task {config.task.name}"
             _check_supply(name, source, lengths)
+    lengths.warn_of_long_answers(warn)
 
 
 def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
@@ -108,6 +135,7 @@ def _check_supply(name: str, source: Task, lengths: Lengths) -> None:
     size = 0
     for split, number, example in _some(source, FIRST_TRAIN, FIRST_HELD_OUT):
         size = max(size, lengths.check(f"{name}: {split}({number})", example))
+        lengths.note_answer(f"{name}: {split}({number})", example)
     if size > NEARLY * lengths.room:
         for split, number, example in _some(source, MORE, MORE):
             lengths.check(f"{name}: {split}({number})", example)
@@ -139,6 +167,7 @@ def _check_users_task(task: UsersTask, lengths: Lengths, timeout_s: float, warn:
     prompts: dict[str, list[str]] = {"train": [], "held_out": []}
     for split, number, example in _some(task, OF_USERS, OF_USERS):
         lengths.check(f"{task.name}: {split}({number})", example)
+        lengths.note_answer(f"{task.name}: {split}({number})", example)
         prompts[split].append(example.prompt)
     trained = set(prompts["train"])
     if both := [prompt for prompt in prompts["held_out"] if prompt in trained]:

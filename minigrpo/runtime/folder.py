@@ -14,8 +14,18 @@ from .flags import ConfigError
 OF_A_RUN = ("config.toml", "metrics.jsonl", "eval.jsonl", "summary.json", "model.safetensors")
 
 
-def make_folder(config: Config) -> Path:
-    """Create the folder of --out-dir, or reopen it to resume.
+def working_folder() -> Path:
+    """The current folder as an absolute path, or an empty path if it has been removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return Path()
+
+
+def make_folder(config: Config, start: Path = Path()) -> Path:
+    """Create the folder of --out-dir, or reopen it to resume; return it as the flag names it.
+
+    A relative one is in `start`: a user's code may have changed the current folder.
 
     Raises ConfigError if it is not writable, or holds a run and --resume is not given;
     CheckpointError if it lacks the step of --resume. Then nothing is created.
@@ -24,11 +34,11 @@ def make_folder(config: Config) -> Path:
     folder = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.loss.name}")
     try:
         str(folder).encode()
-        while not out_dir and folder.exists():  # two runs were started in the same second
+        while not out_dir and (start / folder).exists():  # two runs were started in the same second
             folder = folder.with_name(folder.name + "+")
-        _check_contents(folder, resume)
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
+        _check_contents(start / folder, resume, folder)
+        (start / folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = start / folder / ".writable"
         probe.touch()
         probe.unlink()
     except UnicodeEncodeError:
@@ -39,13 +49,13 @@ def make_folder(config: Config) -> Path:
     return folder
 
 
-def _check_contents(folder: Path, resume: str) -> None:
-    """Raise ConfigError or CheckpointError if a folder is not as --resume says, or lacks."""
+def _check_contents(folder: Path, resume: str, shown: Path) -> None:
+    """Raise ConfigError or CheckpointError if a folder is not as --resume says; name it `shown`."""
     there = [name for name in OF_A_RUN if (folder / name).exists()]
     there += [str(path.relative_to(folder)) for path in checkpoints(folder / "checkpoints")]
     if there and not resume:
         raise ConfigError(
-            f"--out-dir {folder}: holds a run; --resume auto continues it, "
+            f"--out-dir {shown}: holds a run; --resume auto continues it, "
             f"another folder starts afresh (found: {there[0]})"
         )
     if blocked := in_the_way(folder / "checkpoints"):

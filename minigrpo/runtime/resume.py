@@ -1,6 +1,8 @@
 """What may differ between a checkpoint and the run that resumes it, and what is said about it."""
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,35 @@ ONLY_WITH = {
     "low_precision_weights": "use_amp",
     "num_speculative_tokens": "speculative_decoding",
 }
+
+
+def contents_of_files(config: Config) -> dict[str, str]:
+    """The sha256 of each file of --task, --rewards and --data, by its flag and name.
+
+    Saved in checkpoints, because a file may have the same name and other contents when a run is
+    resumed. A file that cannot be read is left out; its reader refuses it with a better message.
+    """
+    task = config.task
+    own_task = task.name if task.name.endswith(".py") else ""
+    named = [("--task", own_task), ("--rewards", task.rewards)]
+    named += [("--data", path.strip()) for path in task.data.split(",")]
+    return {f"{by} {path}": digest for by, path in named if path and (digest := _sha256(path))}
+
+
+def _sha256(path: str) -> str:
+    """The sha256 of a file, read in pieces, or "" if it is no file that can be read."""
+    try:
+        if not Path(path).is_file():  # a pipe would never end
+            return ""
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):
+        return ""
+
+
+def changed_files(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
+    """The flag and the name of each file whose contents differ; both are `contents_of_files`."""
+    return [name for name, digest in then.items() if now.get(name, digest) != digest]
 
 
 def made_by(processes: int, device: torch.device) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from .environment import versions
 from .failures import RunFailed, reason_of
 from .files import to_json, write_whole
 from .flags import ConfigError, flag
-from .folder import lock, make_folder
+from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
-from .resume import changes, check_same_run, made_by
+from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
 
 
@@ -34,9 +34,11 @@ class RunDir:
     """The folder of a run. Only the main process reads and writes, except for `dump`."""
 
     def __init__(self, config: Config, dist: DistContext, screen: Screen) -> None:
-        """This touches no file; `open` does."""
+        """This only reads the files of the task; `open` makes the folder."""
         self.config, self.dist, self.screen = config, dist, screen
-        self.path = Path()
+        self.path, self.shown = Path(), Path()  # absolute, and as --out-dir names it
+        self.start = working_folder()
+        self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
         self.saved_step = -1  # of the newest checkpoint
         self._lock: IO[str] | None = None
 
@@ -49,7 +51,8 @@ class RunDir:
 
         Raises ConfigError or CheckpointError, after unlocking the folder.
         """
-        self.path = self.dist.on_main(self._make_and_lock)
+        self.shown = self.dist.on_main(self._make_and_lock)
+        self.path = self.start / self.shown
         try:
             return self._resume(learner)
         except ValueError:
@@ -80,9 +83,9 @@ class RunDir:
             self._lock.close()
 
     def _make_and_lock(self) -> Path:
-        path = make_folder(self.config)
-        self._lock = lock(path)
-        return path
+        shown = make_folder(self.config, self.start)
+        self._lock = lock(self.start / shown)
+        return shown
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -102,18 +105,19 @@ class RunDir:
                 raise RunFailed(f"{said}; older checkpoints are kept") from error
             self.screen.warn(f"{said}; training continues")
 
-    def save_before_ending(self, step: int, learner: Learner) -> None:
-        """Save what is done before an error ends the run; never raise.
+    def save_before_ending(self, step: int, learner: Learner, why: str) -> None:
+        """Save what is done before an error or a second signal ends the run.
 
-        It asks nothing of the other processes, which may be gone.
+        It asks nothing of the other processes, which may be gone. It raises nothing but the
+        KeyboardInterrupt of a third signal. `why` is how the message begins.
         """
         if not self.dist.is_main or step == max(self.saved_step, 0):
             return
         try:
             self._save(step, learner)
-            self.screen.warn(f"the run fails; its {step} steps are in {self.path}")
+            self.screen.warn(f"{why}; its {step} steps are in {self.path}")
         except Exception as error:
-            self.screen.warn(f"the run fails, and step {step} is NOT SAVED ({reason_of(error)})")
+            self.screen.warn(f"{why}, and step {step} is NOT SAVED ({reason_of(error)})")
 
     def save_weights(self, model: Transformer) -> None:
         """Write `model.safetensors`. Raises RunFailed in one line if that is not possible."""
@@ -133,6 +137,7 @@ class RunDir:
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
+        state["files"] = self.files
         save_checkpoint(self.checkpoints, step, state, keep_last=self.config.run.keep_last)
         self.saved_step = step
 
@@ -170,7 +175,12 @@ class RunDir:
                 f"{'; '.join(said)}: the batches are the same, but results may not be equal bit "
                 "for bit"
             )
-        self.screen.say(f"resumed from step {step} of {self.path}")
+        if differ := changed_files(self.files, state.get("files", {})):
+            self.screen.warn(
+                f"{', '.join(differ)}: other contents than when the checkpoint was written, so "
+                "the run does not continue as it began"
+            )
+        self.screen.say(f"resumed from step {step} of {self.shown}")
         for name in ("max_steps", "stop_after"):
             last = getattr(self.config.run, name)
             if last and step > last:

@@ -47,7 +47,8 @@ class StopRequest:
         if not self.reason:
             self.reason, self.asked_at = signal.Signals(number).name, time.monotonic()
             self.say(
-                f"{self.reason}: finishing this step, then saving; a second signal stops at once"
+                f"{self.reason}: finishing this step, then saving; a second signal stops at once "
+                "and saves the steps that are done, unless an update is under way"
             )
         elif time.monotonic() - self.asked_at > SAME_REQUEST:
-            raise KeyboardInterrupt  # safe, because checkpoints are atomic
+            raise KeyboardInterrupt  # safe, because checkpoints are atomic; `fit` saves

@@ -7,6 +7,7 @@ not end a run: runtime/reward_calls.py counts them.
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..runtime.flags import ConfigError
 from ..runtime.reward_functions import check_number, check_part_name
 from ..runtime.text import check_file_name, has_lone_surrogate, one_line, short
 from ..types import Example, Task
+from .process_state import Warn, state_kept
 
 TASK_MEMBERS = ("parts", "train", "held_out", "score")
 ALL_KINDS = "all"  # the row of all examples in the tables of `minigrpo evaluate`
@@ -36,24 +38,35 @@ class OwnExample(Example):
     """
 
     original: Example = field(default=Example("", ""))
+    where: str = field(default="", compare=False)  # the file, the class and the call, for errors
 
 
-def load_own_task(path: str, seed: int) -> "OwnTask":
+def silent(text: str) -> None:
+    """Show nothing."""
+
+
+def load_own_task(path: str, seed: int, warn: Warn = silent) -> "OwnTask":
     """Return the task in a Python file.
+
+    Args:
+        seed: what the task's class is called with.
+        warn: called if the file changes the process, see process_state.py.
 
     Raises:
         ValueError: in one line that names the file, if it has not exactly one task, or the task
             cannot be made, or has wrong `parts` or `num_held_out`.
     """
-    where, module = f"--task {path}", _load(path, "--task")
-    found = guarded(where, lambda: [x for x in vars(module).values() if _is_task(x, module)])
-    if len(found) != 1:
-        raise ConfigError(
-            f"{where}: must have one class with parts, train, held_out and score, "
-            f"has {', '.join(x.__name__ for x in found) or 'none'}"
-        )
-    name = f"{where}: {found[0].__name__}"
-    return OwnTask(guarded(name, lambda: found[0](seed)), name)
+    where = f"--task {path}"
+    with state_kept(where, warn):
+        module = _load(path, "--task")
+        found = guarded(where, lambda: [x for x in vars(module).values() if _is_task(x, module)])
+        if len(found) != 1:
+            raise ConfigError(
+                f"{where}: must have one class with parts, train, held_out and score, "
+                f"has {', '.join(x.__name__ for x in found) or 'none'}"
+            )
+        name = f"{where}: {found[0].__name__}"
+        return OwnTask(guarded(name, lambda: found[0](seed)), name)
 
 
 def _is_task(value: object, module: ModuleType) -> bool:
@@ -65,15 +78,18 @@ def _is_task(value: object, module: ModuleType) -> bool:
     )
 
 
-def load_rewards(path: str) -> list[RewardFunction]:
+def load_rewards(path: str, warn: Warn = silent) -> list[RewardFunction]:
     """Return the functions that a Python file decorates with `@minigrpo.reward`; none for "".
+
+    `warn` is called if the file changes the process, see process_state.py.
 
     Raises:
         ValueError: in one line, for a file that cannot be imported or has no such function.
     """
     if not path:
         return []
-    values = vars(_load(path, "--rewards")).values()
+    with state_kept(f"--rewards {path}", warn):
+        values = vars(_load(path, "--rewards")).values()
     # by identity, because one function may have two names in its file
     found = list({id(x): x for x in values if isinstance(x, RewardFunction)}.values())
     if not found:
@@ -101,12 +117,14 @@ def guarded(where: str, call: Callable[[], Result]) -> Result:
     """Return `call()`; whatever it raises becomes a ConfigError in one line.
 
     A user's code may call `sys.exit()` or raise its own kind of BaseException. Neither may end the
-    process without a word. Ctrl-C does.
+    process without a word. Ctrl-C does; Python raises it in the main thread only.
     """
     try:
         return call()
-    except KeyboardInterrupt:
-        raise
+    except KeyboardInterrupt as error:
+        if threading.current_thread() is threading.main_thread():
+            raise
+        raise ConfigError(f"{where}: {one_line(error)}") from error
     except ConfigError as error:  # one of the library's own checks: its message says enough
         raise ConfigError(f"{where}: {error}") from error
     except BaseException as error:
@@ -165,7 +183,7 @@ class OwnTask:
                 hint = f"{error}; a task with {number} held-out examples sets num_held_out"
                 raise ConfigError(hint) from error
             raise
-        return guarded(call, lambda: _numbered(example, number))
+        return guarded(call, lambda: _numbered(example, number, call))
 
 
 def _checked_parts(parts: object) -> dict[str, float]:
@@ -180,7 +198,7 @@ def _checked_parts(parts: object) -> dict[str, float]:
     return {name: float(weight) for name, weight in parts.items()}
 
 
-def _numbered(example: object, number: int) -> OwnExample:
+def _numbered(example: object, number: int, where: str) -> OwnExample:
     """A user's example, checked, and numbered by its place. Raises ConfigError."""
     if not isinstance(example, Example):
         raise ConfigError(f"must return a minigrpo.types.Example, got {short(example)}")
@@ -195,7 +213,7 @@ def _numbered(example: object, number: int) -> OwnExample:
             f"index must be a whole number from 0 to 2**63 - 1, got {short(example.index)}"
         )
     prompt, answer, kind = str(example.prompt), str(example.answer), str(example.kind)
-    return OwnExample(prompt, answer, number, kind, original=example)
+    return OwnExample(prompt, answer, number, kind, original=example, where=where)
 
 
 def _is_whole(value: Any) -> bool:

@@ -63,7 +63,7 @@ def load_task(
             raise ValueError(f"--task must be {allowed} or a Python file (FILE.py), got {name}")
         if data:
             raise ValueError(f"--data goes with {', '.join(WANTED)}, got --task {name}")
-        return load_own_task(name, seed)
+        return load_own_task(name, seed, (listener or SilentListener()).warn)
     if not data and name == CHESS_ENV:
         return ChessEnv(seed, history)
     try:

@@ -107,7 +107,7 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
     scorer = RewardScorer(
         task,
         weights=config.task.weights(),
-        functions=load_rewards(config.task.rewards),
+        functions=load_rewards(config.task.rewards, screen.warn),
         warn=screen.warn,
     )
     with closing(scorer), Progress(console=screen.errors) as progress:

@@ -1,0 +1,76 @@
+"""Keep what a user's file does to the process at import from changing the whole run.
+
+`torch.set_default_dtype(torch.float64)` at the top of a reward file would train another model in
+another precision, and `torch.set_grad_enabled(False)` would train nothing, both without a word.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+Warn = Callable[[str], object]
+
+
+def _current_folder() -> str:
+    """The current folder, or "" if it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _change_folder(folder: str) -> None:
+    if folder:
+        os.chdir(folder)
+
+
+def _set_device(device: torch.device) -> None:
+    """Set torch's default device; the CPU is what no device means, which costs nothing per call."""
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+# what the warning calls it -> how to read it, and how to set it
+STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, _set_device),
+    "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "torch's matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "torch's anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "numpy's handling of errors": (np.geterr, lambda kept: np.seterr(**kept)),
+    "Python's recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "the current folder": (_current_folder, _change_folder),
+}
+
+
+@contextmanager
+def state_kept(where: str, warn: Warn) -> Iterator[None]:
+    """Undo what the code in this context does to `STATE`, with one warning that names it.
+
+    Args:
+        where: how the warning begins: the flag and the file.
+    """
+    before = {name: read() for name, (read, _) in STATE.items()}
+    try:
+        yield
+    finally:
+        changed = [name for name, (read, _) in STATE.items() if read() != before[name]]
+        for name in changed:
+            STATE[name][1](before[name])
+        if changed:
+            warn(
+                f"{where}: changes {', '.join(changed)} for the whole run when it is imported; "
+                "undone. Change such things inside the functions that need them"
+            )
