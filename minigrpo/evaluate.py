@@ -75,7 +75,7 @@ def evaluate(
     """Score the first `size` held-out examples, or all if there are fewer.
 
     Args:
-        scorer: of this very task.
+        scorer: of this kind of task; its seed may be another.
         seed: of the sampled completions.
 
     Raises:
@@ -90,7 +90,7 @@ def evaluate(
     """
     whole("size", size, least=1)
     whole("seed", seed, least=0)
-    if scorer.task is not task:
+    if _kind(scorer.task) != _kind(task):
         raise ValueError("scorer must be made for the task that is evaluated: RewardScorer(task)")
     size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]
@@ -106,3 +106,8 @@ def evaluate(
         **{f"exact/{kind}": float(np.mean(graded.exact[rows])) for kind, rows in kinds.items()},
         **{f"count/{kind}": float(rows.sum()) for kind, rows in kinds.items()},
     }
+
+
+def _kind(task: Task) -> tuple[type, list[str]]:
+    """What two tasks share if a scorer of one can score the other: class and reward parts."""
+    return type(getattr(task, "users", task)), list(task.parts)

@@ -279,6 +279,10 @@ class Recorder:
         return {"right": float(text == example.answer)}
 
 
+class Counter(Recorder):
+    """Another task, with parts of the same name."""
+
+
 @pytest.mark.parametrize("error", [attack("13", Unprintable), Stop, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_reward_that_raises_anything_gets_its_floor(
@@ -540,7 +544,7 @@ def test_an_answer_that_is_no_row_of_numbers_is_a_bad_reward(column: Any) -> Non
     [
         attack("13", {"seed": None}, "seed must be a whole number of at least 0, got None"),
         attack("13 size", {"size": 0}, "size must be a whole number of at least 1, got 0"),
-        attack("13 scorer", {"task": Recorder()}, "scorer must be made for the task"),
+        attack("13 scorer", {"task": Counter()}, "scorer must be made for the task"),
     ],
 )
 def test_an_evaluation_that_would_mislead_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -577,8 +581,8 @@ PGN = SMALL.read_text("utf-8")
         attack(
             "28 gzip", gzip.compress(PGN.encode()), "is compressed with gzip, and must be named"
         ),
-        attack("28 UTF-16", PGN.encode("utf-16"), "is not UTF-8 text but UTF-16"),
-        (PGN.encode("utf-16-le"), "is not UTF-8 text but UTF-16"),
+        attack("28 UTF-16", PGN.encode("utf-16"), "is UTF-16 text; convert it to UTF-8"),
+        (PGN.encode("utf-16-le"), "is UTF-16 text; convert it to UTF-8"),
         (b"PK\x03\x04rest", "is compressed with zip; unpack it first"),
     ],
 )

@@ -2,8 +2,8 @@
 
 Every draw is a pure function of (seed, stream name, counters), by NumPy's counter-based Philox
 generator. So resuming needs no generator state, and no draw depends on the batch, on the number of
-processes or on earlier draws. Only the initial weights come from a seeded torch.Generator instead.
-Global generators (`random`, `np.random`, `torch.manual_seed`) are not used.
+processes or on earlier draws. Only the initial weights come from a torch.Generator:
+see `weights_seed`. Global generators (`random`, `np.random`, `torch.manual_seed`) are not used.
 """
 
 import hashlib

@@ -104,8 +104,9 @@ def check_is_text(path: Path, head: bytes) -> None:
         if head.startswith(magic):
             hint = ", and must be named .pgn.gz" if kind == "gzip" else "; unpack it first"
             raise ValueError(f"{path}: is compressed with {kind}{hint}")
-    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in head:
-        raise ValueError(f"{path}: is not UTF-8 text but UTF-16, or binary; convert it to UTF-8")
+    has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if has_mark or b"\0\0" in (head[0:4:2], head[1:4:2]):  # or every other byte is 0
+        raise ValueError(f"{path}: is UTF-16 text; convert it to UTF-8")
 
 
 def open_data(path: Path) -> BufferedReader:
