@@ -32,13 +32,12 @@ import time
 from collections.abc import Callable
 from importlib.resources import files
 
-import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
 from minigrpo.model.transformer import PackedTokens, Transformer
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.types import Example, Task
@@ -124,10 +123,10 @@ def sample(
     return ids[:, : t + 1], mask[:, : t + 1]
 
 
-def decode(tokenizer: tiktoken.Encoding, ids: Tensor, mask: Tensor) -> list[str]:
+def decode(tokenizer: Tokenizer, ids: Tensor, mask: Tensor) -> list[str]:
     """The B completions as text, without end of text."""
     rows = [row[completion].tolist() for row, completion in zip(ids, mask, strict=True)]
-    return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]) for row in rows]
+    return [tokenizer.decode([t for t in row if t != tokenizer.eot]) for row in rows]
 
 
 def reward(task: Task, example: Example, text: str) -> float:
@@ -169,15 +168,15 @@ def grpo_loss(
     return ((loss * mask).sum(1) / mask.sum(1)).mean()
 
 
-def evaluate(model: Transformer, task: Task, tokenizer: tiktoken.Encoding) -> str:
+def evaluate(model: Transformer, task: Task, tokenizer: Tokenizer) -> str:
     """The share of held-out prompts answered exactly right, sampled and greedy."""
     examples = [task.held_out(i) for i in range(EVAL_SIZE)]
-    prompts = [tokenizer.encode_ordinary(example.prompt) for example in examples]
+    prompts = [tokenizer.encode(example.prompt) for example in examples]
     always_the_same = torch.Generator().manual_seed(SEED)
     u = torch.rand(EVAL_SIZE, model.shape.context, generator=always_the_same)  # [B, T]
     shares = []
     for name, numbers in (("sampled", u), ("greedy", None)):
-        ids, mask = sample(model, prompts, tokenizer.eot_token, numbers, MAX_NEW_TOKENS)
+        ids, mask = sample(model, prompts, tokenizer.eot, numbers, MAX_NEW_TOKENS)
         pairs = zip(decode(tokenizer, ids, mask), examples, strict=True)
         exact = sum(text == example.answer for text, example in pairs)
         shares.append(f"{name} {exact / EVAL_SIZE:.1%}")
@@ -197,10 +196,10 @@ def main() -> None:
         # 1. prompts, each repeated for its group
         examples = [task.train(step * PROMPTS_PER_STEP + i) for i in range(PROMPTS_PER_STEP)]
         rows = [example for example in examples for _ in range(GROUP_SIZE)]  # B of them
-        prompts = [tokenizer.encode_ordinary(example.prompt) for example in rows]
+        prompts = [tokenizer.encode(example.prompt) for example in rows]
         # 2. completions
         u = torch.rand(len(rows), model.shape.context)  # [B, T]
-        ids, mask = sample(model, prompts, tokenizer.eot_token, u, MAX_NEW_TOKENS)  # [B, T]
+        ids, mask = sample(model, prompts, tokenizer.eot, u, MAX_NEW_TOKENS)  # [B, T]
         texts = decode(tokenizer, ids, mask)
         # 3. rewards, 4. advantages
         scores = [reward(task, example, text) for example, text in zip(rows, texts, strict=True)]

@@ -49,7 +49,7 @@ class GrpoPyStep:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=learning_rate, weight_decay=0.0
         )
-        self.eos = -1 if work.forced else work.tokenizer.eot_token
+        self.eos = -1 if work.forced else work.tokenizer.eot
         self.timer = PhaseTimer(self.device)
         self.batch: RolloutBatch
 
@@ -118,7 +118,7 @@ class GrpoPyStep:
     def _sample(self, examples: Sequence[Example], step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Lengths of the prompts `[B]`, and grpo.sample's `ids` and `mask`, `[B, T]`."""
         sampling, groups = self.config.sampling, self.config.sampling.group_size
-        encode = self.work.tokenizer.encode_ordinary
+        encode = self.work.tokenizer.encode
         prompts = [ids for example in examples for ids in [encode(example.prompt)] * groups]
         index = np.array([example.index for example in examples])
         u = uniforms(

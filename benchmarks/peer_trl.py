@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tiktoken
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizer, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from minigrpo.config import Config
-from minigrpo.model.tokenizer import END_OF_TEXT
-from minigrpo.model.weights import export_gpt2
+from minigrpo.model.tokenizer import Tokenizer
+from minigrpo.model.vocabulary import END_OF_TEXT
+from minigrpo.model.weights import export_model
 from minigrpo.runtime.build import make_scorer
 from minigrpo.runtime.optim import BETAS, learning_rate_at
 from minigrpo.types import Example
@@ -31,7 +31,7 @@ Settings = dict[str, Any]  # of GRPOConfig
 class TiktokenTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     """Our tokenizer as transformers wants it; a token's name is its number."""
 
-    def __init__(self, encoding: tiktoken.Encoding, end: str) -> None:
+    def __init__(self, encoding: Tokenizer, end: str) -> None:
         """`end` ends completions: END_OF_TEXT, or NEVER, a token that the model does not have."""
         self.encoding = encoding
         self.names = [*map(str, range(encoding.n_vocab - 1)), END_OF_TEXT]
@@ -46,7 +46,7 @@ class TiktokenTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return {**self.ids, **self.get_added_vocab()}
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        return [self.names[token] for token in self.encoding.encode_ordinary(text)]
+        return [self.names[token] for token in self.encoding.encode(text)]
 
     def _convert_token_to_id(self, token: str) -> int:
         return self.ids[token]
@@ -55,7 +55,7 @@ class TiktokenTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         return self.names[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        end = self.encoding.eot_token
+        end = self.encoding.eot
         return self.encoding.decode([t for name in tokens if (t := self.ids[name]) != end])
 
 
@@ -151,7 +151,7 @@ def make_trainer(
     tokenizer = TiktokenTokenizer(work.tokenizer, NEVER if work.forced else END_OF_TEXT)
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
     check_tokens(tokenizer, work.tokenizer, examples)
-    export_gpt2(work.model.state_dict(), folder, shape=vars(work.shape), eos=tokenizer.eos_token_id)
+    export_model(work.model.state_dict(), folder, shape=work.shape, eos=tokenizer.eos_token_id)
     last = LastStep(prompt_len=0)
     trainer_class = SameScheduleTrainer
     trainer_class.schedule = config
@@ -193,12 +193,10 @@ def count_positions_without_padding(
     return args, kwargs
 
 
-def check_tokens(
-    theirs: TiktokenTokenizer, ours: tiktoken.Encoding, examples: Sequence[Example]
-) -> None:
+def check_tokens(theirs: TiktokenTokenizer, ours: Tokenizer, examples: Sequence[Example]) -> None:
     """Raise ValueError unless both tokenizers give the same ids for every prompt and answer."""
     for text in [text for example in examples for text in (example.prompt, example.answer)]:
-        ids = ours.encode_ordinary(text)
+        ids = ours.encode(text)
         if theirs(text=text)["input_ids"] != ids:
             raise ValueError(f"the wrapped tokenizer has other tokens than ours for {text[:60]!r}")
         if theirs.decode(ids, skip_special_tokens=True) != ours.decode(ids):
@@ -217,7 +215,7 @@ def reward_function(
         asked = [examples[i] for i in number[::group]]
         texts = [completions[i : i + group] for i in range(0, len(completions), group)]
         last.lengths = [len(ids) for ids in completion_ids]
-        last.prompt_len = max(len(work.tokenizer.encode_ordinary(x.prompt)) for x in asked)
+        last.prompt_len = max(len(work.tokenizer.encode(x.prompt)) for x in asked)
         last.rewards = scorer.score(asked, texts).total.flatten().tolist()
         return last.rewards
 

@@ -116,8 +116,10 @@ def _alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str
 
 def write_tokenizer(path: Path) -> Path:
     """A vocabulary of GPT-2's size, whose tokens are one or two bytes."""
-    ranks = byte_tokenizer(GPT2_TOKENS)._mergeable_ranks
-    lines = (base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items())
+    tokenizer = byte_tokenizer(GPT2_TOKENS)
+    never = {*tokenizer.special.values()}
+    ranks = [(token, rank) for rank, token in tokenizer.tokens.items() if rank not in never]
+    lines = (base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks)
     path.write_bytes(b"".join(lines))
     return path
 

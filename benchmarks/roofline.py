@@ -80,7 +80,7 @@ class Roofline:
 
     def _bytes(self, step: StepWork) -> float:
         shape, size = self.work.shape, 2 if step.precision == "amp" else 4
-        parameters = 12 * shape.layers * shape.width**2 + shape.vocab_size * shape.width
+        parameters = shape.layers * shape.block_weights + shape.vocab_size * shape.width
         rows = step.completions * step.completion_len / max(1.0, step.rounds)  # per round
         cached_tokens = self.work.prompt_len + rows * self._attended(step)
-        return step.rounds * size * (parameters + 2 * shape.layers * shape.width * cached_tokens)
+        return step.rounds * size * (parameters + 2 * shape.layers * shape.kv_width * cached_tokens)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import tiktoken
 import torch
 import tyro
 
 from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
-from minigrpo.model.tokenizer import END_OF_TEXT
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.tokenizer import Tokenizer
+from minigrpo.model.transformer import Transformer
+from minigrpo.model.vocabulary import END_OF_TEXT, Vocabulary
 from minigrpo.rewards import similarities
 from minigrpo.runtime.build import make_model, make_task, make_tokenizer
 from minigrpo.runtime.constraints import AtLeast, AtMost
@@ -89,7 +90,7 @@ class RandomText(BatchScored):
         return {"similarity": similarities(texts, [example.answer for example in examples])}
 
 
-def byte_tokenizer(vocab_size: int) -> tiktoken.Encoding:
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer of a given size with one token per byte.
 
     Its longer tokens never occur; they only make the output head as large as asked for. There are
@@ -97,12 +98,9 @@ def byte_tokenizer(vocab_size: int) -> tiktoken.Encoding:
     """
     by_length = (map(bytes, itertools.product(range(256), repeat=n)) for n in (1, 2, 3))
     tokens = itertools.islice(itertools.chain.from_iterable(by_length), vocab_size - 1)
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str="(?s:.)",
-        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-        special_tokens={END_OF_TEXT: vocab_size - 1},
-    )
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    vocabulary = Vocabulary("(?s:.)", ranks, special={END_OF_TEXT: vocab_size - 1})
+    return Tokenizer("bytes", vocabulary, eot=vocab_size - 1)
 
 
 def read_config(files: Sequence[str]) -> Config:
@@ -164,7 +162,7 @@ class Workload:
 
     config: Config
     model: Transformer  # on the device; every row trains a copy
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     task: Task
     forced: bool  # no end of text: every completion has max_new_tokens tokens
     natural: bool
@@ -220,7 +218,7 @@ class Workload:
         }
 
 
-Job = tuple[Config, Transformer, tiktoken.Encoding, Task]
+Job = tuple[Config, Transformer, Tokenizer, Task]
 
 
 def _natural_job(flags: WorkloadFlags) -> Job:

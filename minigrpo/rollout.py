@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 
 from .config import Config
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .model.encoding import decode, encode_pairs
+from .model.tokenizer import Tokenizer
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime.distributed import DistContext
@@ -43,11 +43,7 @@ class SupervisedBatches:
     """The true answers, one per prompt, for the supervised warm start."""
 
     def __init__(
-        self,
-        examples: ExamplePrefetcher,
-        tokenizer: tiktoken.Encoding,
-        timer: PhaseTimer,
-        context: int,
+        self, examples: ExamplePrefetcher, tokenizer: Tokenizer, timer: PhaseTimer, context: int
     ) -> None:
         """`context` is the model's number of positions, for prompt and answer together."""
         self.examples, self.tokenizer = examples, tokenizer
@@ -85,7 +81,7 @@ class RolloutBatches:
     ) -> None:
         self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer
-        self.eos = sampler.tokenizer.eot_token
+        self.eos = sampler.tokenizer.eot
 
     def batch(self, step: int) -> RolloutBatch:
         metrics = dict[str, float]()

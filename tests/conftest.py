@@ -21,7 +21,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions
@@ -88,10 +89,31 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def model() -> Transformer:
+SIZES: dict[str, int] = {"vocab_size": VOCAB, "context": 40, "layers": 2, "width": 16}
+SHAPES = {
+    "gpt2": ModelShape(**SIZES, heads=2),
+    # every variant that GPT-2 does not have
+    "grouped-query": ModelShape(
+        **SIZES,
+        heads=4,
+        family="qwen3",
+        kv_heads=2,
+        head_dim=6,
+        mlp_width=24,
+        norm="rms",
+        projections="separate",
+        mlp="swiglu",
+        head_norm=True,
+        rope_theta=100.0,
+        tied=False,
+    ),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> Transformer:
     """Two layers in float64: what should be equal is equal to 1e-10."""
-    return Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).double()
+    return Transformer(SHAPES[request.param], seed=1).double()
 
 
 def make_completions(

@@ -10,8 +10,9 @@ from torch import _dynamo
 
 from minigrpo import Config, Trainer
 from minigrpo.model.packing import PACKINGS
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import Block, ModelShape, Transformer
+from minigrpo.model.transformer import Block, Transformer
 from minigrpo.runtime import accel, announce
 from minigrpo.runtime.estimate import estimate_step
 from minigrpo.runtime.fast import LAYERS
@@ -65,7 +66,7 @@ def test_captured_rounds_write_the_same_tokens_rollout_after_rollout(
         assert torch.equal(captured.completion_ids, plain.completion_ids)
         torch.testing.assert_close(captured.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
         with torch.no_grad():
-            model.h[0].mlp.c_fc.weight.mul_(1.1)
+            next(model.h[0].mlp.parameters()).mul_(1.1)
 
 
 def test_a_round_is_captured_once_per_shape(
@@ -111,7 +112,7 @@ def test_captured_rounds_on_cuda() -> None:
             )
             assert same > 0.8 if amp else torch.equal(captured.completion_ids, plain.completion_ids)
         with torch.no_grad():
-            model.h[0].mlp.c_fc.weight.mul_(1.1)
+            next(model.h[0].mlp.parameters()).mul_(1.1)
 
 
 def options_of(folder: Path, **changes: object) -> Config:
@@ -325,7 +326,7 @@ def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) 
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 5, LENGTH))
     options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-    weight = model.h[0].attn.c_attn.weight
+    weight = next(model.h[0].attn.parameters())  # of the queries
     with torch.no_grad():
         kept = weight.clone()
         weight.fill_(1e200)

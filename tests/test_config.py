@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from pathlib import Path
 
@@ -6,8 +5,8 @@ import pytest
 
 from minigrpo import Trainer, Transformer
 from minigrpo.config import Config
-from minigrpo.model.transformer import ModelShape
-from minigrpo.model.weights import export_gpt2
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.weights import export_model
 from minigrpo.runtime import settings
 from minigrpo.runtime.flags import ConfigError
 
@@ -158,12 +157,7 @@ def small_gpt2(folder: Path) -> dict[str, str]:
     """A random model and a learnt vocabulary, in one folder as Hugging Face has them."""
     bpe.write_gpt2(folder, bpe.chess_merges(), ("merges.txt", "vocab.json"))
     shape = ModelShape(256 + 60 + 1, context=256, layers=1, width=16, heads=2)
-    export_gpt2(
-        Transformer(shape).state_dict(),
-        folder,
-        shape=dataclasses.asdict(shape),
-        eos=shape.vocab_size - 1,
-    )
+    export_model(Transformer(shape).state_dict(), folder, shape=shape, eos=shape.vocab_size - 1)
     return {"init_from": str(folder), "tokenizer": str(folder)}
 
 

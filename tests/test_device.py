@@ -13,7 +13,8 @@ import torch
 from benchmarks import cli, probe
 from benchmarks.layers import LEAN
 from minigrpo import Config, Trainer
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import accel
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CUDAGraphCache

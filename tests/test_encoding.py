@@ -42,14 +42,14 @@ def rows(ids: Tensor, lengths: Tensor) -> list[list[int]]:
 def test_the_warm_start_encodes_prompt_and_answer_separately(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, loss="nll", group_size=1)
     tokenizer, (a, b, c, d), bc = trainer.tokenizer, b"abcd", 256
-    assert tokenizer.encode_ordinary("ab" + "cd") == [a, bc, d]  # so the boundary matters
+    assert tokenizer.encode("ab" + "cd") == [a, bc, d]  # so the boundary matters
     assert isinstance(trainer.source, SupervisedBatches)
     batch = trainer.source.batch(0)
     done = batch.completions
     prompts = rows(done.prompt_ids, done.prompt_len)
     assert [row[-2:] for row in prompts] == [[a, b]] * 4
     answers = rows(done.completion_ids[:, 0], done.completion_mask[:, 0].sum(-1))
-    assert answers == [[c, d, tokenizer.eot_token]] * 4
+    assert answers == [[c, d, tokenizer.eot]] * 4
 
 
 def test_sampling_continues_the_prompts_tokens_and_training_uses_the_sampled_ones(
@@ -62,14 +62,14 @@ def test_sampling_continues_the_prompts_tokens_and_training_uses_the_sampled_one
     batch = trainer.source.batch(0)
     done = batch.completions
     for example, prompt in zip(batch.examples, rows(done.prompt_ids, done.prompt_len), strict=True):
-        assert prompt == trainer.tokenizer.encode_ordinary(example.prompt)
+        assert prompt == trainer.tokenizer.encode(example.prompt)
     texts = decode(trainer.tokenizer, done)
     assert [list(group) for group in batch.texts] == texts
     for p, group in enumerate(texts):
         for g, text in enumerate(group):
             tokens = done.completion_ids[p, g][done.completion_mask[p, g]].tolist()
             assert text == trainer.tokenizer.decode(
-                [t for t in tokens if t != trainer.tokenizer.eot_token]
+                [t for t in tokens if t != trainer.tokenizer.eot]
             )
 
 
@@ -83,7 +83,5 @@ def test_in_chess_env_nothing_is_merged_across_the_boundary_by_gpt2s_pattern(
     for history in (0, 4):
         env = ChessEnv(0, history)
         for example in map(env.train, range(64)):
-            apart = tokenizer.encode_ordinary(example.prompt) + tokenizer.encode_ordinary(
-                example.answer
-            )
-            assert tokenizer.encode_ordinary(example.prompt + example.answer) == apart
+            apart = tokenizer.encode(example.prompt) + tokenizer.encode(example.answer)
+            assert tokenizer.encode(example.prompt + example.answer) == apart

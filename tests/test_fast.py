@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer
-from minigrpo.model.transformer import ModelShape
+from minigrpo.model.shape import ModelShape
 from minigrpo.runtime import accel, announce, fast
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError

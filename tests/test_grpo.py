@@ -16,7 +16,7 @@ from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import Transformer
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .conftest import EOS, make_completions
+from .conftest import EOS, SHAPES, make_completions
 
 SOURCE = Path(grpo.__file__).read_text()
 LIBRARY_AS_DATA = {
@@ -26,6 +26,12 @@ LIBRARY_AS_DATA = {
     "minigrpo.types",
 }
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5]]
+
+
+@pytest.fixture
+def model() -> Transformer:
+    """grpo.py trains GPT-2 alone."""
+    return Transformer(SHAPES["gpt2"], seed=1).double()
 
 
 def in_rows(completions: Completions) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ class Answers:
     def complete(self, examples: Any, *, u: Any = None, batch_size: int = 0) -> Any:
         self.u.append(u)
         texts = self.greedy if u is None else self.sampled
-        encoded = [[*TOKENIZER.encode_ordinary(text), TOKENIZER.eot_token] for text in texts]
+        encoded = [[*TOKENIZER.encode(text), TOKENIZER.eot] for text in texts]
         longest = max(map(len, encoded))
         ids = torch.tensor([[row + [0] * (longest - len(row))] for row in encoded])
         mask = torch.arange(longest) < torch.tensor([[[len(row)]] for row in encoded])

@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from minigrpo import Config, Trainer
 from minigrpo.evaluate import evaluate
 from minigrpo.model.pretrained import load_pretrained
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import ModelShape, Transformer
-from minigrpo.model.weights import export_gpt2
+from minigrpo.model.transformer import Transformer
+from minigrpo.model.weights import export_model
 from minigrpo.rewards import RewardFunction, RewardScorer, reward
 from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
@@ -923,8 +924,7 @@ def test_a_good_task_is_not_warned_of(tmp_path: Path, capfd: pytest.CaptureFixtu
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     shape = ModelShape(267, context=16, layers=1, width=8, heads=2)
-    sizes = {"vocab_size": 267, "context": 16, "layers": 1, "width": 8, "heads": 2}
-    export_gpt2(Transformer(shape, seed=0).state_dict(), tmp_path / "m", shape=sizes, eos=266)
+    export_model(Transformer(shape, seed=0).state_dict(), tmp_path / "m", shape=shape, eos=266)
     return tmp_path / "m"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer
-from minigrpo.model.transformer import ModelShape
+from minigrpo.model.shape import ModelShape
 from minigrpo.runtime.flags import flag
 from minigrpo.runtime.no_effect import ALWAYS, TABLE, Situation, reason, without_effect
 from minigrpo.runtime.settings import places

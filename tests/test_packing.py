@@ -14,7 +14,8 @@ from minigrpo.model import packing as packing_module
 from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packed_attention import additive_mask, shared_rows_of
 from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.types import Completions
 
 from .conftest import EOS, VOCAB, make_completions

@@ -15,7 +15,7 @@ from benchmarks.bench_step import BenchStep
 from benchmarks.peer_rows import WARM_UP, Row, record, take_turns
 from benchmarks.peers import as_it_is, candidates
 from benchmarks.workload import Workload, WorkloadFlags
-from minigrpo.model.weights import TRANSPOSED
+from minigrpo.model.families import FAMILIES
 from minigrpo.runtime.logging import Screen
 
 WORKER = """
@@ -124,7 +124,9 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, for
     scale = math.sqrt(sum(float(g.square().sum()) for g in gradient))
     names = [name for name, _ in ours.model.named_parameters()]
     expected = {
-        name: (g / max(1.0, scale)).t() if name.endswith(TRANSPOSED) else g / max(1.0, scale)
+        name: (g / max(1.0, scale)).t()
+        if name.endswith(FAMILIES["gpt2"].transposed)
+        else g / max(1.0, scale)
         for name, g in zip(names, gradient, strict=True)
     }
 
@@ -138,7 +140,7 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, for
     if forced:
         reference_weights = reference.model.state_dict()
         folder = tmp_path / "reference"
-        peer_trl.export_gpt2(reference_weights, folder, shape=vars(work.shape), eos=0)
+        peer_trl.export_model(reference_weights, folder, shape=work.shape, eos=0)
         kl = config.loss.kl_coef
         assert trainer.beta == kl > 0
         trainer.ref_model.load_state_dict(

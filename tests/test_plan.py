@@ -13,8 +13,9 @@ from rich.console import Console
 from benchmarks import plan as benchmark
 from minigrpo import Config, Trainer
 from minigrpo.model.packing import PACKINGS
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import planner, rates
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.estimate import estimate_step
@@ -30,7 +31,7 @@ from minigrpo.runtime.step_counts import (
     nothing_shared,
     rounds_that_propose,
 )
-from minigrpo.runtime.step_memory import StepMemory, num_parameters
+from minigrpo.runtime.step_memory import StepMemory
 from minigrpo.tools import train
 from minigrpo.types import Completions
 
@@ -123,11 +124,11 @@ def test_flops_of_a_step_by_hand() -> None:
 
 
 def test_memory_of_a_step_by_hand() -> None:
-    assert num_parameters(SHAPE) == sum(p.numel() for p in Transformer(SHAPE).parameters())
+    assert SHAPE.num_parameters == sum(p.numel() for p in Transformer(SHAPE).parameters())
     config = job(kl_coef=0.1)
     memory = StepMemory(config, SHAPE, counts_of(config), "cpu")
     found = memory.by_kind()
-    weights = 4 * num_parameters(SHAPE)
+    weights = 4 * SHAPE.num_parameters
     assert found["weights"] == found["gradients"] == found["reference"] == weights
     assert found["Adam"] == 2 * weights
     # keys and values of 12 slots: the prompt, 8 new tokens, 7 proposals and one more
@@ -156,7 +157,7 @@ def test_an_offloaded_reference_stays_on_a_cpu() -> None:
     config = job(kl_coef=0.1, offload_reference=True)
     memories = [StepMemory(config, SHAPE, counts_of(config), device) for device in ("cpu", "cuda")]
     on_cpu, on_cuda = (memory.peak(memory.by_kind()) for memory in memories)
-    assert on_cpu == on_cuda + 4 * num_parameters(SHAPE)
+    assert on_cpu == on_cuda + 4 * SHAPE.num_parameters
 
 
 # --- seconds --------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def test_seconds_are_the_sums_of_their_parts() -> None:
     # two micro-batches of 44 tokens and 30 predictions, in a model of 2 layers
     forward = 2 * (2 * (1 + 4.4) + 0.5 + 0.3)
     gradient = 2 * (2 * (3 + 13.2) + 1.5 + 0.9)
-    optimizer = 0.001 * num_parameters(SHAPE)
+    optimizer = 0.001 * SHAPE.num_parameters
     prefill, rounds = 2 * (1 + 4.0), 6 * 2.0 + 48 * 0.5
     assert found == pytest.approx(
         {
@@ -224,7 +225,7 @@ def test_every_kind_of_step_is_probed(
 def test_a_large_model_is_probed_on_a_small_one() -> None:
     shape = ModelShape(vocab_size=10**6, context=10**6, layers=100, width=65536, heads=4)
     probe = Probe(job(), shape, load_tokenizer("chess"), CPU)
-    assert num_parameters(probe.small) < 2e8
+    assert probe.small.num_parameters < 2e8
     assert probe.block_scale == (65536 / probe.small.width) ** 2
     assert probe.head_scale == 65536 * 10**6 / (probe.small.width * probe.small.vocab_size)
 

@@ -30,7 +30,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
             tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0
         )
         batches[overlong] = trainer.source.batch(0)
-        eos = trainer.tokenizer.eot_token
+        eos = trainer.tokenizer.eot
         metrics = trainer.learner.learn(batches[overlong], 0)
         assert np.isfinite(metrics["loss"])
     keep, mask, punish = batches["keep"], batches["mask"], batches["punish"]
@@ -148,7 +148,7 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     assert (batch.rewards.total[[0, 2, 4, 5]] == plain.rewards.total[[0, 2, 4, 5]]).all()
     assert batch.advantages[1].any()
     assert not batch.advantages[3].any()
-    eos = trainer.tokenizer.eot_token
+    eos = trainer.tokenizer.eot
     assert rollout_metrics(batch, eos)["frac_reward_zero_std"] == pytest.approx(1 / 6)
     assert rollout_metrics(batch, eos)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     for group, mask, texts in zip(

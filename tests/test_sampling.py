@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.model.packing import PACKINGS
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import stream, uniforms
 from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder

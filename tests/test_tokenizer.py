@@ -7,7 +7,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.tokenizer import GPT2_PATTERN, chess_ranks, load_tokenizer
+from minigrpo.model.chess_tokens import chess_ranks
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.vocabulary import GPT2_PATTERN
 from minigrpo.tasks.chess_env import ChessEnv
 
 from . import bpe
@@ -16,23 +18,21 @@ from . import bpe
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
     tokenizer = load_tokenizer("chess")
-    assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_shipped_ranks_are_those_that_the_module_writes() -> None:
     tokenizer = load_tokenizer("chess")
-    assert all(
-        tokenizer.decode_single_token_bytes(rank) == token for token, rank in chess_ranks().items()
-    )
+    assert all(tokenizer.tokens[rank] == token for token, rank in chess_ranks().items())
     assert tokenizer.n_vocab == len(chess_ranks()) + 1
-    assert tokenizer.eot_token == tokenizer.n_vocab - 1
+    assert tokenizer.eot == tokenizer.n_vocab - 1
 
 
 def test_fixed_forms_are_single_tokens() -> None:
     tokenizer = load_tokenizer("chess")
 
     def split(text: str) -> list[str]:
-        return [tokenizer.decode([token]) for token in tokenizer.encode_ordinary(text)]
+        return [tokenizer.decode([token]) for token in tokenizer.encode(text)]
 
     assert split("A: 8/2b1k3 w Kq e3 0 12+e7e8q+") == [
         *["A: ", *"8/2b1k3", " w", " Kq", " e3", " ", "0", " ", "1", "2", "+", "e7", "e8", "q", "+"]
@@ -40,12 +40,25 @@ def test_fixed_forms_are_single_tokens() -> None:
     assert split("8/2b1k3 b - - 0 1+0.001+0+0")[-4:] == ["0", " ", "1", "+0.001+0+0"]
     env = ChessEnv(0)
     for i in range(200):
-        assert tokenizer.encode_ordinary(env.train(i).answer)[-1] >= 256  # the ending is one token
+        assert tokenizer.encode(env.train(i).answer)[-1] >= 256  # the ending is one token
 
 
 def test_end_of_text_written_out_is_plain_text() -> None:
     tokenizer = load_tokenizer("chess")
-    assert tokenizer.eot_token not in tokenizer.encode_ordinary("<|endoftext|>")
+    ids = tokenizer.encode("<|endoftext|>")
+    assert tokenizer.eot not in ids and tokenizer.decode(ids) == "<|endoftext|>"
+
+
+def test_the_end_of_text_is_not_part_of_the_text() -> None:
+    tokenizer = load_tokenizer("chess")
+    ids = [*tokenizer.encode("e2e4"), tokenizer.eot]
+    assert tokenizer.decode(ids) == "e2e4"
+    assert tokenizer.decode(ids, show_stops=True) == "e2e4<|endoftext|>"
+    assert tokenizer.stops == {tokenizer.eot} and tokenizer.prefix == ()
+    assert tokenizer.turn_end == tokenizer.eot and tokenizer.chat is None
+    assert tokenizer.encode_batch(["e2e4", ""]) == [tokenizer.encode("e2e4"), []]
+    with pytest.raises(KeyError):
+        tokenizer.decode([tokenizer.n_vocab])
 
 
 def test_if_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(
@@ -89,19 +102,15 @@ def test_every_way_to_give_ranks_is_the_same_tokenizer(tmp_path: Path) -> None:
         second / "vocab.json",
     ]
     plain = load_tokenizer(str(bpe.write_ranks(tmp_path / "ranks.tiktoken", merges)))
-    assert plain.n_vocab == 256 + 60 + 1 and plain.eot_token == plain.n_vocab - 1
+    assert plain.n_vocab == 256 + 60 + 1 and plain.eot == plain.n_vocab - 1
     for path in paths:
         other = load_tokenizer(str(path))
-        assert (other.n_vocab, other.eot_token) == (plain.n_vocab, plain.eot_token)
+        assert (other.n_vocab, other.eot) == (plain.n_vocab, plain.eot)
         for text in TEXTS:
-            bytes_of = [
-                plain.decode_single_token_bytes(token) for token in plain.encode_ordinary(text)
-            ]
-            assert [
-                other.decode_single_token_bytes(token) for token in other.encode_ordinary(text)
-            ] == bytes_of
-            assert other.decode(other.encode_ordinary(text)) == text
-    assert len(plain.encode_ordinary(TEXTS[0])) < len(TEXTS[0])
+            tokens = [plain.tokens[token] for token in plain.encode(text)]
+            assert [other.tokens[token] for token in other.encode(text)] == tokens
+            assert other.decode(other.encode(text)) == text
+    assert len(plain.encode(TEXTS[0])) < len(TEXTS[0])
 
 
 @given(st.text(max_size=30))
@@ -163,7 +172,7 @@ def test_damaged_merges_and_vocabulary_are_one_line(
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(
-        ValueError, match="neither vocab.bpe and encoder.json nor merges.txt and vocab.json"
+        ValueError, match="neither tokenizer.json nor vocab.bpe and encoder.json nor merges.txt"
     ):
         load_tokenizer(str(empty))
 
@@ -179,5 +188,5 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         :3
     ]
     for text in texts:
-        assert ours.encode_ordinary(text) == theirs.encode(text)
-    assert ours.eot_token == theirs.eos_token_id
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.eot == theirs.eos_token_id

@@ -14,7 +14,7 @@ import torch
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.learner import Learner
-from minigrpo.model.transformer import ModelShape
+from minigrpo.model.shape import ModelShape
 from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.optim import learning_rate_at

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import Config, Transformer
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.transformer import ModelShape
-from minigrpo.model.weights import export_gpt2
+from minigrpo.model.weights import export_model
 from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
@@ -50,7 +50,7 @@ def write(
     """Write a model's folder as Hugging Face does, after changes to its tensors (as stored) and to
     its config.json.
     """
-    export_gpt2(model.state_dict(), folder, shape=SHAPE, eos=60)
+    export_model(model.state_dict(), folder, shape=ModelShape(**SHAPE), eos=60)
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -115,6 +115,14 @@ def quantize(state: State) -> None:
     state["h.0.attn.c_attn.weight"] = state["h.0.attn.c_attn.weight"].to(torch.int8)
 
 
+def store_twice(state: State) -> None:
+    state["transformer.wte.weight"] = state["wte.weight"] + 1
+
+
+def no_tokens(state: State) -> None:
+    state["wte.weight"] = state["wte.weight"][:0].clone()
+
+
 def nothing(state: State) -> None: ...
 
 
@@ -132,7 +140,7 @@ def nothing(state: State) -> None: ...
         ),
         (lose_positions, {}, ["wte.weight [V, D] and wpe.weight [T, D] expected"]),
         (untie, {}, ["lm_head.weight is not wte.weight"]),
-        (quantize, {}, ["h.0.attn.c_attn.weight is torch.int8"]),
+        (quantize, {}, ["h.0.attn.c_attn.weight is I8"]),
         (
             nothing,
             {"activation_function": "relu"},
@@ -146,8 +154,8 @@ def nothing(state: State) -> None: ...
         (nothing, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
         (
             nothing,
-            {"scale_attn_weights": False, "model_type": "llama"},
-            ["scale_attn_weights", "model_type"],
+            {"scale_attn_weights": False, "add_cross_attention": True},
+            ["scale_attn_weights", "add_cross_attention"],
         ),
         (nothing, {"tie_word_embeddings": False}, ["lm_head.weight is missing, and not tied"]),
         (
@@ -155,6 +163,9 @@ def nothing(state: State) -> None: ...
             {"n_layer": 3, "n_embd": 16},
             ["n_layer in config.json is 3, in model.safetensors 2", "n_embd"],
         ),
+        (store_twice, {}, ["transformer.wte.weight and wte.weight are the same parameter"]),
+        (no_tokens, {}, ["vocab_size must be at least 1, got 0"]),
+        (nothing, {"n_head": int("9" * 4000)}, ["heads do not divide a width of 24"]),
         (nothing, {"n_head": 5}, ["5 heads do not divide a width of 24"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -207,9 +218,7 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
     model = start(384)  # 360 tokens, padded to a multiple of 128
     assert "24 tokens more than --tokenizer chess has are padding" in said[0]
     prompts = torch.arange(30).view(3, 10)
-    sampled = generate(
-        model, prompts, torch.full((3,), 10), eos=tokenizer.eot_token, max_new_tokens=8
-    )
+    sampled = generate(model, prompts, torch.full((3,), 10), eos=tokenizer.eot, max_new_tokens=8)
     assert sampled.completion_ids.max() < tokenizer.n_vocab
     with pytest.raises(ConfigError, match="has 512 tokens, --tokenizer chess has 360"):
         start(512)
@@ -256,7 +265,7 @@ def test_logits_are_theirs(tmp_path: Path, prefix: bool) -> None:
 def test_an_export_gives_them_our_logits(tmp_path: Path, ours: Transformer) -> None:
     import transformers
 
-    export_gpt2(ours.state_dict(), tmp_path, shape=SHAPE, eos=60)
+    export_model(ours.state_dict(), tmp_path, shape=ModelShape(**SHAPE), eos=60)
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path, output_loading_info=True
     )

@@ -9,12 +9,12 @@ give different tokens from those whose log-probs were recorded.
 from collections.abc import Sequence
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 
 from ..runtime.flags import ConfigError
 from ..types import Completions, Example
+from .tokenizer import Tokenizer
 
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def encode_prompts(
-    tokenizer: tiktoken.Encoding, examples: Sequence[Example], room: int
+    tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
     """Return the prompts as right-padded ids, `[P, Lp]` int64, and their lengths, `[P]` int64.
 
@@ -38,7 +38,7 @@ def encode_prompts(
         ConfigError: a prompt is empty, or longer than its room. (Most such prompts are found by
             `runtime.examples.check_examples` before a run starts.)
     """
-    ids, lengths = pad([tokenizer.encode_ordinary(example.prompt) for example in examples])
+    ids, lengths = pad([tokenizer.encode_prompt(example.prompt) for example in examples])
     worst, shortest = int(lengths.argmax()), int(lengths.argmin())
     if int(lengths[worst]) > room:
         raise ConfigError(
@@ -53,9 +53,7 @@ def encode_prompts(
     return ids, lengths
 
 
-def encode_pairs(
-    tokenizer: tiktoken.Encoding, examples: Sequence[Example], context: int
-) -> Completions:
+def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
     """Return the prompts with their true answers as completions, one per prompt.
 
     Args:
@@ -85,25 +83,17 @@ def name_of(example: Example) -> str:
     return where or f"example {example.index} ({example.prompt[:60]!r}...)"
 
 
-def encode_answers(
-    tokenizer: tiktoken.Encoding, examples: Sequence[Example]
-) -> tuple[Tensor, Tensor]:
+def encode_answers(tokenizer: Tokenizer, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Return the true answers, with end-of-text tokens, as right-padded ids, `[P, L]` int64, and
     their lengths, `[P]` int64.
     """
-    return pad(
-        [[*tokenizer.encode_ordinary(example.answer), tokenizer.eot_token] for example in examples]
-    )
+    return pad([[*tokenizer.encode(example.answer), tokenizer.eot] for example in examples])
 
 
-def decode(tokenizer: tiktoken.Encoding, completions: Completions) -> list[list[str]]:
+def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
     """Return the texts of completions, `[P][G]`, without the end-of-text token."""
     ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
-    eos = tokenizer.eot_token
     return [
-        [
-            tokenizer.decode([t for t in row[:n].tolist() if t != eos])
-            for row, n in zip(group, ns, strict=True)
-        ]
+        [tokenizer.decode(row[:n].tolist()) for row, n in zip(group, ns, strict=True)]
         for group, ns in zip(ids, lengths, strict=True)
     ]

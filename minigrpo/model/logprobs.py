@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .linear import linear
+
 CHUNK = 1024  # most tokens whose logits are in memory at once
 # Most logits in memory at once. On a CPU they should fit in its cache. On a GPU, each chunk reads
 # the whole output head and updates its whole gradient, so there should be few chunks.
@@ -52,7 +54,7 @@ def token_logprobs(
     """
     if chunk and len(hidden) > chunk:
         return _Chunked.apply(hidden, head, targets, temperature, chunk)
-    logp = log_softmax(F.linear(hidden, head), temperature)
+    logp = log_softmax(linear(hidden, head), temperature)
     with torch.no_grad():
         entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(-1, targets[:, None])[:, 0], entropy

@@ -1,7 +1,7 @@
 """Attention over packed tokens: the tensors of a packing, and how each layer uses them.
 
-packing.py builds these tensors on the host. In each layer, q, k and v arrive as `[N, H, D/H]`, one
-row per packed token. They are gathered into padded rows for scaled_dot_product_attention, and the
+packing.py builds these tensors on the host. In each layer, q arrives as `[N, H, E]`, k and v as
+`[N, K, E]`, one row per packed token. They are gathered into padded rows for attention, and the
 result is gathered back into packed order.
 """
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import Attend, sdpa
 from .logprobs import at_least_fp32
-from .transformer import Attend, PackedTokens
+from .transformer import PackedTokens
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class Packing:
         return self.attend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`[N, H, D/H]` each. Padding is on the right, so causality hides it from real tokens."""
+        """As `Attend` has it. Padding is on the right, so causality hides it from real tokens."""
         q, k, v = (rows_of(x, self.causal_rows) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = sdpa(q, k, v)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
 
     def to(self, device: torch.device | str) -> "Packing":
@@ -85,10 +85,10 @@ class CompletionAttention:
     masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible` as additive masks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`[N, H, D/H]` each -> `[R, H, T, D/H]`."""
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[R, H, T, E]`."""
         q = rows_of(q, self.query_rows)
         k, v = shared_rows_of(k, self.key_rows), shared_rows_of(v, self.key_rows)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(q.dtype))
+        return sdpa(q, k, v, mask=self._mask(q.dtype))
 
     def _mask(self, dtype: torch.dtype) -> Tensor:
         """One mask for all layers. Otherwise each layer would make its own, and autograd would keep
@@ -113,7 +113,7 @@ class SharedPrefixPacking(Packing):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_q, prompt_k, prompt_v = (rows_of(x, self.causal_rows) for x in (q, k, v))
-        outs = [F.scaled_dot_product_attention(prompt_q, prompt_k, prompt_v, is_causal=True)]
+        outs = [sdpa(prompt_q, prompt_k, prompt_v)]
         outs += [rows.attend(q, k, v) for rows in self.completion_attention]
         flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat.index_select(0, self.unpad)

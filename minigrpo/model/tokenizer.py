@@ -1,191 +1,260 @@
-"""Tokenizers, as `tiktoken.Encoding`: the shipped one for chess, GPT-2's, or one from a file.
+"""Tokenizers: the shipped one for chess, GPT-2's, or one from a file or a model's folder.
 
-The chess tokenizer has a token for each of the 256 bytes, so any text round-trips. It has longer
-tokens only for fields with a fixed form: the squares of a move, side to move, castling rights, en
-passant square, and the ending (reward and flags). Piece placement stays at one character per token,
-because moves change single characters of it, and merged tokens would hide that.
-
-`python -m minigrpo.model.tokenizer` regenerates the chess tokenizer's file of ranks.
+All are byte-level BPE, which tiktoken runs. What differs is a Vocabulary, and which tokens end a
+text. chess_tokens.py, vocabulary.py and tokenizer_json.py read vocabularies.
 """
 
-import base64
-import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
+import regex
 import tiktoken
 
-from ..runtime.text import parse_json
-
-END_OF_TEXT = "<|endoftext|>"
-RANKS_FILE = "chess.tiktoken"
-CHESS_PATTERN = (
-    r"^A: "  # the prefix of a prompt
-    r"| (?:[wb]|[a-h][36]|K?Q?k?q?|-)(?= )"  # side to move, castling rights, en passant square
-    r"|(?<=\+)[a-h][1-8](?=[a-h][1-8])|(?<=\+[a-h][1-8])[a-h][1-8]"  # the two squares of a move
-    r"|\+\d\.\d+\+\d\+\d$"  # the ending
-    r"|(?s:.)"  # any other character
+from .chat import ChatTemplate
+from .chess_tokens import CHESS_PATTERN, shipped_ranks
+from .nfc import nfc
+from .tokenizer_files import (
+    GPT2_FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    added_in_config,
+    control_tokens,
+    end_numbers,
+    named_tokens,
+    read_chat_template,
 )
+from .tokenizer_json import read_tokenizer_json
+from .vocabulary import END_OF_TEXT, GPT2_PATTERN, Vocabulary, parse_gpt2, parse_ranks, ranked
 
 
-def chess_ranks() -> dict[bytes, int]:
-    """Return token -> rank of the chess tokenizer; `load_tokenizer` reads them from the package."""
-    squares = [file + rank for file in "abcdefgh" for rank in "12345678"]
-    passant = [f" {square}" for square in squares if square[1] in "36"]
-    castling = [
-        "".join([" ", *rights]) for n in range(1, 5) for rights in itertools.combinations("KQkq", n)
-    ]
-    endings = ["+0.001+0+0", "+0.0+0+1", "+1.0+1+0", "+0.5+1+0"]
-    texts = ["A: ", *squares, " w", " b", " -", *passant, *castling, *endings]
-    tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in texts]
-    return {token: rank for rank, token in enumerate(tokens)}
+class Tokenizer:
+    """Turns texts into tokens and back. tiktoken does the merging.
 
-
-# how GPT-2 splits a text into pieces, within which bytes are merged: contractions; letters, digits
-# or other characters, each with an optional space before them; white space
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-# merges file -> vocabulary file in the same folder: OpenAI's names, then Hugging Face's
-GPT2_FILES = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
-
-
-def _encoding(name: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    """An encoding from ranks. Raises ValueError unless every byte has a token, so that any text
-    round-trips, and the ranks are 0, 1, 2, ...
+    Attributes:
+        n_vocab: one more than the largest number of a token; some numbers may have no token.
+        special: control tokens and their numbers. `encode` never gives them.
+        eot: ends a true answer in training.
+        turn_end: ends a true answer to messages: as the chat template does, else eot.
+        stops: tokens that end a completion; eot and turn_end are among them.
+        prefix: what a prompt without a chat template starts with; mostly nothing.
+        chat: writes prompts from messages; None if the model has no template.
+        tokens: number -> bytes, which are empty where a number has no token.
     """
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(
-            f"has no token for {len(missing)} of the 256 bytes, the first is {missing[0]}"
+
+    def __init__(
+        self,
+        name: str,
+        vocabulary: Vocabulary,
+        *,
+        eot: int,
+        stops: Iterable[int] = (),
+        chat: ChatTemplate | None = None,
+    ) -> None:
+        self.name, self.eot, self.chat = name, eot, chat
+        self.n_vocab, self.special = vocabulary.size, vocabulary.special
+        self.prefix = vocabulary.prefix
+        end = chat.turn_end([*self.special]) if chat else None
+        self.turn_end = self.special[end] if end else eot
+        # a number that no token has is never sampled
+        known = {stop for stop in stops if 0 <= stop < self.n_vocab}
+        self.stops = frozenset({eot, self.turn_end, *known})
+        self.tokens = _bytes_by_number(vocabulary)
+        hidden = self.stops & {*self.special.values()}
+        self._texts = {**self.tokens, **dict.fromkeys(hidden, b"")}
+        self._engine = tiktoken.Encoding(
+            name,
+            pat_str=vocabulary.pattern,
+            mergeable_ranks=dict(vocabulary.ranks),
+            special_tokens={},
         )
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError(f"the ranks of its {len(ranks)} tokens are not 0 to {len(ranks) - 1}")
-    return tiktoken.Encoding(
-        name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
-    )
+        self._nfc, self._pattern = vocabulary.nfc, vocabulary.pattern
+        self._added = vocabulary.added
+        # Special tokens are looked for too: an added token inside one of them is text.
+        strings = sorted([*self._added, *self.special], key=len, reverse=True)
+        self._strings = re.compile("|".join(map(re.escape, strings)))
+        self._dropped = vocabulary.missing
+        self._as_it_is = not (self._added or self._nfc or self._dropped)
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.name}, {self.n_vocab} tokens>"
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. What spells a special token is text like any other."""
+        if self._as_it_is:
+            return self._engine.encode_ordinary(text)
+        if not self._added:
+            return self._encode_part(text)
+        ids, start = list[int](), 0
+        for found in self._strings.finditer(text):
+            if found[0] in self._added:
+                ids += self._encode_part(text[start : found.start()])
+                ids.append(self._added[found[0]])
+                start = found.end()
+        return ids + self._encode_part(text[start:])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, as `encode` does."""
+        encode = self._engine.encode_ordinary if self._as_it_is else self.encode
+        return [encode(text) for text in texts]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt without a chat template: with `prefix` before it."""
+        return [*self.prefix, *self.encode(text)]
+
+    def decode(self, ids: Iterable[int], *, show_stops: bool = False) -> str:
+        """Return the text of tokens. Bytes that are not UTF-8 become U+FFFD.
+
+        Special tokens that are stops end a text and are not part of it: they are left out, unless
+        `show_stops`. Other special tokens are shown by their name, so that a completion with one in
+        its middle is not taken for one without. Numbers without a token give nothing.
+
+        Raises KeyError for a number outside of 0 to n_vocab - 1.
+        """
+        table = self.tokens if show_stops else self._texts
+        return b"".join([table[number] for number in ids]).decode("utf-8", errors="replace")
+
+    def _encode_part(self, text: str) -> list[int]:
+        """The tokens of a text without added tokens."""
+        if self._nfc:
+            text = nfc(text)
+        if self._dropped:
+            # half of a surrogate pair becomes U+FFFD, as in tiktoken
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            data = text.encode()
+            if len(data.translate(None, self._dropped)) < len(data):
+                return self._encode_without(text)
+        return self._engine.encode_ordinary(text)
+
+    def _encode_without(self, text: str) -> list[int]:
+        """The tokens of a text with bytes that have no token: they are dropped.
+
+        SmolLM2's vocabulary lacks 21 bytes. The text is split before they are dropped, and what
+        stood on both sides of one can be merged, as in Hugging Face's implementation.
+        """
+        ids = list[int]()
+        for piece in regex.findall(self._pattern, text):
+            kept = piece.encode().translate(None, self._dropped)
+            ids += self._engine._encode_single_piece(kept) if kept else []
+        return ids
 
 
-def parse_ranks(lines: Iterable[bytes]) -> dict[bytes, int]:
-    """Return token -> rank from the lines of a .tiktoken file: a token in base 64, and its rank.
-
-    Raises:
-        ValueError: names the first malformed line.
-    """
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:  # also the base class of base64's errors
-            raise ValueError(
-                f"line {number} is not a token in base 64 and its rank: {line[:40]!r}"
-            ) from None
-    return ranks
+def _bytes_by_number(vocabulary: Vocabulary) -> dict[int, bytes]:
+    tokens = dict.fromkeys(range(vocabulary.size), b"")
+    for table in (vocabulary.unreachable, vocabulary.ranks):
+        tokens.update({number: token for token, number in table.items()})
+    for strings in (vocabulary.added, vocabulary.special):
+        tokens.update({number: text.encode() for text, number in strings.items()})
+    return tokens
 
 
-def parse_gpt2(merges: str, vocabulary: str) -> dict[bytes, int]:
-    """Return token -> rank from GPT-2's two files.
+# --- where tokenizers come from -------------------------------------------------------------------
+
+
+@cache
+def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
+    """Return the tokenizer of --tokenizer.
 
     Args:
-        merges: the text of merges.txt: one merge per line, in order.
-        vocabulary: the text of vocab.json: an object that maps tokens to their numbers.
+        name: chess, gpt2, or a path: a model's folder or the tokenizer.json in it, a .tiktoken file
+            of ranks, one of GPT-2's two files (see GPT2_FILES) with the other one in the same
+            folder, or that folder.
+        chat_template: a file with a chat template, which counts before the model's own.
 
     Raises:
-        ValueError: a file is malformed, or the two do not belong together. tiktoken has no separate
-            list of merges: it merges in the order of the tokens' numbers, so these must agree.
+        ValueError: in one line, for a path without a tokenizer, for one that is not supported, or
+            if GPT-2's ranks are not cached and cannot be fetched.
     """
-    byte_of = _bytes_of_letters()
-
-    def token(text: str) -> bytes:
-        return bytes(byte_of[letter] for letter in text)
-
+    own = _override(chat_template)
+    if name == "chess":
+        return _of_ranks(name, shipped_ranks(), own, CHESS_PATTERN)
+    if name == "gpt2":
+        return _of_ranks(name, _fetch_gpt2(), own)
     try:
-        numbers: dict[str, int] = parse_json(vocabulary)
-    except ValueError as error:
-        raise ValueError(f"the vocabulary is not whole JSON ({error})") from None
-    if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
-        raise ValueError("the vocabulary is not a JSON object of tokens and their numbers")
-    end = numbers.pop(END_OF_TEXT, len(numbers))
-    try:
-        ranks = {token(text): number for text, number in numbers.items()}
-        lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
-        merged = [token("".join(line.split(" "))) for line in lines]
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]!r} does not stand for a byte") from None
-    if sorted(ranks, key=ranks.__getitem__)[256:] != merged or end != len(ranks):
+        return _from_path(Path(name), own)
+    except FileNotFoundError as error:
         raise ValueError(
-            f"the vocabulary does not number 256 bytes, the {len(merged)} merges in their order, "
-            f"{END_OF_TEXT}"
-        )
-    return ranks
+            f"--tokenizer {name}: must be chess, gpt2 or a path; there is no {error.filename}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--tokenizer {name}: {error}") from None
 
 
-def _bytes_of_letters() -> dict[str, int]:
-    """Character in GPT-2's files -> byte. A byte is written as its own character if that is
-    printable, else as U+0100, U+0101, ... in order.
-    """
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
+def _override(file: str | None) -> ChatTemplate | None:
+    """The template of --chat-template."""
+    if file is None:
+        return None
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template {file}: cannot be read ({error})") from None
+    return ChatTemplate(text, f"--chat-template {file}", {"eos_token": END_OF_TEXT})
 
 
-def _from_path(path: Path) -> tiktoken.Encoding:
-    """The encoding with the ranks at a path and GPT-2's pattern. Raises ValueError, OSError."""
+def _from_path(path: Path, own: ChatTemplate | None) -> Tokenizer:
+    """The tokenizer at a path. Raises ValueError, OSError."""
+    if path.name == TOKENIZER or (path / TOKENIZER).is_file():
+        return _from_folder(path.parent if path.name == TOKENIZER else path, own)
     if path.is_dir():
         if not (found := [path / merges for merges in GPT2_FILES if (path / merges).exists()]):
-            names = " nor ".join(" and ".join(pair) for pair in GPT2_FILES.items())
-            raise ValueError(f"there is neither {names} in this folder")
+            names = (" and ".join(pair) for pair in GPT2_FILES.items())
+            raise ValueError(f"there is neither {' nor '.join([TOKENIZER, *names])} in this folder")
         path = found[0]
     merges_of = {vocabulary: merges for merges, vocabulary in GPT2_FILES.items()}
     merges = path.with_name(merges_of.get(path.name, path.name))
     if merges.name in GPT2_FILES:
         vocabulary = merges.with_name(GPT2_FILES[merges.name])
         texts = (file.read_text(encoding="utf-8-sig") for file in (merges, vocabulary))
-        return _encoding(path.parent.name, GPT2_PATTERN, parse_gpt2(*texts))
-    return _encoding(path.stem, GPT2_PATTERN, parse_ranks(path.read_bytes().splitlines()))
+        return _of_ranks(path.parent.name, parse_gpt2(*texts), own)
+    return _of_ranks(path.stem, parse_ranks(path.read_bytes().splitlines()), own)
 
 
-@cache
-def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return the encoding of --tokenizer; its `eot_token`, the last one, ends a completion.
+def _of_ranks(
+    name: str, ranks: Mapping[bytes, int], own: ChatTemplate | None, pattern: str = GPT2_PATTERN
+) -> Tokenizer:
+    """A tokenizer whose last token ends a text."""
+    return Tokenizer(name, ranked(ranks, pattern), eot=len(ranks), chat=own)
 
-    Args:
-        name: chess, gpt2, or a path: a .tiktoken file of ranks, one of GPT-2's two files (see
-            GPT2_FILES) with the other one in the same folder, or that folder.
 
-    Raises:
-        ValueError: in one line, for a path without a tokenizer, or if GPT-2's ranks are not cached
-            and cannot be fetched.
-    """
-    if name == "chess":
-        lines = files("minigrpo.assets").joinpath(RANKS_FILE).read_bytes().splitlines()
-        return _encoding(name, CHESS_PATTERN, parse_ranks(lines))
-    if name != "gpt2":
-        try:
-            return _from_path(Path(name))
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"--tokenizer {name}: must be chess, gpt2 or a path; there is no {error.filename}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--tokenizer {name}: {error}") from None
+def _from_folder(folder: Path, own: ChatTemplate | None) -> Tokenizer:
+    """The tokenizer of a model in Hugging Face's layout."""
+    vocabulary = read_tokenizer_json(
+        folder / TOKENIZER, added_in_config(folder), control_tokens(folder)
+    )
+    ends = list(end_numbers(folder))
+    return Tokenizer(
+        folder.name,
+        vocabulary,
+        eot=_eot(folder, {**vocabulary.added, **vocabulary.special}, ends, vocabulary.size),
+        stops=ends,
+        chat=replace(own, tokens=named_tokens(folder)) if own else read_chat_template(folder),
+    )
+
+
+def _eot(folder: Path, numbers: Mapping[str, int], ends: Collection[int], size: int) -> int:
+    """eos_token of tokenizer_config.json, else the first end in the model's settings."""
+    name = named_tokens(folder).get("eos_token")
+    if name is not None and name not in numbers:
+        raise ValueError(f"eos_token {name!r} in {TOKENIZER_CONFIG} is not in {TOKENIZER}")
+    known = [number for number in ends if 0 <= number < size]
+    if name is None and not known and END_OF_TEXT not in numbers:
+        raise ValueError(f"no end of text: {TOKENIZER_CONFIG} has no eos_token")
+    return numbers[name] if name else known[0] if known else numbers[END_OF_TEXT]
+
+
+def _fetch_gpt2() -> dict[bytes, int]:
+    """GPT-2's ranks, which tiktoken fetches and caches. Raises ValueError if it cannot."""
     try:
-        return tiktoken.get_encoding(name)
+        published = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken raises network and file system errors of many types
-        fetch = f"python -c 'import tiktoken; tiktoken.get_encoding(\"{name}\")'"
+        fetch = "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
         raise ValueError(
-            f"--tokenizer {name}: tiktoken cannot fetch its ranks ({type(error).__name__}); give "
+            f"--tokenizer gpt2: tiktoken cannot fetch its ranks ({type(error).__name__}); give "
             "them as a path (a file of ranks, or a folder with vocab.bpe and encoder.json or "
             "merges.txt and vocab.json), or run "
             f"`TIKTOKEN_CACHE_DIR=DIR {fetch}` on a machine with network, copy DIR here and set "
             "TIKTOKEN_CACHE_DIR to it"
         ) from error
-
-
-if __name__ == "__main__":
-    with open(str(files("minigrpo.assets").joinpath(RANKS_FILE)), "wb") as file:
-        file.writelines(
-            base64.b64encode(token) + f" {rank}\n".encode() for token, rank in chess_ranks().items()
-        )
+    return {published.decode_single_token_bytes(n): n for n in range(published.eot_token)}

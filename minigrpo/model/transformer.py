@@ -1,9 +1,10 @@
-"""GPT-2 on packed tokens.
+"""A decoder-only transformer on packed tokens: GPT-2, Llama, Qwen and their relatives.
 
-It has GPT-2's pre-LN blocks, learned positions, tanh-GELU and tied output head, with one departure:
-blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and call an *attend* function on
-`(q, k, v)` that determines which tokens attend to which (packing.py for training, decoders.py for
-decoding). So a training forward spends no linear layer on padding, and runs shared tokens once.
+`ModelShape` says which variant of each part a model has; layers.py has the parts. What differs from
+the textbook: blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and call an *attend*
+function on `(q, k, v)` that determines which tokens attend to which (packing.py for training,
+decoders.py for decoding). So a training forward spends no linear layer on padding, and runs shared
+tokens once.
 """
 
 import math
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .logprobs import at_least_fp32, token_logprobs
-from .weights import load_gpt2, save_gpt2
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v, each [N, H, D/H] -> [N, H, D/H]
+from .attention import Attend, Causal, Rotation, attention
+from .families import read_shape
+from .layers import INTO_RESIDUAL, MLPS, NORMS, PROJECTIONS
+from .linear import Linear, linear
+from .logprobs import token_logprobs
+from .shape import ModelShape
+from .weight_files import WeightFiles
+from .weights import load_into, save_weights
 
 
 class AttentionPattern(Protocol):
@@ -48,102 +52,42 @@ class PackedTokens:
         return PackedTokens(self.ids.to(device), self.positions.to(device))
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that determine a Transformer's parameters. Raises ValueError if they do not fit."""
-
-    vocab_size: int
-    context: int = 256  # number of positions
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads or self.width % 2:
-            raise ValueError(
-                f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}"
-            )
-
-
-class Causal:
-    """Plain causal attention within rows `[B, T]`, packed row after row."""
-
-    def __init__(self, batch: int, length: int) -> None:
-        self.shape = (batch, length)
-
-    def layer(self, number: int) -> Attend:
-        return self.attend
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, D/H]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
-
-
-def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attend(q, k, v)`, always in float32 on a CPU.
-
-    On a CPU, the backward pass of torch's attention was measured to take three times as long in
-    bfloat16.
-    """
-    if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        return attend(q, k, v)
-    with torch.autocast("cpu", enabled=False):
-        return attend(at_least_fp32(q), at_least_fp32(k), at_least_fp32(v))
-
-
-class Attention(nn.Module):
-    """The linear layers before and after attention; it has no forward, Block calls them."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.c_attn = nn.Linear(shape.width, 3 * shape.width)
-        self.c_proj = nn.Linear(shape.width, shape.width)
-
-
-class MLP(nn.Module):
-    """Width -> 4 * width -> width, with tanh-GELU."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(shape.width, 4 * shape.width)
-        self.c_proj = nn.Linear(4 * shape.width, shape.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
 class Block(nn.Module):
-    """Attention and MLP, each after a LayerNorm and with a residual connection."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.heads = shape.heads
         self.attention = attention  # compile_blocks in accel.py replaces it with an uncompiled call
-        self.ln_1 = nn.LayerNorm(shape.width)
-        self.attn = Attention(shape)
-        self.ln_2 = nn.LayerNorm(shape.width)
-        self.mlp = MLP(shape)
+        self.ln_1 = NORMS[shape.norm](shape.width, shape.norm_eps)
+        self.attn = PROJECTIONS[shape.projections](shape)
+        self.ln_2 = NORMS[shape.norm](shape.width, shape.norm_eps)
+        self.mlp = MLPS[shape.mlp](shape)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        qkv = self.attn.c_attn(self.ln_1(x)).view(len(x), 3, self.heads, -1)
-        x = x + self.attn.c_proj(self.attention(attend, *qkv.unbind(1)).flatten(1))
+        q, k, v = self.attn.qkv(self.ln_1(x))
+        x = x + self.attn.project(self.attention(attend, q, k, v))
         return x + self.mlp(self.ln_2(x))
 
 
 class Transformer(nn.Module):
-    """A GPT-2 with Hugging Face's parameter names, so that weights.py only has to transpose."""
+    """A decoder with GPT-2's names for its parts; families.py maps the names of other files."""
 
-    def __init__(self, shape: ModelShape, seed: int = 0) -> None:
+    def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
+        """Random weights from `seed`; None leaves them uninitialised, for loading."""
         super().__init__()
         self.shape = shape
         # set by accel.py for gradient checkpointing: runs a block, recomputed in backward
         self.checkpoint_blocks: Callable[..., Tensor] | None = None
         self.logprob_chunk = 0  # set by build.py: tokens whose logits exist at once; 0: all
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
-        self.wpe = nn.Embedding(shape.context, shape.width)
+        self.wpe: nn.Embedding | None = (
+            None if shape.rope_theta else nn.Embedding(shape.context, shape.width)
+        )
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.ln_f = nn.LayerNorm(shape.width)
-        self._initialise(torch.Generator().manual_seed(seed))
+        self.ln_f = NORMS[shape.norm](shape.width, shape.norm_eps)
+        self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
+        if seed is not None:
+            self._initialise(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
@@ -158,9 +102,10 @@ class Transformer(nn.Module):
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() == 2:
-                into_residual = name.endswith("c_proj.weight")
-                scale = 1 / math.sqrt(2 * shape.layers) if into_residual else 1.0
+                scale = 1 / math.sqrt(2 * shape.layers) if name.endswith(INTO_RESIDUAL) else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
+        if self.wpe is None:
+            return
         # 2. The learned positions start as sinusoids. A fixed offset is then a rotation of the
         # position embedding, which makes copying from that offset easier to learn.
         frequencies = torch.logspace(0, -math.log10(2000), shape.width // 2)
@@ -168,46 +113,65 @@ class Transformer(nn.Module):
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> "Transformer":
-        """A model from a GPT-2 safetensors file, or from a folder that holds one.
+    def empty(cls, shape: ModelShape, device: torch.device | str = "cpu") -> "Transformer":
+        """A model whose weights are uninitialised memory; on `meta`, without memory."""
+        with torch.device("meta"):
+            model = cls(shape, seed=None)
+        return model.to_empty(device=device)
 
-        Raises ValueError, with the path and the reason, if the weights do not fit.
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "Transformer":
+        """A model from a folder as Hugging Face writes it, or from a GPT-2's safetensors file.
+
+        The families are those of families.py. Weights become float32, one tensor after the other,
+        so that the peak memory is the model's and that of its largest tensor.
+        Raises ValueError, in one line with the path and the reasons, if the model does not fit.
         """
-        sizes, state = load_gpt2(Path(path))
-        try:
-            model = cls(ModelShape(**sizes))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        model.load_state_dict(state)
+        found = WeightFiles.open(Path(path))
+        shape, problems = read_shape(found)
+        model = cls.empty(shape)
+        load_into(model.state_dict(), found, shape, problems)
         return model
 
     def trim_vocab(self, number: int) -> None:
         """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""
         self.shape = replace(self.shape, vocab_size=number)
-        self.wte = nn.Embedding.from_pretrained(
-            self.wte.weight.detach()[:number].clone(), freeze=False
-        )
+        for part in (self.wte, self.head):
+            if part is not None:
+                part.weight = nn.Parameter(part.weight.detach()[:number].clone())
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write a safetensors file that `from_pretrained` and Hugging Face's GPT-2 read."""
-        save_gpt2(self.state_dict(), Path(path), heads=self.shape.heads)
+        """Write a safetensors file that `from_pretrained` reads; a GPT-2's, Hugging Face's too."""
+        save_weights(self.state_dict(), self.shape, Path(path))
 
     @property
     def device(self) -> torch.device:
         return self.wte.weight.device
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The weights of the output head, `[V, D]`."""
+        return self.wte.weight if self.head is None else self.head.weight
+
     def forward_hidden(self, tokens: PackedTokens, pattern: AttentionPattern) -> Tensor:
         """Final hidden states `[N, D]` of N packed tokens."""
-        x = self.wte(tokens.ids) + self.wpe(tokens.positions)
+        shape, x = self.shape, self.wte(tokens.ids)
+        x = x.to(self.ln_f.weight.dtype)  # frozen embeddings may be in lower precision
+        if self.wpe is not None:
+            x = x + self.wpe(tokens.positions)
+        else:
+            rotation = Rotation.of(shape, tokens.positions, x.dtype)
         for number, block in enumerate(self.h):
             attend = pattern.layer(number)
+            if shape.rope_theta and number not in shape.unrotated:
+                attend = rotation.before(attend)
             recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
             x = recompute(block, x, attend) if recompute else block(x, attend)
         return self.ln_f(x)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
-        return F.linear(hidden, self.wte.weight)
+        return linear(hidden, self.head_weight)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`."""
@@ -229,7 +193,7 @@ class Transformer(nn.Module):
         """
         hidden = self.forward_hidden(tokens, packing).index_select(0, packing.sources)
         logp, entropy = token_logprobs(
-            hidden, self.wte.weight, packing.targets, temperature, self.logprob_chunk
+            hidden, self.head_weight, packing.targets, temperature, self.logprob_chunk
         )
         zero = logp.new_zeros(())
         return (

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, MemoryConfig, RunConfig, SpeedConfig
+from ..model.attention import Attend, attention
 from ..model.logprobs import chunk_size
-from ..model.transformer import Attend, Block, Transformer, attention
+from ..model.transformer import Block, Transformer
 from .combinations import FIRST_PROFILED, LAST_PROFILED
 from .flags import ConfigError
 

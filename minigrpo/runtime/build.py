@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-import tiktoken
 import torch
 
 from ..config import Config
 from ..learner import Learner
 from ..model.packing import PACKINGS
 from ..model.pretrained import load_pretrained
-from ..model.tokenizer import load_tokenizer
-from ..model.transformer import ModelShape, Transformer
+from ..model.shape import ModelShape
+from ..model.tokenizer import Tokenizer, load_tokenizer
+from ..model.transformer import Transformer
 from ..reference import FrozenReference, NoReference, Reference
 from ..rewards import RewardScorer
 from ..tasks.files import Listener
@@ -27,7 +27,7 @@ Say = Callable[[str], object]
 MOST_PADDING = 8
 
 
-def make_tokenizer(config: Config) -> tiktoken.Encoding:
+def make_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of --tokenizer. Raises ValueError in one line that names flag or file."""
     return load_tokenizer(config.model.tokenizer)
 
@@ -52,7 +52,7 @@ def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> Re
 
 def make_model(
     config: Config,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     device: torch.device | str = "cpu",
     say: Say = lambda text: None,
 ) -> Transformer:
@@ -77,7 +77,7 @@ def match_vocab(
     model: Transformer,
     name: str,
     config: Config,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     say: Say = lambda text: None,
 ) -> None:
     """Drop vocabulary padding, because a token that cannot be decoded must never be sampled.

@@ -8,15 +8,14 @@ seconds.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import tiktoken
-
 from ..config import Config
 from ..model.encoding import encode_answers, encode_pairs, encode_prompts
-from ..model.transformer import ModelShape
+from ..model.shape import ModelShape
+from ..model.tokenizer import Tokenizer
 from ..types import Completions, Example, Task
 from .flops import step_flops
 from .step_counts import StepCounts, as_sampled, nothing_shared
-from .step_memory import MIB, StepMemory, num_parameters
+from .step_memory import MIB, StepMemory
 
 EXAMPLES_MEASURED = 64  # to find the mean lengths of prompts and answers
 
@@ -66,7 +65,7 @@ def estimate_step(config: Config, shape: ModelShape, counts: StepCounts, device:
     if config.loss.kl_coef:
         tokens["reference"] = counts.packed
     return Estimate(
-        parameters=num_parameters(shape),
+        parameters=shape.num_parameters,
         counts=counts,
         tokens=tokens,
         flops=step_flops(config, shape, counts),
@@ -79,7 +78,7 @@ def measure_lengths_and_estimate(
     config: Config,
     shape: ModelShape,
     task: Task,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     device: str,
     world_size: int,
 ) -> Estimate:
@@ -113,7 +112,7 @@ def some_examples(task: Task) -> list[Example]:
 
 
 def true_answers(
-    examples: Sequence[Example], tokenizer: tiktoken.Encoding, counts: StepCounts, shape: ModelShape
+    examples: Sequence[Example], tokenizer: Tokenizer, counts: StepCounts, shape: ModelShape
 ) -> Completions:
     """The batch of a supervised step, or a part of it. Raises ConfigError if one does not fit."""
     return encode_pairs(tokenizer, examples[: counts.prompts], shape.context)

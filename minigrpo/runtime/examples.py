@@ -8,9 +8,8 @@ are checked, and more if they nearly fill the room.
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
-import tiktoken
-
 from ..config import Config
+from ..model.tokenizer import Tokenizer
 from ..types import Example, Task
 from .flags import ConfigError
 from .pool import WorkerPool
@@ -28,13 +27,15 @@ Warn = Callable[[str], object]
 class Lengths:
     """The limits on the lengths of prompts and answers."""
 
-    def __init__(self, config: Config, tokenizer: tiktoken.Encoding, context: int) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, context: int) -> None:
         """`context`: the model's number of positions."""
         self.tokenizer, self.context = tokenizer, context
         self.longest = config.sampling.max_new_tokens
         self.supervised = config.supervised
         self.room = context - self.longest  # for a prompt
-        self.most_bytes = max(map(len, tokenizer.token_byte_values()))  # of a token
+        never = {*tokenizer.special.values()}
+        tokens = tokenizer.tokens.items()
+        self.most_bytes = max(len(token) for number, token in tokens if number not in never)
         self.num_answers = self.num_encoded = 0  # looked at; tokenized
         self.long_answers: dict[str, int] = {}  # where -> tokens
 
@@ -53,7 +54,7 @@ class Lengths:
         least = -(-len(text.encode()) // self.most_bytes)
         if least > self.context:
             return least, f"at least {least}"
-        size = len(self.tokenizer.encode_ordinary(text))
+        size = len(self.tokenizer.encode(text))
         return size, str(size)
 
     def check(self, where: str, example: Example) -> int:
@@ -102,7 +103,7 @@ class Lengths:
 
 
 def check_examples(
-    config: Config, task: Task, tokenizer: tiktoken.Encoding, context: int, warn: Warn
+    config: Config, task: Task, tokenizer: Tokenizer, context: int, warn: Warn
 ) -> None:
     """Check the examples of a task before a run starts.
 

@@ -1,7 +1,7 @@
 """Floating-point operations: of a forward pass, and of a step by phase."""
 
 from ..config import Config
-from ..model.transformer import ModelShape
+from ..model.shape import ModelShape
 from .step_counts import StepCounts
 
 
@@ -10,11 +10,12 @@ def forward_flops(
 ) -> float:
     """FLOPs of a forward over `tokens` tokens, each attending to `attended` tokens on average.
 
-    2 per token and weight of a linear layer, and 4 * width per layer and (query, key) pair. Only
+    2 per token and weight of a linear layer, and 4 per layer, (query, key) pair and unit. Only
     `head_tokens` of the tokens go through the output head. A backward pass takes twice as many.
     """
-    blocks, head = 12 * shape.layers * shape.width**2, shape.vocab_size * shape.width
-    per_token = 2 * blocks + 4 * shape.layers * shape.width * attended
+    head = shape.vocab_size * shape.width
+    per_pair = 4 * shape.heads * shape.head_dim
+    per_token = shape.layers * (2 * shape.block_weights + per_pair * attended)
     return per_token * tokens + 2 * head * head_tokens
 
 

@@ -13,7 +13,7 @@ import torch
 from ..config import Config
 from ..losses import LOSSES, clipped, per_local_token
 from ..model.logprobs import chunk_size
-from ..model.transformer import ModelShape
+from ..model.shape import ModelShape
 from ..types import Task
 from .fast import BFLOAT16_AND_TF32, LAYERS, cuda_capability, device_kind
 from .flags import flag

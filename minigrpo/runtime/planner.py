@@ -13,7 +13,8 @@ import numpy as np
 
 from ..config import Config
 from ..model.encoding import decode
-from ..model.transformer import ModelShape, Transformer
+from ..model.shape import ModelShape
+from ..model.transformer import Transformer
 from ..rewards import RewardScorer
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import Sampler
@@ -34,7 +35,7 @@ from .rates import Probe, Rates
 from .rng import uniforms
 from .startup import check_machine
 from .step_counts import StepCounts, as_sampled, made_up_completions
-from .step_memory import MIB, num_parameters
+from .step_memory import MIB
 
 PROMPTS_SAMPLED = 4
 SECONDS_OF_SAMPLING = 3.0  # a sample that would take longer is left out of the plan
@@ -48,7 +49,7 @@ def step_seconds(
     tokens, predictions = counts.packed / n, counts.predictions / n
     forward = layers * rates.block_forward.at(tokens) + rates.head_forward.at(predictions)
     gradient = layers * rates.block_gradient.at(tokens) + rates.head_gradient.at(predictions)
-    optimizer = num_parameters(shape) * rates.optimizer
+    optimizer = shape.num_parameters * rates.optimizer
     updates = config.optimizer.num_iterations
     seconds = {"update": updates * (n * gradient + optimizer) + n * forward * (updates > 1)}
     if config.supervised:

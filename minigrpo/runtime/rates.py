@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
-import tiktoken
 import torch
 from torch import nn
 
@@ -21,7 +20,9 @@ from ..config import Config
 from ..model.logprobs import chunk_size, token_logprobs
 from ..model.packed_attention import Packing
 from ..model.packing import PACKINGS
-from ..model.transformer import Block, ModelShape, Transformer
+from ..model.shape import ModelShape
+from ..model.tokenizer import Tokenizer
+from ..model.transformer import Block, Transformer
 from ..sampling.drafts import ProposalPauses
 from ..sampling.params import SamplingParams
 from ..sampling.running import RunningSequences
@@ -31,7 +32,6 @@ from . import accel
 from .machine import seconds
 from .optim import make_optimizer
 from .step_counts import StepCounts
-from .step_memory import num_parameters
 
 TARGET_SECONDS = 0.1
 REPEATS = 2
@@ -91,17 +91,29 @@ class Probe:
     """Times the parts of a step with the flags of a config, on random weights and tokens."""
 
     def __init__(
-        self, config: Config, shape: ModelShape, tokenizer: tiktoken.Encoding, device: torch.device
+        self, config: Config, shape: ModelShape, tokenizer: Tokenizer, device: torch.device
     ) -> None:
         self.config, self.shape, self.tokenizer, self.device = config, shape, tokenizer, device
-        head_size = min(shape.width // shape.heads, MOST_WIDTH)
+        head_size = min(shape.head_dim, MOST_WIDTH)
         heads = min(shape.heads, MOST_WIDTH // head_size)
-        width = heads * head_size
+        shared = shape.heads // shape.kv_heads
+        heads = max(shared, heads - heads % shared)
+        width = min(shape.width, MOST_WIDTH) if heads < shape.heads else shape.width
         vocab_size = max(2, min(shape.vocab_size, MOST_IN_HEAD // width))
         context, layers = min(shape.context, 4096), min(shape.layers, MOST_LAYERS)
-        self.small = ModelShape(vocab_size, context, layers, width, heads)
+        self.small = replace(
+            shape,
+            vocab_size=vocab_size,
+            context=context,
+            layers=layers,
+            width=width,
+            heads=heads,
+            kv_heads=heads // shared,
+            head_dim=head_size,
+            mlp_width=shape.mlp_width * width // shape.width,
+        )
         # how much larger a block and the head of the model are
-        self.block_scale = (shape.width / width) ** 2
+        self.block_scale = shape.block_weights / self.small.block_weights
         self.head_scale = shape.vocab_size * shape.width / (vocab_size * width)
 
     def rates(self, counts: StepCounts, completions: Completions) -> Rates:
@@ -154,7 +166,7 @@ class Probe:
 
         Of small blocks several run, so that their activations do not all stay in a CPU's cache.
         """
-        room = MOST_PARAMETERS // (12 * self.small.width**2)
+        room = MOST_PARAMETERS // self.small.block_weights
         number = max(1, min(self.small.layers, room))
         blocks = [Block(self.small).to(self.device) for _ in range(number)]
         recomputed = self.config.memory.gradient_checkpointing
@@ -211,7 +223,7 @@ class Probe:
     def _optimizer(self) -> float:
         """Seconds per parameter of clipping the gradient and one step of AdamW."""
         options = self.config.optimizer
-        rows = min(num_parameters(self.shape), MOST_PARAMETERS) // 1024
+        rows = min(self.shape.num_parameters, MOST_PARAMETERS) // 1024
         model = nn.Linear(1024, max(1, rows)).to(self.device)
         optimizer = make_optimizer(
             model,
@@ -247,9 +259,7 @@ class Probe:
         return Line(scaled(both.fixed, head.fixed), scaled(both.each, head.each))
 
     def _model(self, layers: int) -> Transformer:
-        sizes = self.small
-        shape = ModelShape(sizes.vocab_size, sizes.context, layers, sizes.width, sizes.heads)
-        return Transformer(shape).to(self.device)
+        return Transformer(replace(self.small, layers=layers)).to(self.device)
 
     def _rounds(self, sampler: Sampler, counts: StepCounts, slots: int) -> Callable[[], object]:
         """ROUNDS rounds on so many slots, in the middle of their completions."""

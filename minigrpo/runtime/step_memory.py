@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..config import Config
 from ..model.logprobs import chunk_size
-from ..model.transformer import ModelShape
+from ..model.shape import ModelShape
 from .step_counts import StepCounts
 
 MIB = 2**20
@@ -22,17 +22,6 @@ LOGIT_COPIES = 3.5
 DECODING_COPIES = 4
 
 
-def num_parameters(shape: ModelShape) -> int:
-    """The parameters of a Transformer of this shape."""
-    others = (shape.context + 13 * shape.layers + 2) * shape.width  # positions, biases, norms
-    return block_parameters(shape) + shape.vocab_size * shape.width + others
-
-
-def block_parameters(shape: ModelShape) -> int:
-    """The parameters of the linear maps in the blocks, without biases."""
-    return 12 * shape.layers * shape.width**2
-
-
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes of one process by kind, on a type of device, such as cuda."""
@@ -45,7 +34,8 @@ class StepMemory:
     def by_kind(self) -> dict[str, float]:
         """Bytes by kind; not all of it at the same time."""
         low, low_weights = self.config.speed.use_amp, self.config.speed.low_precision_weights
-        parameters, blocks = num_parameters(self.shape), block_parameters(self.shape)
+        parameters = self.shape.num_parameters
+        blocks = self.shape.layers * self.shape.block_weights
         frozen = 4.0 * parameters - (2.0 * blocks if low_weights else 0)
         return {
             "weights": 4.0 * parameters,
@@ -99,7 +89,7 @@ class StepMemory:
             slots *= 1.5  # it begins with a slot per prompt, and grows: old and new exist at once
         prompts = counts.prompts_at_once if config.memory.share_prompt_kv else slots
         keys = prompts * counts.prompt_len + slots * window
-        return 2.0 * self.shape.layers * self.shape.width * self._bytes_per_key * keys
+        return 2.0 * self.shape.layers * self.shape.kv_width * self._bytes_per_key * keys
 
     def _decoding_round(self) -> float:
         tokens, shape = self._slots * self.counts.window, self.shape

@@ -3,7 +3,8 @@
 A decoder runs *slots*: sequences that each continue one prompt, at their own column. It neither
 picks tokens (generate.py) nor decides which completions a slot stands for (running.py).
 
-Shapes: P prompts, B slots, W tokens per slot and round.
+Shapes: P prompts, B slots, W tokens per slot and round, H query heads, K heads of keys and values,
+heads of size E.
 """
 
 from abc import ABC, abstractmethod
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..model.attention import Attend, sdpa
 from ..model.packed_attention import additive_mask, rows_of
 from ..model.packing_rows import pad_rows
-from ..model.transformer import Attend, PackedTokens, Transformer
+from ..model.transformer import PackedTokens, Transformer
 from .kv_cache import KVCache
 
 
@@ -102,7 +104,7 @@ class CachedDecoder(ABC):
     def _attend_packed(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if number == 0:  # all layers share the mask
             self.mask = additive_mask(self._visible_keys(), q.dtype)
-        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H, D/H]
+        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H or K, E]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 
     def reorder(self, sources: np.ndarray) -> None:
@@ -114,7 +116,7 @@ class CachedDecoder(ABC):
 
     @abstractmethod
     def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
-        """Store a layer's keys and values of the prompts, `[P, H, Lp, D/H]`."""
+        """Store a layer's keys and values of the prompts, `[P, K, Lp, E]`."""
 
     @abstractmethod
     def _num_cache_columns(self) -> int:
@@ -126,7 +128,7 @@ class CachedDecoder(ABC):
 
     @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend: `q [B, H, W, D/H]`, new keys and values `[B, W, H, D/H]` -> `[B, H, W, D/H]`."""
+        """Attend: `q [B, H, W, E]`, new keys and values `[B, W, K, E]` -> `[B, H, W, E]`."""
 
 
 class PromptAttention:
@@ -144,5 +146,4 @@ class PromptAttention:
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (rows_of(x, self.rows) for x in (q, k, v))
         self.store(number, k, v)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)
+        return sdpa(q, k, v).transpose(1, 2).flatten(0, 1).index_select(0, self.unpad)

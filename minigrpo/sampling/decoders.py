@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.transformer import Causal, PackedTokens, Transformer
+from ..model.attention import Causal, sdpa
+from ..model.transformer import PackedTokens, Transformer
 from .cached_decoder import CachedDecoder
 from .kv_cache import KeysAndValues
 
@@ -51,7 +52,7 @@ class ReplicatedPrefixDecoder(CachedDecoder):
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = self.cache.write(number, k, v, self.positions)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return sdpa(q, k, v, mask=self.mask)
 
 
 class SharedPrefixDecoder(CachedDecoder):
@@ -70,7 +71,7 @@ class SharedPrefixDecoder(CachedDecoder):
         length: int,
     ) -> None:
         super().__init__(model, prompt_ids, prompt_len, num_samples, length)
-        self.prompt_kv: list[KeysAndValues] = []  # per layer, [P, H, Lp, D/H]
+        self.prompt_kv: list[KeysAndValues] = []  # per layer, [P, K, Lp, E]
         self._group_slots()
 
     def _group_slots(self) -> None:
@@ -121,18 +122,22 @@ class SharedPrefixDecoder(CachedDecoder):
         in_prompt = in_prompt < self.prompt_len[self.prompt, None]  # [B, Lp]
         own = torch.arange(self.num_columns, device=device) <= self.columns[..., None]
         prompt = in_prompt[:, None].expand(-1, self.columns.shape[1], -1)
-        return torch.cat([prompt, own], dim=-1)[:, None]
+        visible = torch.cat([prompt, own], dim=-1)[:, None]
+        # the query heads of a group are rows of the attention to their shared keys
+        return visible.repeat(1, 1, self.model.shape.heads // self.model.shape.kv_heads, 1)
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_k, prompt_v = self.prompt_kv[number]
         own_k, own_v = self.cache.write(number, k, v, self.columns)
-        q = q * q.shape[-1] ** -0.5
-        prompt_scores = self._to_prompts(q) @ prompt_k.transpose(-1, -2)  # [P, H, G'*W, Lp]
-        own_scores = q @ own_k.transpose(-1, -2)  # [B, H, W, num_columns]
+        width = q.shape[2]
+        q = (q * q.shape[-1] ** -0.5).unflatten(1, (own_k.shape[1], -1)).flatten(2, 3)
+        prompt_scores = self._to_prompts(q) @ prompt_k.transpose(-1, -2)  # [P, K, G'*R*W, Lp]
+        own_scores = q @ own_k.transpose(-1, -2)  # [B, K, R*W, num_columns]
         scores = torch.cat([self._to_slots(prompt_scores), own_scores], dim=-1)
         weights = scores.add_(self.mask).softmax(-1).to(v.dtype)
         prompt_weights, own_weights = weights.split([prompt_k.shape[2], self.num_columns], dim=-1)
-        return self._to_slots(self._to_prompts(prompt_weights) @ prompt_v) + own_weights @ own_v
+        out = self._to_slots(self._to_prompts(prompt_weights) @ prompt_v) + own_weights @ own_v
+        return out.unflatten(2, (-1, width)).flatten(1, 2)  # [B, H, W, E]
 
     def _to_prompts(self, x: Tensor) -> Tensor:
         """Group slots by prompt, padded by repetition: `[B, H, W, E]` -> `[P, H, G'*W, E]`."""

@@ -10,7 +10,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class KVCache:
-    """One pair of tensors `[capacity, H, length, D/H]` per layer; slot b is row b.
+    """One pair of tensors `[capacity, K, length, E]` per layer; slot b is row b.
 
     One tensor for all layers would need fewer operations, but was measured to take more memory: the
     cache is allocated in each rollout, and the memory that the last update freed is too fragmented
@@ -22,7 +22,7 @@ class KVCache:
         self.num_columns = 0  # in use; memory beyond them is uninitialised
 
     def write_prompt(self, layer: int, k: Tensor, v: Tensor, *, capacity: int, length: int) -> None:
-        """Write the prompts `[B, H, Lp, D/H]` into the first columns of slots 0 to B - 1.
+        """Write the prompts `[B, K, Lp, E]` into the first columns of slots 0 to B - 1.
 
         The first call for a layer allocates `capacity` slots of `length` columns.
         """
@@ -44,10 +44,10 @@ class KVCache:
         self.num_columns = num_columns
 
     def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> KeysAndValues:
-        """Write `k` and `v`, `[B, W, H, D/H]`, at `columns [B, W]`.
+        """Write `k` and `v`, `[B, W, K, E]`, at `columns [B, W]`.
 
         Returns:
-            All keys and values in use of the B slots, `[B, H, num_columns, D/H]` each.
+            All keys and values in use of the B slots, `[B, K, num_columns, E]` each.
         """
         slots = torch.arange(len(columns), device=columns.device)[:, None]
         for cache, new in zip(self.pairs[layer], (k, v), strict=True):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-import tiktoken
 import torch
 
 from ..config import Config
 from ..model.encoding import encode_answers, encode_prompts
+from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime import accel
 from ..runtime.oom import OOMBackoff
@@ -32,13 +32,13 @@ class Sampler:
         self,
         config: Config,
         model: Transformer,
-        tokenizer: tiktoken.Encoding,
+        tokenizer: Tokenizer,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         warn: Callable[[str], object] = lambda text: None,
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding."""
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
-        self.eos = tokenizer.eot_token
+        self.eos = tokenizer.eot
         self.graphs = CUDAGraphCache()
         self.decoder = self._choose_decoder()
         self.low_precision = accel.low_precision_copy(config.speed, model)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,8 @@ import tyro
 from safetensors import SafetensorError
 
 from ..model.transformer import Transformer
-from ..model.weights import CONFIG, WEIGHTS, export_gpt2
+from ..model.weight_files import CONFIG, WEIGHTS
+from ..model.weights import export_model
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line
@@ -65,7 +66,7 @@ def write(model: Transformer, folder: Path) -> None:
     with one_line("--out", folder):
         try:
             partial.mkdir(parents=True)
-            export_gpt2(model.state_dict(), partial, shape=asdict(model.shape), eos=end_of_text)
+            export_model(model.state_dict(), partial, shape=model.shape, eos=end_of_text)
             for file in partial.iterdir():
                 os.replace(file, folder / file.name)
             made = []

@@ -10,9 +10,10 @@ import tyro
 
 from ..config import Config
 from ..model.pretrained import load_pretrained
+from ..model.shape import ModelShape
 from ..model.tokenizer import load_tokenizer
-from ..model.transformer import ModelShape, Transformer
-from ..model.weights import WEIGHTS
+from ..model.transformer import Transformer
+from ..model.weight_files import WEIGHTS
 from ..runtime import accel
 from ..runtime.build import match_vocab
 from ..runtime.checkpoint import CheckpointError, State, checkpoints, load_checkpoint

@@ -1,0 +1,94 @@
+"""Attention functions: the type that packings and decoders implement, and what they share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .logprobs import at_least_fp32
+from .shape import ModelShape
+
+# q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed tokens, H heads, K heads of keys and
+# values (K divides H), heads of size E
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
+
+    Query head h attends to head h // (H / K) of the keys (Ainslie et al., arXiv 2305.13245).
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`attend(q, k, v)`, always in float32 on a CPU.
+
+    On a CPU, the backward pass of torch's attention was measured to take three times as long in
+    bfloat16.
+    """
+    if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return attend(q, k, v)
+    with torch.autocast("cpu", enabled=False):
+        return attend(at_least_fp32(q), at_least_fp32(k), at_least_fp32(v))
+
+
+class Causal:
+    """Plain causal attention within rows `[B, T]`, packed row after row."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.shape = (batch, length)
+
+    def layer(self, number: int) -> Attend:
+        return self.attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E]
+        return sdpa(q, k, v).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions (Su et al., arXiv 2104.09864) of N packed tokens.
+
+    The first half of a head is rotated against the second half, as in Llama's files.
+    """
+
+    cos: Tensor  # [N, 1, E / 2], float32 or wider
+    sin: Tensor
+
+    @classmethod
+    def of(cls, shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> "Rotation":
+        """The rotation by `positions [N]`, for a model whose weights have `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        angles = positions.to(wide)[:, None, None] * frequencies(shape).to(positions.device, wide)
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate `x [N, H, E]`, in float32 or wider."""
+        first, second = at_least_fp32(x).chunk(2, dim=-1)
+        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
+
+    def before(self, attend: Attend) -> Attend:
+        """An attention function that rotates queries and keys first."""
+
+        def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(self.rotate(q), self.rotate(k), v)
+
+        return rotated
+
+
+def frequencies(shape: ModelShape) -> Tensor:
+    """Rotary frequencies `[E / 2]` float32, in radians per position."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    plain = 1.0 / shape.rope_theta**exponents
+    if not (scaling := shape.rope_scaling):
+        return plain
+    turns = scaling.original_context * plain / (2 * torch.pi)  # in the original context
+    share = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return plain * share + plain / scaling.factor * (1 - share)

@@ -1,0 +1,109 @@
+"""The families of open models: how their config.json reads, and how their parameters are named.
+
+A family is a row of FAMILIES. A model is rejected if transformer.py would compute another function
+than the one that was trained: loading it anyway would give a model that runs but writes nonsense.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .gpt2_config import PREFIX, read_gpt2, write_gpt2
+from .llama_config import read_llama, read_smollm3, write_llama, write_smollm3
+from .shape import ModelShape
+from .weight_files import CONFIG, Fields, Problems, WeightFiles
+
+SHAPE = "shape"  # key of a file's header: the fields of ModelShape as JSON
+
+LLAMA_NAMES = (  # a part of a name here -> in files
+    ("wte.", "model.embed_tokens."),
+    ("h.", "model.layers."),
+    (".attn.", ".self_attn."),
+    (".ln_1.", ".input_layernorm."),
+    (".ln_2.", ".post_attention_layernorm."),
+    ("ln_f.", "model.norm."),
+    ("head.", "lm_head."),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model: its files' names and settings."""
+
+    architecture: str  # the class in transformers
+    read: Callable[[WeightFiles], tuple[Fields, Problems]]
+    write: Callable[[ModelShape], dict[str, Any]]  # config.json for an export
+    names: tuple[tuple[str, str], ...] = LLAMA_NAMES
+    prefix: str = ""  # that stored names may have
+    transposed: tuple[str, ...] = ()  # ends of names whose weights are stored as [in, out]
+    buffers: str = r".*\.rotary_emb\.inv_freq"  # stored by older versions, and not needed
+
+    def theirs(self, name: str) -> str:
+        """The stored name of a parameter."""
+        for ours, theirs in self.names:
+            if name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+            elif ours.startswith("."):
+                name = name.replace(ours, theirs)
+        return name
+
+    def ours(self, name: str) -> str:
+        """The name here of a stored parameter."""
+        name = name.removeprefix(self.prefix)
+        for ours, theirs in self.names:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+            elif ours.startswith("."):
+                name = name.replace(theirs, ours)
+        return name
+
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        read_gpt2,
+        write_gpt2,
+        names=(("head.", "lm_head."),),
+        prefix=PREFIX,
+        transposed=("attn.c_attn.weight", "c_proj.weight", "mlp.c_fc.weight"),
+        buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+    ),
+    "llama": Family("LlamaForCausalLM", read_llama, write_llama),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", lambda files: read_llama(files, qkv_bias=True), write_llama
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", lambda files: read_llama(files, head_norm=True), write_llama
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", read_smollm3, write_smollm3),
+}
+UNSUPPORTED = {  # a part of model_type -> why
+    "moe": "a mixture of experts",
+    "mixtral": "a mixture of experts",
+    "llama4": "a mixture of experts",
+    "gemma": "other norms, sliding windows and two rotary bases",
+    "qwen3_5": "linear attention, whose state cannot follow a tree of completions",
+    "qwen3_next": "linear attention, whose state cannot follow a tree of completions",
+}
+
+
+def read_shape(files: WeightFiles) -> tuple[ModelShape, Problems]:
+    """The shape of a model, and what does not fit.
+
+    Raises ValueError, in one line with the path, if there is no shape to speak of.
+    """
+    if SHAPE in files.header:  # a file of our own
+        return ModelShape(**json.loads(files.header[SHAPE])), []
+    name = str(files.settings.get("model_type", "gpt2"))
+    if name not in FAMILIES:
+        why = next((f" ({why})" for part, why in UNSUPPORTED.items() if part in name), "")
+        allowed = ", ".join(FAMILIES)
+        raise ValueError(
+            f"{files.path}: model_type in {CONFIG} is {name!r}{why}; supported are {allowed}"
+        )
+    fields, problems = FAMILIES[name].read(files)
+    try:
+        return ModelShape(**fields, family=name), problems
+    except ValueError as error:
+        raise ValueError(f"{files.path}: {error}") from None
