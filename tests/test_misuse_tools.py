@@ -401,7 +401,7 @@ def test_a_checkpoint_of_another_version_is_named_and_an_older_one_used(
     run: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = load_checkpoint(path_of(run / "checkpoints", 2))
-    save_checkpoint(run / "checkpoints", 3, {**state, **change}, keep_last=9)
+    save_checkpoint(run / "checkpoints", 3, {**state, "step": 3, **change}, keep_last=9)
     sample.main([str(run), "--examples", "1"])
     out, err = capsys.readouterr()
     assert f"{path_of(run / 'checkpoints', 2)}, greedy" in out
