@@ -268,5 +268,6 @@ class RunDir:
         try:
             write_whole(file, lambda aside: aside.write_text(to_json(summary, indent=1)))
         except OSError as error:
-            file.unlink(missing_ok=True)  # one of an earlier part would say how that ended
+            with contextlib.suppress(OSError):  # of an earlier part, it would say how that ended
+                file.unlink(missing_ok=True)
             self.screen.warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
