@@ -116,11 +116,11 @@ class LossConfig(Group):
 
     name: Annotated[LossName, tyro.conf.arg(name="loss")] = "grpo"
     """The policy loss; nll is supervised training on true answers, the warm start."""
-    clip_low: Annotated[float | None, AtLeast(0)] = None
+    clip_low: Annotated[float | None, AtLeast(0), AtMost(10**6)] = None
     """The ratio is clipped at 1 - this; None: the loss's default."""
-    clip_high: Annotated[float | None, AtLeast(0)] = None
+    clip_high: Annotated[float | None, AtLeast(0), AtMost(10**6)] = None
     """The ratio is clipped at 1 + this; None: the loss's default."""
-    ratio_cap: Annotated[float | None, Above(0)] = None
+    ratio_cap: Annotated[float | None, Above(0), AtMost(10**6)] = None
     """Absolute cap on the ratio (cispo, two-sided clip); None: the loss's default."""
     advantage: Literal["auto", "group_mean", "leave_one_out"] = "auto"
     """Baseline of the advantage; auto: the loss's default."""
@@ -136,7 +136,7 @@ class LossConfig(Group):
     """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
     sampler_correction: bool = False
     """Weight each token by min(p_trainer / p_sampler, cap): truncated importance sampling."""
-    sampler_correction_cap: Positive = 2.0
+    sampler_correction_cap: Annotated[float, Above(0), AtMost(10**6)] = 2.0
     """The cap of --sampler-correction."""
     shuffle_rewards: bool = False
     """For control runs: shuffle rewards within each group, so that they carry no signal."""

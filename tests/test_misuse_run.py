@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from minigrpo import Config, Trainer
 from minigrpo.losses import advantages, policy_loss
-from minigrpo.runtime import signals
+from minigrpo.runtime import checkpoint, signals
 from minigrpo.runtime.checkpoint import (
     CheckpointError,
     checkpoints,
@@ -236,6 +236,71 @@ def test_without_any_manifest_auto_is_an_error_as_long_as_there_are_states(run: 
     assert len(list(run.glob("checkpoints/*/state.pt"))) == 2
 
 
+def test_a_renamed_checkpoint_is_refused_and_nothing_is_removed(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    (run / "checkpoints" / "step_000004").rename(run / "checkpoints" / "step_000009")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+        make(run, max_steps=12, resume="auto")
+    assert (run / "checkpoints" / "step_000009" / "state.pt").exists()
+
+
+def test_later_checkpoints_stay_until_the_resumed_run_has_saved(run: Path) -> None:
+    (run / "config.toml").unlink()
+    (run / "config.toml").mkdir()
+    trainer = make(run, max_steps=4, eval_every=2, resume="2")
+    with pytest.raises(ConfigError, match=r"config.toml: cannot be written"):
+        trainer.fit()
+    assert len(checkpoints(run / "checkpoints")) == 2
+    (run / "config.toml").rmdir()
+    make(run, max_steps=4, eval_every=2, resume="2", stop_after=3, save_every=9).fit()
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000003"]
+
+
+def test_a_checkpoint_that_auto_cannot_read_is_kept_under_another_name(run: Path) -> None:
+    (run / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
+    make(run, max_steps=4, eval_every=2, resume="auto").fit()
+    assert (run / "checkpoints" / "step_000004.unreadable" / "state.pt").exists()
+    assert checkpoints(run / "checkpoints")[-1].name == "step_000004"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(checkpoint, "remove", busy)
+    said: list[str] = []
+    save_checkpoint(tmp_path, 2, {"step": 2}, keep_last=1, warn=said.append)
+    assert len(said) == 1 and "step_000001: an old checkpoint cannot be removed" in said[0]
+    assert find_checkpoint(tmp_path, "auto", pytest.fail) == {"step": 2}
+
+
+def test_a_model_without_checkpoints_is_not_started_over(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    before = (run / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="holds a model, .* but no checkpoint"):
+        make(run, max_steps=1, resume="auto")
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_can_be_continued_with_its_own_config_after_it_was_stopped(tmp_path: Path) -> None:
+    make(tmp_path / "run", max_steps=4, stop_after=2).fit()
+    config = Config.from_toml(tmp_path / "run" / "config.toml")
+    assert config.run.stop_after == 0 and config.run.max_steps == 4
+
+
+def test_the_newest_checkpoint_of_a_run_is_the_model_to_start_from(run: Path) -> None:
+    state = torch.load(run / "checkpoints" / "step_000004" / "state.pt", weights_only=True)
+    state["model"] = {name: x + 1 for name, x in state["model"].items()}
+    save_checkpoint(run / "checkpoints", 5, {**state, "step": 5}, keep_last=9)
+    started = make(run.with_name("next"), init_from=str(run))
+    assert torch.equal(started.model.wte.weight, state["model"]["wte.weight"])
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -272,6 +337,8 @@ def test_a_file_in_the_place_of_a_checkpoint_is_named_before_any_work(tmp_path: 
     [
         attack(10, "checkpoints"),
         attack(10, "metrics.jsonl"),
+        attack(10, "samples.jsonl"),
+        attack(10, "tensorboard"),
         attack(10, "model.safetensors", name="a model that the run would overwrite"),
     ],
 )

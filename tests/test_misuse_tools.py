@@ -401,11 +401,18 @@ def test_a_checkpoint_of_another_version_is_named_and_an_older_one_used(
     run: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = load_checkpoint(path_of(run / "checkpoints", 2))
-    save_checkpoint(run / "checkpoints", 3, {**state, **change}, keep_last=9)
+    save_checkpoint(run / "checkpoints", 3, {**state, "step": 3, **change}, keep_last=9)
     sample.main([str(run), "--examples", "1"])
     out, err = capsys.readouterr()
     assert f"{path_of(run / 'checkpoints', 2)}, greedy" in out
     assert "step_000003: is not a checkpoint of this version" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--pool"], ["--difference"], ["--metric", "exact"]])
+def test_flags_of_the_figure_need_a_figure(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "go with --out" in refused(capsys, curves, "a-run", *words)
 
 
 # --- flags and Ctrl-C -----------------------------------------------------------------------------
@@ -419,6 +426,7 @@ def test_a_checkpoint_of_another_version_is_named_and_an_older_one_used(
         (sample, ["shipped", "--n", "-1"], "--n must be at least 0"),
         (sample, ["shipped", "--examples", "0"], "--examples at least 1"),
         (sample, ["shipped", "--temperature", "0.5"], "--temperature goes with --n"),
+        (sample, ["shipped", "--min-p", "0.5"], "--min-p goes with --n"),
         (sample, ["shipped", "--move", "e2e4"], "--fen and --move go together"),
     ],
     ids=lambda value: "",

@@ -54,12 +54,12 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     Only meanwhile: the limit is the process's, and what pytest writes to is a file, too.
     """
 
-    def save(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
+    def save(folder: Path, step: int, state: State, **options: Any) -> Path:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if step in steps:
             resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
         try:
-            return save_checkpoint(folder, step, state, keep_last=keep_last)
+            return save_checkpoint(folder, step, state, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

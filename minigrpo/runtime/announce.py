@@ -138,7 +138,7 @@ def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
     """The text next to the progress bar."""
     seen = ""
-    if last:
+    if last and isinstance(last.get("exact_sampled"), float):  # a resumed log may lack it
         right = f"{last['exact_sampled']:.1%} exactly right (sampled)"
         seen = f"held out at step {last['step']:.0f}: {right}  "
     if "reward" in metrics:

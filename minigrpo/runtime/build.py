@@ -1,13 +1,13 @@
 """Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from ..config import Config
 from ..learner import Learner
 from ..model.packing import PACKINGS
-from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.transformer import Transformer
@@ -20,6 +20,7 @@ from . import accel
 from .flags import ConfigError
 from .rng import weights_seed
 from .text import check_file_name
+from .trained import load_model
 
 Say = Callable[[str], object]
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
@@ -64,7 +65,10 @@ def make_model(
     else:
         try:
             check_file_name(sizes.init_from)
-            model = load_pretrained(sizes.init_from)
+            if not sizes.init_from:
+                raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
+            # of a run that stopped early, the newest checkpoint is newer than model.safetensors
+            _, model = load_model(Path(sizes.init_from), say)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
     match_vocab(model, f"--init-from {sizes.init_from}", config, tokenizer, say)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +68,37 @@ def was_interrupted(path: Path) -> bool:
     return unfinished and not (path / MANIFEST).exists()
 
 
-def discard_after(folder: Path, step: int) -> None:
-    """Remove checkpoints of later steps: damaged ones, or those of a run that started over."""
-    for path in checkpoints(folder):
-        if (step_of(path) or 0) > step:
-            _remove(path)
+def set_aside(paths: Iterable[Path], suffix: str) -> list[Path]:
+    """Rename checkpoints, so that they no longer count as such; return their new places."""
+    moved = []
+    for path in paths:
+        target = path.with_name(path.name + suffix)
+        if target.exists():
+            remove(target)
+        moved.append(path.rename(target))
+    return moved
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) -> Path:
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    state: State,
+    *,
+    keep_last: int,
+    warn: Callable[[str], object] = lambda text: None,
+) -> Path:
     """Write `step_NNNNNN/{state.pt, manifest.json}`, then keep only the newest `keep_last`.
 
-    Raises NotFinite if a value in the state is not finite, and OSError for a full disk. Then older
-    checkpoints are untouched, and nothing partial is left.
+    An old one that cannot be removed is warned of. Raises NotFinite if a value in the state is not
+    finite, and OSError for a full disk. Then older checkpoints are untouched, and nothing partial
+    is left.
     """
     if name := first_not_finite(state):
         raise NotFinite(f"step {step}: not saved, because {name} has values that are not finite")
@@ -108,7 +120,10 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int) ->
     put_in_place(manifest)
     flush_folder(folder)
     for old in [path for path in checkpoints(folder) if path != target][: -keep_last + 1 or None]:
-        _remove(old)
+        try:
+            remove(old)
+        except OSError as error:
+            warn(f"{old}: an old checkpoint cannot be removed ({reason_of(error)})")
     return target
 
 
@@ -180,9 +195,21 @@ def load_checkpoint(path: Path) -> State:
     # EOFError, UnpicklingError or RuntimeError, depending on where the file is damaged
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be loaded ({reason_of(error)})") from None
+    if problem := _misfit(state, step_of(path)):
+        raise CheckpointError(f"{file}: {problem}")
     if name := first_not_finite(state):
         raise CheckpointError(f"{file}: {name} has values that are not finite")
     return state
+
+
+def _misfit(state: Any, step: int | None) -> str:
+    """What is wrong with a state whose folder is named for a step, or ""."""
+    if not isinstance(state, dict) or not isinstance(state.get("config", {}), dict):
+        return "is not the state of a run"
+    found = state.get("step", step)
+    if step is not None and found != step:
+        return f"is the state of step {found}, in a folder that is named for step {step}"
+    return ""
 
 
 def existing_checkpoint(folder: Path, step: int) -> Path:

@@ -65,7 +65,9 @@ class DistContext:
 
     @classmethod
     def _join(cls, timeout: timedelta) -> "DistContext":
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=5)))
+        # processes start at different times, so they have a minute to join in any case
+        joining = max(timeout, timedelta(minutes=1))
+        store, rank, world_size = next(rendezvous("env://", timeout=joining))
         # after a restart the store may still hold messages of the previous attempt
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -56,12 +56,16 @@ def shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def closed_pipe_is_no_error() -> Iterator[None]:
-    """End quietly when the reader of stdout has gone, as `| head` goes after ten lines."""
+    """End quietly when the reader of stdout has gone, as `| head` goes after ten lines.
+
+    A stdout that is closed or full is no reason for a traceback either: that ends with exit code 1.
+    """
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None where it was closed before the start
+                sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # the interpreter flushes it once more as it exits
         raise SystemExit(0) from None

@@ -1,6 +1,7 @@
 """The folder that --out-dir names: create or reopen it, check what it holds, and lock it."""
 
 import fcntl
+import tempfile
 import time
 from pathlib import Path
 from typing import IO
@@ -11,7 +12,15 @@ from .failures import reason_of
 from .flags import ConfigError
 
 # A folder with any of these holds a run, or a model, which a new run would overwrite.
-OF_A_RUN = ("config.toml", "metrics.jsonl", "eval.jsonl", "summary.json", "model.safetensors")
+OF_A_RUN = [
+    "config.toml",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "model.safetensors",
+]
+OF_A_RUN += ["tensorboard", "bad_batches", "profile"]
 
 
 def working_folder() -> Path:
@@ -38,9 +47,8 @@ def make_folder(config: Config, start: Path = Path()) -> Path:
             folder = folder.with_name(folder.name + "+")
         _check_contents(start / folder, resume, folder)
         (start / folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = start / folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        for written in (start / folder, start / folder / "checkpoints"):
+            tempfile.TemporaryFile(dir=written).close()
     except UnicodeEncodeError:
         raise ConfigError(f"--out-dir {str(folder)!a}: the name must be UTF-8") from None
     except OSError as error:
@@ -70,7 +78,7 @@ def lock(folder: Path) -> IO[str]:
     Raises ConfigError if another run holds the lock. The lock ends with the process in any case.
     """
     try:
-        file = open(folder / ".lock", "w")
+        file = open(folder / ".lock", "a")
     except OSError as error:
         raise ConfigError(f"{folder / '.lock'}: cannot be written ({reason_of(error)})") from None
     try:

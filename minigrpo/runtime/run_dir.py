@@ -4,6 +4,7 @@ config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  tensorboard
 model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
 """
 
+import contextlib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -16,8 +17,18 @@ import torch
 from ..config import Config
 from ..learner import Learner
 from ..model.transformer import Transformer
+from ..model.weight_files import WEIGHTS
 from ..types import RolloutBatch
-from .checkpoint import CheckpointError, State, discard_after, find_checkpoint, save_checkpoint
+from .checkpoint import (
+    CheckpointError,
+    State,
+    checkpoints,
+    find_checkpoint,
+    remove,
+    save_checkpoint,
+    set_aside,
+    step_of,
+)
 from .distributed import DistContext
 from .environment import versions
 from .failures import RunFailed, reason_of
@@ -40,6 +51,7 @@ class RunDir:
         self.start = working_folder()
         self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
         self.saved_step = -1  # of the newest checkpoint
+        self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self._lock: IO[str] | None = None
 
     @property
@@ -69,6 +81,7 @@ class RunDir:
         def start() -> None:
             self._write_config()
             logs.append(RunLog(self.path, self.screen.warn, start_step=step))
+            self._set_later_aside()
 
         try:
             self.dist.on_main(start)
@@ -121,7 +134,7 @@ class RunDir:
 
     def save_weights(self, model: Transformer) -> None:
         """Write `model.safetensors`. Raises RunFailed in one line if that is not possible."""
-        file = self.path / "model.safetensors"
+        file = self.path / WEIGHTS
 
         def write() -> None:
             try:
@@ -138,8 +151,26 @@ class RunDir:
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
         state["files"] = self.files
-        save_checkpoint(self.checkpoints, step, state, keep_last=self.config.run.keep_last)
+        keep_last, warn = self.config.run.keep_last, self.screen.warn
+        save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
+        if self.config.run.resume != "auto":  # abandoned, and replaced by this one
+            for path in self.later:
+                with contextlib.suppress(OSError):
+                    remove(path)
+            self.later = []
+
+    def _set_later_aside(self) -> None:
+        """Rename checkpoints of later steps: --resume N abandons them, and --resume auto could not
+        read them. The latter are kept, because a disk that is not mounted looks like damage.
+        """
+        suffix = ".unreadable" if self.config.run.resume == "auto" else ".abandoned"
+        try:
+            self.later = set_aside(self.later, suffix)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.checkpoints}: cannot be written ({reason_of(error)})"
+            ) from None
 
     def _resume(self, learner: Learner) -> int:
         """The main process reads the checkpoint, if any, and sends it to the others."""
@@ -149,8 +180,16 @@ class RunDir:
         def find() -> bool:
             found.update(find_checkpoint(self.checkpoints, resume, self.screen.warn) or {})
             if found:
+                if "config" not in found or "step" not in found:
+                    raise CheckpointError(f"{self.shown}: a checkpoint has no step or no config")
                 check_same_run(self.config, found["config"], self.path)
-                discard_after(self.checkpoints, found["step"])
+                there = checkpoints(self.checkpoints)
+                self.later = [path for path in there if (step_of(path) or 0) > found["step"]]
+            elif resume and (self.path / WEIGHTS).exists():
+                raise CheckpointError(
+                    f"--resume {resume}: {self.shown} holds a model, {WEIGHTS}, but no checkpoint; "
+                    "take another folder, which --init-from can start from this one"
+                )
             return bool(found)
 
         if not self.dist.on_main(find):
@@ -211,7 +250,9 @@ class RunDir:
     def _write_config(self) -> None:
         """Write `config.toml`, which --config can read, with the run's software versions."""
         file = self.path / "config.toml"
-        lines = toml_lines(self.config, leave_out=("out_dir", "resume"))
+        # the layers of --fast are written out, so that --no-fast has nothing to undo
+        config = self.config.replace(fast=False)
+        lines = toml_lines(config, leave_out=("out_dir", "resume", "stop_after"))
         found = versions(self.dist.world_size)
         lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
         text = "\n".join(lines) + "\n"
@@ -227,5 +268,6 @@ class RunDir:
         try:
             write_whole(file, lambda aside: aside.write_text(to_json(summary, indent=1)))
         except OSError as error:
-            file.unlink(missing_ok=True)  # one of an earlier part would say how that ended
+            with contextlib.suppress(OSError):  # of an earlier part, it would say how that ended
+                file.unlink(missing_ok=True)
             self.screen.warn(f"{file}: NOT WRITTEN ({reason_of(error)})")

@@ -54,6 +54,8 @@ class Arguments:
             raise ConfigError("minigrpo curves needs the folder of at least one run")
         if self.out is not None:
             check_output_file("--out", self.out, FORMATS)
+        elif self.pool or self.difference or self.metric != "exact_sampled":
+            raise ConfigError("--metric, --pool and --difference go with --out")
 
 
 def read(run: Path, metric: str = "exact") -> Records:
@@ -193,7 +195,9 @@ def draw(
     for name, runs in lines.items():
         found = points(runs, metric)
         x, y = list(found), [mean(values) for values in found.values()]
-        label = f"{name}: {y[0]:.1f} → {y[-1]:.1f}"
+        # a leading space, because matplotlib hides labels that begin with an underscore
+        shown = name.replace("$", r"\$")
+        label = f" {shown}: {y[0]:.1f} → {y[-1]:.1f}"
         (line,) = axes.plot(x, y, linewidth=1.4, label=label)
         axes.plot([x[0], x[-1]], [y[0], y[-1]], "o", color=line.get_color())
         low, high = ([end(values) for values in found.values()] for end in (min, max))

@@ -20,7 +20,7 @@ from ..model.weights import export_model
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line
-from .loading import is_run, load_model
+from ..runtime.trained import is_run, load_model
 from .messages import one_line_errors
 
 

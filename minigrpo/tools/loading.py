@@ -1,7 +1,6 @@
 """What the tools share: load the model of a run or a file, with its task and a sampler."""
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,18 +8,14 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import Config
-from ..model.pretrained import load_pretrained
-from ..model.shape import ModelShape
 from ..model.tokenizer import load_tokenizer
-from ..model.transformer import Transformer
-from ..model.weight_files import WEIGHTS
 from ..runtime import accel
 from ..runtime.build import match_vocab
-from ..runtime.checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.settings import places, read_settings
-from ..runtime.text import check_file_name, printable
+from ..runtime.text import check_file_name
+from ..runtime.trained import is_run, load_model
 from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
 from ..types import Task
@@ -110,48 +105,3 @@ def check_paths(selection: ModelSelection, config: Config) -> None:
                     f"{flag(name)} {path}: not found; the paths of a run are relative to the "
                     "folder where training began, so start this command there"
                 )
-
-
-def is_run(path: Path) -> bool:
-    """Whether this is a run's folder."""
-    return (path / "config.toml").is_file()
-
-
-def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
-    """The model of a run, of a file, or `shipped`, with the name of its weights.
-
-    Raises ValueError in one line.
-    """
-    if is_run(path):
-        return _newest(path, warn)
-    if path.is_dir() and not (path / WEIGHTS).exists():
-        raise ConfigError(f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS})")
-    return str(path), load_pretrained(str(path))
-
-
-def _model_of(state: State) -> Transformer:
-    """The model in a checkpoint. Raises an error of some kind for a state of another version."""
-    model = Transformer(ModelShape(**state["shape"]))
-    model.load_state_dict(state["model"])
-    return model
-
-
-def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
-    """A run's newest whole checkpoint, else its model.safetensors.
-
-    A damaged checkpoint is skipped with a warning that names it.
-    """
-    for path in checkpoints(folder / "checkpoints")[::-1]:
-        try:
-            state = load_checkpoint(path)
-        except CheckpointError as error:
-            warn(f"{error}; trying an older one")
-            continue
-        try:
-            return str(path), _model_of(state)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            reason = printable(str(error))[:200]
-            warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")
-    if (folder / WEIGHTS).exists():
-        return str(folder / WEIGHTS), Transformer.from_pretrained(folder / WEIGHTS)
-    raise ConfigError(f"{folder}: a run without a whole checkpoint, and without {WEIGHTS}")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..model.encoding import decode
-from ..runtime.flags import ConfigError, parse
+from ..runtime.flags import ConfigError, flag, parse
 from ..runtime.logging import Screen
 from ..runtime.rng import uniforms
 from ..sampling.generate import SamplingParams
@@ -58,8 +58,9 @@ class Arguments(ModelSelection):
             )
         if bool(self.fen) != bool(self.move) or (self.before and not self.fen):
             raise ConfigError("--fen and --move go together, and --before with them")
-        if self.temperature is not None and not self.n:
-            raise ConfigError("--temperature goes with --n; without it, completions are greedy")
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if getattr(self, name) is not None and not self.n:
+                raise ConfigError(f"{flag(name)} goes with --n; without it, completions are greedy")
 
 
 def question(arguments: Arguments, history: int) -> Example:

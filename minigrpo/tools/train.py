@@ -12,6 +12,7 @@ from ..config import Config
 from ..runtime.distributed import DistContext
 from ..runtime.failures import RunFailed
 from ..runtime.flags import ConfigError, exit_with
+from ..runtime.oom import is_out_of_memory
 from ..trainer import Trainer
 from .plan import print_plan
 
@@ -32,6 +33,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         trainer = Trainer(config, dist=dist)
     except ValueError as error:
         exit_with(error)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        exit_with(ConfigError(f"the model does not fit into the memory of {config.speed.device}"))
     try:
         trainer.fit()
     except ConfigError as error:  # one that depends on the data, such as a prompt that is too long

@@ -1,0 +1,57 @@
+"""The model of a run, or of a file, by its path."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..model.pretrained import load_pretrained
+from ..model.shape import ModelShape
+from ..model.transformer import Transformer
+from ..model.weight_files import INDEX, WEIGHTS
+from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
+from .flags import ConfigError
+from .text import printable
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is a run's folder."""
+    return (path / "config.toml").is_file()
+
+
+def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
+    """The model of a run, of a file, or `shipped`, with the name of its weights.
+
+    Raises ValueError in one line.
+    """
+    if is_run(path):
+        return _newest(path, warn)
+    if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        raise ConfigError(f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS})")
+    return str(path), load_pretrained(str(path))
+
+
+def _model_of(state: State) -> Transformer:
+    """The model in a checkpoint. Raises an error of some kind for a state of another version."""
+    model = Transformer(ModelShape(**state["shape"]))
+    model.load_state_dict(state["model"])
+    return model
+
+
+def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
+    """A run's newest whole checkpoint, else its model.safetensors.
+
+    A damaged checkpoint is skipped with a warning that names it.
+    """
+    for path in checkpoints(folder / "checkpoints")[::-1]:
+        try:
+            state = load_checkpoint(path)
+        except CheckpointError as error:
+            warn(f"{error}; trying an older one")
+            continue
+        try:
+            return str(path), _model_of(state)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            reason = printable(str(error))[:200]
+            warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")
+    if (folder / WEIGHTS).exists():
+        return str(folder / WEIGHTS), Transformer.from_pretrained(folder / WEIGHTS)
+    raise ConfigError(f"{folder}: a run without a whole checkpoint, and without {WEIGHTS}")
