@@ -12,10 +12,11 @@ import torch
 from minigrpo import Config, Trainer
 from minigrpo.model.shape import ModelShape
 from minigrpo.runtime import accel, announce, fast
+from minigrpo.runtime.build import make_scorer
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.no_effect import Situation, without_effect
-from minigrpo.runtime.startup import check_machine, check_rewards
+from minigrpo.runtime.startup import check_machine
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tools import cli
 
@@ -196,5 +197,5 @@ def test_the_checks_of_a_start_look_at_processes_and_rewards() -> None:
         check_machine(Config(), DistContext(world_size=3))
     assert check_machine(Config.of(device="cpu"), DistContext()) == torch.device("cpu")
     with pytest.raises(ValueError, match="--reward-weights: no part nope"):
-        check_rewards(Config.of(reward_weights="nope=1"), ChessEnv(0))
+        make_scorer(Config.of(reward_weights="nope=1"), ChessEnv(0))
     assert fast.device_kind("cpu") in fast.LAYERS

@@ -5,7 +5,7 @@ than the one that was trained: loading it anyway would give a model that runs bu
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +41,22 @@ class Family:
 
     def theirs(self, name: str) -> str:
         """The stored name of a parameter."""
-        for ours, theirs in self.names:
-            if name.startswith(ours):
-                name = theirs + name.removeprefix(ours)
-            elif ours.startswith("."):
-                name = name.replace(ours, theirs)
-        return name
+        return _renamed(name, self.names)
 
     def ours(self, name: str) -> str:
         """The name here of a stored parameter."""
-        name = name.removeprefix(self.prefix)
-        for ours, theirs in self.names:
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
-            elif ours.startswith("."):
-                name = name.replace(theirs, ours)
-        return name
+        pairs = ((theirs, ours) for ours, theirs in self.names)
+        return _renamed(name.removeprefix(self.prefix), pairs)
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Replace parts of a name: those with a dot before them anywhere, others at its beginning."""
+    for old, new in pairs:
+        if old.startswith("."):
+            name = name.replace(old, new)
+        elif name.startswith(old):
+            name = new + name.removeprefix(old)
+    return name
 
 
 FAMILIES = {

@@ -67,7 +67,7 @@ def closed_pipe_is_no_error() -> Iterator[None]:
             if sys.stdout is not None:  # None where it was closed before the start
                 sys.stdout.flush()
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # the interpreter flushes it once more as it exits
+        sys.stdout = open(os.devnull, "w")  # the interpreter flushes it as it exits
         raise SystemExit(0) from None
 
 

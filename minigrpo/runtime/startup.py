@@ -3,9 +3,7 @@
 import torch
 
 from ..config import Config
-from ..types import Task
 from . import accel
-from .build import make_scorer
 from .combinations import check_shares
 from .distributed import DistContext
 
@@ -21,8 +19,3 @@ def check_machine(config: Config, dist: DistContext) -> torch.device:
     accel.grad_scaler(config.speed, device)
     accel.check_compiler(config.speed, device)
     return device
-
-
-def check_rewards(config: Config, task: Task) -> None:
-    """Raises ValueError for a bad file of --rewards, or a weight of an unknown part."""
-    make_scorer(config, task).close()

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..runtime.flags import exit_with
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended: 128 + SIGINT
+from .cli import CTRL_C
 
 
 @contextmanager
@@ -21,4 +20,4 @@ def one_line_errors(when_stopped: str = "stopped") -> Iterator[None]:
         exit_with(ValueError(" ".join(str(error).split("\n"))))
     except KeyboardInterrupt:
         sys.stderr.write(f"{when_stopped}\n")
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(CTRL_C) from None
