@@ -10,7 +10,7 @@ import torch
 from minigrpo import Config, Trainer
 from minigrpo.model.shape import ModelShape
 from minigrpo.runtime.flags import flag
-from minigrpo.runtime.no_effect import ALWAYS, TABLE, Situation, reason, without_effect
+from minigrpo.runtime.no_effect import TABLE, Situation, reason, without_effect
 from minigrpo.runtime.settings import places
 from minigrpo.tasks.chess_env import ChessEnv
 
@@ -132,6 +132,48 @@ def situation(settings: Settings) -> Situation:
     task: Any = OnlyScore() if settings.pop("own", False) else ChessEnv(0)
     config = Config.of(**settings, device=device.type)
     return Situation(config, device, processes, SHAPE, task)
+
+
+# settings without a row, and why none is needed
+ALWAYS = {
+    "task": "decides the prompts, or which questions of --data are asked",
+    "data": "decides the prompts",
+    "rewards": "their parts are at least reported",
+    "reward_weights": "decide the reward, at least in evaluations",
+    "init_from": "decides the model",
+    "tokenizer": "must fit the model",
+    "prompts_per_step": "the size of a batch, for every loss",
+    "max_new_tokens": "bounds answers in evaluations too",
+    "temperature": "divides the logits of every loss, the supervised one included",
+    "loss": "decides the objective",
+    "kl_coef": "with --loss nll it is an error",
+    "num_iterations": "updates per batch, for every loss",
+    "learning_rate": "for every loss",
+    "warmup_steps": "for every loss",
+    "weight_decay": "for every loss",
+    "grad_clip": "for every loss",
+    "device": "decides where the run computes",
+    "use_amp": "also on CPU, where it may be slower",
+    "low_precision_weights": "evaluations sample with them; without --use-amp they are an error",
+    "compile_model": "every run updates",
+    "packing": "also with --loss nll, which attends by other code with each packing",
+    "kv_cache": "evaluations sample too",
+    "speculative_decoding": "evaluations sample too, and uncached rounds get fewer as well",
+    "cuda_graphs": "on CPU it is slower, and a warning says so; without a cache it is an error",
+    "fused_optimizer": "CPU and CUDA have a fused AdamW",
+    "parallel_rewards": "evaluations are scored too",
+    "gradient_checkpointing": "every run updates",
+    "max_steps": "the schedule depends on it",
+    "eval_every": "a number beyond the end turns evaluations in between off",
+    "eval_size": "every run evaluates at both ends",
+    "save_every": "a number beyond the end leaves the last checkpoint only",
+    "keep_last": "counts the checkpoints of earlier sessions too",
+    "seed": "decides examples and samples",
+    "out_dir": "decides where files go",
+    "resume": "a folder without a checkpoint is announced as such",
+    "plan": "ends the run",
+    "profile": "a run that ends before the traced steps is an error",
+}
 
 
 @pytest.fixture(autouse=True)
