@@ -243,7 +243,7 @@ class RunConfig(Group):
     plan: bool = False
     """Print the estimated tokens, FLOPs, memory and seconds of a step, and run nothing."""
     profile: bool = False
-    """Write a torch.profiler trace of steps 4 to 6 into the run's folder."""
+    """Write a torch.profiler trace of the 4th to 6th step from the start or the resume."""
     pg_timeout: Annotated[float, AtLeast(1), AtMost(31_536_000)] = 600.0
     """Seconds that a process waits for the others before it fails."""
 

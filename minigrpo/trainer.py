@@ -27,6 +27,7 @@ from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.startup import check_machine
 from .sampling.sampler import Sampler
+from .tasks.process_state import KeptState
 
 Evaluation = dict[str, float]
 
@@ -70,6 +71,7 @@ class Trainer:
         self.timer = PhaseTimer(self.device)
         self.step = self.run_dir.open(self.learner)  # steps already done
         self.source = self._make_source(first_step=self.step)
+        self.process = KeptState()  # which users' code must not change
 
         self.stop_reason = ""
         self.in_update = False  # if so, the weights belong to no step and are not saved
@@ -125,8 +127,8 @@ class Trainer:
         self._evaluate(run.eval_size if not evaluated else 0)
         end = min(run.stop_after or run.max_steps, run.max_steps)
         self.screen.start(run.max_steps, self.step)
-        folder = self.run_dir.path
-        with accel.profiler(run, folder, self.device, self.dist.is_main) as profiler:
+        where = self.run_dir.path, self.device, self.dist.is_main
+        with accel.profiler(run, *where, end - self.step, self.screen.warn) as profiler:
             while self.step < end and not self.stop_reason:
                 self.one_step()
                 profiler.step()
@@ -144,6 +146,7 @@ class Trainer:
         start, graphs = time.perf_counter(), accel.graphs_compiled()
         with self.dist.during(f"step {self.step + 1}"):
             batch = self.source.batch(self.step)
+        self.process.undo(self.screen.warn)
         self.in_update = True
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
@@ -170,6 +173,7 @@ class Trainer:
         values = self.dist.on_main(
             lambda: evaluate(self.sampler, self.task, self.scorer, size=size, seed=seed)
         )
+        self.process.undo(self.screen.warn)
         self.last = {"step": self.step, **values}
         self.first = self.first or self.last
         self.log.evaluation(self.step, values)

@@ -269,6 +269,16 @@ def test_profile_writes_a_trace_with_the_phases_named(tmp_path: Path) -> None:
     assert summary["measured"]["tokens/run"] > 0
 
 
+def test_a_resume_with_too_few_steps_for_a_trace_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, settings = tmp_path / "run", {"max_steps": 6, "eval_every": 0}
+    Trainer(options_of(run, **settings, stop_after=1), quiet=True).fit()
+    Trainer(options_of(run, **settings, resume="auto", profile=True), quiet=True).fit()
+    assert "--profile: only 5 steps are left, 6 are needed" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "profile").exists()
+
+
 def test_without_amp_there_is_no_copy() -> None:
     config = Config.of(**{**TINY, "out_dir": ""})
     model = Transformer(ModelShape(360))

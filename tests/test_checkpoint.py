@@ -32,6 +32,15 @@ def save(folder: Path, *steps: int, keep_last: int = 9) -> None:
         save_checkpoint(folder, step, state(step), keep_last=keep_last)
 
 
+@pytest.mark.parametrize("step", ["1", 1.0, True, -1, [1]])
+def test_a_step_that_is_no_number_is_damage_although_the_hash_is_right(
+    step: object, tmp_path: Path
+) -> None:
+    path = save_checkpoint(tmp_path, 1, {**state(1), "step": step}, keep_last=9)
+    with pytest.raises(CheckpointError, match="state.pt: its step is"):
+        load_checkpoint(path)
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

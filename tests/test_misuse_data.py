@@ -189,12 +189,13 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, encoding: str)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (json.dumps(SUMS[0]).encode("utf-16"), "must be UTF-8 text, is UTF-16"),
+        (json.dumps(SUMS[0]).encode("utf-16"), "is UTF-16 text; convert it to UTF-8"),
+        (gzip.compress(b"{}"), "is compressed with gzip; unpack it first"),
         (b'{"prompt": "\xff", "answer": ""}', "line 1: 'utf-8' codec can't decode byte 0xff"),
         (b'{"prompt": "a", "answer": "b"}\r{"prompt": "a"}', "line 1: has a carriage return"),
         (b"", "no pair for training"),
     ],
-    ids=["UTF-16", "bytes", "carriage return", "empty"],
+    ids=["UTF-16", "gzip", "bytes", "carriage return", "empty"],
 )
 def test_a_file_that_is_no_utf_8_text_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "data.jsonl"

@@ -4,6 +4,8 @@ Most ids name the attack's number in the list of attacks that this project is he
 """
 
 import contextlib
+import errno
+import io
 import json
 import os
 import resource
@@ -43,6 +45,7 @@ from .test_checkpoint import save
 from .test_reliability import CHEAP, make
 
 DEEP = "[" * 100_000
+NO_GRAD = "torch.set_grad_enabled(False)"
 
 
 def attack(number: int, *values: Any, name: str = "") -> Any:
@@ -178,6 +181,18 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_the_rest_is_kept(
     assert file.read_bytes() == b"".join(rest)
     said = capfd.readouterr().err
     assert said.count("metrics.jsonl, line 1: left out") == 1 and said.count("warning") == 1
+
+
+def test_an_evaluation_that_is_no_number_is_left_out(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The table at the end of the run would stumble on it, after all of the training."""
+    file = run / "eval.jsonl"
+    first, *rest = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first.replace(b'"exact": ', b'"exact": "high", "was": ') + b"".join(rest))
+    make(run, max_steps=4, eval_every=2, resume="auto").fit()
+    assert file.read_bytes() == b"".join(rest)
+    assert "eval.jsonl, line 1: left out ('exact' is no number)" in capfd.readouterr().err
 
 
 def test_a_line_that_was_cut_off_when_the_process_died_is_nothing_to_warn_of(
@@ -487,6 +502,41 @@ def test_what_users_name_is_printed_as_it_is(text: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.count(text.replace("\udcff", "\\udcff")) == 5
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_result_that_cannot_be_printed_is_an_error(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    Screen().say("progress")
+    with pytest.raises(ConfigError, match=f"^stdout: cannot be written .{os.strerror(code)}"):
+        Screen(has_result=True).say("the result")
+
+
+@pytest.mark.parametrize("change", ["torch.set_default_dtype(torch.float64)", NO_GRAD, "hidden()"])
+def test_what_a_reward_changes_in_torch_does_not_change_the_training(
+    change: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its training is that of a reward that changes nothing."""
+    losses = {}
+    for name, line in (("quiet", "pass"), ("loud", change)):
+        file = tmp_path / f"{name}.py"
+        file.write_text(
+            "import minigrpo, torch\ndef hidden():\n    torch.set_num_threads(3)\n"
+            f"@minigrpo.reward()\ndef length(example, text):\n    {line}\n    return len(text)\n"
+        )
+        run = tmp_path / name
+        make(run, rewards=str(file), reward_weights="length=1", parallel_rewards=False).fit()
+        losses[name] = [record["loss"] for record in records(run / "metrics.jsonl")]
+    assert losses["loud"] == losses["quiet"]
+    said = capfd.readouterr().err
+    assert said.count("for the whole run; undone after each batch") == 1
+    assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
+
+
 # --- numbers that are not finite ------------------------------------------------------------------
 
 
@@ -747,7 +797,8 @@ def test_code_that_changes_the_current_folder_moves_no_file_of_the_run(
     monkeypatch.chdir(home)
     trainer = make(Path("run"), rewards="mine.py", save_every=2, profile=True)
     trainer.fit()
-    assert Path.cwd() == elsewhere and not list(elsewhere.iterdir())
+    assert Path.cwd() == home and not list(elsewhere.iterdir())
+    assert capfd.readouterr().err.count("changes the current folder for the whole run; undone") == 1
     assert trainer.run_dir.dump(trainer.source.batch(0), 0).parent.parent == home / "run"  # type: ignore[union-attr]
     written = {path.name for path in (home / "run").iterdir()}
     assert {"checkpoints", "tensorboard", "profile", "bad_batches", "summary.json"} <= written

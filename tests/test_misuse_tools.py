@@ -19,6 +19,7 @@ from minigrpo import Config, Trainer
 from minigrpo.model import weights
 from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
 from minigrpo.tools import annotate, curves, evaluate, export, loading, plan, sample
+from minigrpo.tools.messages import one_line_errors
 from minigrpo.tools.records import read_records
 
 from .gradients import TINY
@@ -347,12 +348,12 @@ def test_what_is_no_model_is_one_line(
 
 def without_config(run: Path) -> str:
     (run / "config.toml").write_bytes(b"\xff\xfe")
-    return "config.toml: "
+    return "error: run/config.toml: cannot be read"
 
 
 def config_with_unknown_key(run: Path) -> str:
     (run / "config.toml").write_text("[run]\nteleport = 3\n")
-    return "config.toml: unknown key 'teleport'"
+    return "error: run/config.toml: unknown key 'teleport'"
 
 
 def only_config(run: Path) -> str:
@@ -406,6 +407,30 @@ def test_a_checkpoint_of_another_version_is_named_and_an_older_one_used(
     out, err = capsys.readouterr()
     assert f"{path_of(run / 'checkpoints', 2)}, greedy" in out
     assert "step_000003: is not a checkpoint of this version" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_folder_of_another_user_is_one_line(
+    run: Path, tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything in a folder without permissions is a PermissionError, even the question whether a
+    file is there. Tests may run as root, who has all permissions.
+    """
+    stat = Path.stat
+
+    def forbidden(path: Path, **options: bool) -> os.stat_result:
+        if path.parent == run:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    module, more = TOOLS[tool]
+    assert "error: run/config.toml: Permission denied" in refused(capsys, module, run, *more)
+
+
+def test_an_error_of_the_system_that_is_no_file_keeps_its_traceback() -> None:
+    with pytest.raises(OSError, match="^no such thing"), one_line_errors():
+        raise OSError("no such thing")
 
 
 @pytest.mark.parametrize("words", [["--pool"], ["--difference"], ["--metric", "exact"]])
@@ -481,6 +506,7 @@ def test_ctrl_c_in_the_middle_of_an_evaluation_ends_its_threads_too(
     [
         (["--config", "folder"], "--config folder: is a folder, not a file"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read"),
+        (["--config", ""], "--config must name a TOML file or a preset, got ''"),
         (["--init-from", "folder"], "--init-from"),
         (["--tokenizer", "folder"], "--tokenizer folder"),
         (["--task", "nowhere.py"], "--task nowhere.py"),

@@ -23,6 +23,8 @@ from ..model.transformer import Block, Transformer
 from .combinations import FIRST_PROFILED, LAST_PROFILED
 from .flags import ConfigError
 
+Say = Callable[[str], object]
+
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of --device. With auto or cuda, each local process gets a CUDA device of its own.
@@ -161,10 +163,13 @@ class NoProfiler(nullcontext[Any]):
 
 
 def profiler(
-    run: RunConfig, folder: Path, device: torch.device, is_main: bool
+    run: RunConfig, folder: Path, device: torch.device, is_main: bool, steps_left: int, warn: Say
 ) -> "NoProfiler | torch.profiler.profile":
     """--profile: a trace of a few steps of the main process, in the run's folder."""
     if not (run.profile and is_main):
+        return NoProfiler()
+    if steps_left < LAST_PROFILED:  # of a run that is resumed near its end
+        warn(f"--profile: only {max(0, steps_left)} steps are left, {LAST_PROFILED} are needed")
         return NoProfiler()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .failures import NotFinite, reason_of
 from .files import PARTIAL, flush_folder, put_in_place, write_aside
-from .text import parse_json
+from .text import parse_json, quoted
 
 State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -207,6 +207,8 @@ def _misfit(state: Any, step: int | None) -> str:
     if not isinstance(state, dict) or not isinstance(state.get("config", {}), dict):
         return "is not the state of a run"
     found = state.get("step", step)
+    if found is not None and (type(found) is not int or found < 0):
+        return f"its step is {quoted(found)}"
     if step is not None and found != step:
         return f"is the state of step {found}, in a folder that is named for step {step}"
     return ""

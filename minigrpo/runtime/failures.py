@@ -25,6 +25,15 @@ def reason_of(error: BaseException) -> str:
         return type(error).__name__
 
 
+def in_one_line(error: Exception) -> Exception:
+    """An error of a file with its name; any other OSError is a mistake of the program: raise it."""
+    if isinstance(error, OSError):
+        if error.filename is None:
+            raise error
+        return ValueError(f"{error.filename}: {reason_of(error)}")
+    return ValueError(" ".join(str(error).split("\n")))
+
+
 def describe(error: BaseException | None) -> str:
     """An exception's repr, even if that raises, as it may for a class from a user's file."""
     try:

@@ -23,7 +23,7 @@ from torch.utils.tensorboard.summary import text as text_summary
 from .failures import reason_of
 from .files import NUM_NOT_FINITE, to_json, write_whole
 from .flags import ConfigError
-from .text import parse_json
+from .text import parse_json, quoted
 
 Scalars = Mapping[str, float]
 Say = Callable[[str], object]
@@ -107,8 +107,12 @@ class AppendedFile:
 class JSONLines:
     """A file of records with a `step`; a resume keeps those up to its own step."""
 
-    def __init__(self, path: Path, trouble: LogTrouble, *, up_to_step: int) -> None:
+    def __init__(
+        self, path: Path, trouble: LogTrouble, *, up_to_step: int, only_numbers: bool = True
+    ) -> None:
         """Reopen the file and remove lines of later steps, which a lost run wrote.
+
+        `only_numbers`: all values of a record are numbers or null; other records are damaged.
 
         A damaged line is left out with a warning that names it. Raises ConfigError if the file
         cannot be read or rewritten; then it is as it was.
@@ -117,7 +121,7 @@ class JSONLines:
             raise ConfigError(f"{path}: is not a file, but a log of the run goes there")
         try:
             old = path.read_bytes() if path.exists() else b""
-            self.kept = records_of(old, up_to_step, path, trouble.warn)
+            self.kept = records_of(old, up_to_step, path, trouble.warn, only_numbers=only_numbers)
             new = "".join(map(to_json, self.kept)).encode()
             if new != old:
                 write_whole(path.resolve(), lambda aside: aside.write_bytes(new))
@@ -130,7 +134,9 @@ class JSONLines:
         self.file.append(to_json(record).encode())
 
 
-def records_of(content: bytes, up_to_step: int, path: Path, warn: Say) -> list[dict[str, Any]]:
+def records_of(
+    content: bytes, up_to_step: int, path: Path, warn: Say, *, only_numbers: bool = False
+) -> list[dict[str, Any]]:
     """The records of a log up to a step. `warn` gets the lines that are damaged."""
     kept, damaged = list[dict[str, Any]](), list[str]()
     if up_to_step < 0:
@@ -141,6 +147,9 @@ def records_of(content: bytes, up_to_step: int, path: Path, warn: Say) -> list[d
             record = parse_json(line)
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError("no object with a step")
+            texts = (name for name, x in record.items() if not isinstance(x, int | float | None))
+            if only_numbers and (name := next(texts, "")):
+                raise ValueError(f"{quoted(name)} is no number")
             if record["step"] <= up_to_step:
                 kept.append(record)
         except ValueError as error:
@@ -192,7 +201,8 @@ class RunLog:
         trouble = LogTrouble(warn)
         self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
         self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
-        self.samples = JSONLines(folder / "samples.jsonl", trouble, up_to_step=last)
+        samples = folder / "samples.jsonl"
+        self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
         self.board = EventFile(folder / "tensorboard", trouble, first_step=last + 1)
 
     @property

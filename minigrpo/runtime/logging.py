@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .failures import reason_of
+from .flags import ConfigError
 
 SECONDS_BETWEEN_LINES = 15.0  # between progress lines, if there is no terminal
 
@@ -57,9 +58,19 @@ class PhaseTimer:
 class OutputStream:
     """Standard output or error. A closed pipe or a full disk behind it does not end the run."""
 
-    def __init__(self, name: str, on_failure: Callable[[str], object] = lambda text: None) -> None:
-        """`name` is stdout or stderr; `on_failure` gets a message when it cannot be written."""
-        self.name, self.on_failure, self.failed = name, on_failure, False
+    def __init__(
+        self,
+        name: str,
+        on_failure: Callable[[str], object] = lambda text: None,
+        *,
+        required: bool = False,
+    ) -> None:
+        """`name` is stdout or stderr; `on_failure` gets a message when it cannot be written.
+
+        If it is `required`, a failed write raises ConfigError, unless the reader has gone.
+        """
+        self.name, self.on_failure, self.required = name, on_failure, required
+        self.failed = False
 
     @property
     def stream(self) -> Any:
@@ -87,6 +98,8 @@ class OutputStream:
         except (OSError, ValueError) as error:  # ValueError: it is closed
             self.failed = True
             self._point_elsewhere()
+            if self.required and not isinstance(error, BrokenPipeError):  # `| head` has read enough
+                raise ConfigError(f"{self.name}: cannot be written ({reason_of(error)})") from None
             self.on_failure(f"nothing more is printed: {self.name} failed ({reason_of(error)})")
 
     def _point_elsewhere(self) -> None:
@@ -101,9 +114,13 @@ class Screen:
     Only the main process prints messages. Every process may warn; the warning names its rank.
     """
 
-    def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
+    def __init__(self, *, quiet: bool = False, rank: int = 0, has_result: bool = False) -> None:
+        """`has_result`: what is printed is the result, so it is an error if that is not possible.
+
+        A training run has its result on the disk, and goes on without a screen.
+        """
         self.rank, quiet = rank, quiet or rank > 0
-        out, errors = OutputStream("stdout", self.warn), OutputStream("stderr")
+        out, errors = OutputStream("stdout", self.warn, required=has_result), OutputStream("stderr")
         self.console = Console(file=cast(Any, out), quiet=quiet, highlight=False, soft_wrap=True)
         self.errors = Console(file=cast(Any, errors), highlight=False, soft_wrap=True)
         columns = (

@@ -199,7 +199,8 @@ class RunDir:
         state = self.dist.broadcast(found)
         try:
             learner.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError) as error:
+        # the state of another version raises whatever its reader stumbles on
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{self.path}: does not fit this model: {reason}") from None
         self.saved_step = step = int(state["step"])

@@ -160,6 +160,8 @@ def find_preset(path: str) -> Path:
     """The path of a file, or of a shipped preset given by name (`rtx4090`)."""
     presets = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout
     names: list[str] = []
+    if not path:
+        raise ConfigError("--config must name a TOML file or a preset, got ''")
     file = Path(path)
     if file.is_file() or (file.suffix and not file.is_dir()):
         return file
@@ -173,11 +175,12 @@ def find_preset(path: str) -> Path:
     raise ConfigError(f"--config {path}: no such file or preset; presets: {', '.join(names)}")
 
 
-def read_settings(config: type, path: str | Path) -> dict[str, Any]:
+def read_settings(config: type, path: str | Path, *, by: str = "--config ") -> dict[str, Any]:
     """The settings of a TOML file, by flat name. The file has a table per group, or no tables.
 
     A table `reward_weights` is converted to its text form. The table `versions` of a run's own
-    config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key.
+    config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key;
+    the message begins with `by` and the path.
     """
     try:
         text = find_preset(str(path)).read_text("utf-8-sig")
@@ -185,40 +188,40 @@ def read_settings(config: type, path: str | Path) -> dict[str, Any]:
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--config {path}: cannot be read ({reason})") from None
+        raise ConfigError(f"{by}{path}: cannot be read ({reason})") from None
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of more than 4,300 digits
-        raise ConfigError(f"--config {path}: is not TOML: {error}") from None
+        raise ConfigError(f"{by}{path}: is not TOML: {error}") from None
     known = places(config)
     groups = {group for group, _ in known.values()}
     if not isinstance(values.pop("versions", {}), Mapping):
-        raise ConfigError(f"--config {path}: versions must be a table, as in a run's {RECORD}")
+        raise ConfigError(f"{by}{path}: versions must be a table, as in a run's {RECORD}")
     settings: dict[str, Any] = {}
     for key, value in values.items():
         if key in groups - known.keys() and not isinstance(value, Mapping):
-            raise ConfigError(f"--config {path}: {key} must be a table, [{key}]")
+            raise ConfigError(f"{by}{path}: {key} must be a table, [{key}]")
         in_table = key in groups and isinstance(value, Mapping)
         for name, x in value.items() if in_table else [(key, value)]:
             name, x = next(iter(modern({key if name == "name" else name: x}).items()))
             if in_table and name in known and known[name][0] != key:
-                raise ConfigError(f"--config {path}: {name} belongs in [{known[name][0]}]")
+                raise ConfigError(f"{by}{path}: {name} belongs in [{known[name][0]}]")
             if name in settings:
-                raise ConfigError(f"--config {path}: {name} is set twice")
+                raise ConfigError(f"{by}{path}: {name} is set twice")
             settings[name] = x
     weights = settings.get("reward_weights")
     if isinstance(weights, Mapping):
         for part in weights:
             if set(part) & set(",="):
                 raise ConfigError(
-                    f"--config {path}: [reward_weights] names one part per line, "
+                    f"{by}{path}: [reward_weights] names one part per line, "
                     f"without , and =, got {part!r}"
                 )
         settings["reward_weights"] = ",".join(f"{part}={x}" for part, x in weights.items())
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, list(known))
-            raise ConfigError(f"--config {path}: unknown key {name!r}{hint}")
+            raise ConfigError(f"{by}{path}: unknown key {name!r}{hint}")
     return settings
 
 

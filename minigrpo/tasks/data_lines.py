@@ -10,8 +10,6 @@ from typing import BinaryIO, NamedTuple
 
 from ..runtime.text import has_lone_surrogate, parse_json, short
 
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
 
 class DataLine(NamedTuple):
     """A line that is not blank."""
@@ -26,16 +24,11 @@ def data_lines(file: BinaryIO) -> Iterator[DataLine]:
 
     Only a newline ends a line: U+2028 and U+0085, at which `str.splitlines` cuts too, may occur in
     a text.
-
-    Raises:
-        UnicodeError: the file is UTF-16.
     """
     start = 0
     for number, raw in enumerate(file, 1):
         mark = 0
         if number == 1:
-            if raw.startswith(UTF16_MARKS):
-                raise UnicodeError("must be UTF-8 text, is UTF-16")
             mark = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
         if raw[mark:].strip():
             yield DataLine(number, start + mark, raw[mark:])

@@ -102,7 +102,8 @@ def check_is_text(path: Path, head: bytes) -> None:
     """Raise ValueError if a file that begins like this is compressed, or is not UTF-8."""
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
-            hint = ", and must be named .pgn.gz" if kind == "gzip" else "; unpack it first"
+            named = kind == "gzip" and path.suffix == ".pgn"
+            hint = ", and must be named .pgn.gz" if named else "; unpack it first"
             raise ValueError(f"{path}: is compressed with {kind}{hint}")
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if has_mark or b"\0\0" in (head[0:4:2], head[1:4:2]):  # or every other byte is 0
@@ -110,10 +111,20 @@ def check_is_text(path: Path, head: bytes) -> None:
 
 
 def open_data(path: Path) -> BufferedReader:
-    """Open a data file. Raises OSError, also for a pipe: opening one may wait forever."""
+    """Open a data file. Raises OSError, also for a pipe: opening one may wait forever.
+
+    Raises ValueError for a file that is not UTF-8 text, unless its name ends with .gz.
+    """
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise OSError("it is not a regular file")
-    return open(path, "rb")
+    file = open(path, "rb")
+    if path.suffix != ".gz":
+        try:
+            check_is_text(path, file.peek(4)[:4])
+        except ValueError:
+            file.close()
+            raise
+    return file
 
 
 @contextmanager

@@ -177,8 +177,10 @@ class Games(ShuffledExamples):
             open_data(path) as raw,
             listener.reading(path.name, path.stat().st_size) as progress,
         ):
-            data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            check_is_text(path, data.peek(4)[:4])
+            data = raw
+            if path.suffix == ".gz":
+                data = gzip.GzipFile(fileobj=raw)
+                check_is_text(path, data.peek(4)[:4])
             text = io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace")
             for number, game in enumerate(read_games(text), 1):
                 progress(raw.tell())

@@ -1,4 +1,4 @@
-"""Keep what a user's file does to the process at import from changing the whole run.
+"""Keep what users' code does to the process from changing the whole run.
 
 `torch.set_default_dtype(torch.float64)` at the top of a reward file would train another model in
 another precision, and `torch.set_grad_enabled(False)` would train nothing, both without a word.
@@ -55,6 +55,30 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
+class KeptState:
+    """The values of `STATE` at one moment, to go back to."""
+
+    def __init__(self) -> None:
+        self.values = {name: read() for name, (read, _) in STATE.items()}
+        self.said = False
+
+    def restore(self) -> list[str]:
+        """Go back to the values, and return the names of those that had changed."""
+        changed = [name for name, (read, _) in STATE.items() if read() != self.values[name]]
+        for name in changed:
+            STATE[name][1](self.values[name])
+        return changed
+
+    def undo(self, warn: Warn) -> None:
+        """Go back to the values, and warn the first time that it was needed."""
+        if (changed := self.restore()) and not self.said:
+            self.said = True
+            warn(
+                f"the task or a reward changes {', '.join(changed)} for the whole run; undone "
+                "after each batch. Such code should undo its changes itself"
+            )
+
+
 @contextmanager
 def state_kept(where: str, warn: Warn) -> Iterator[None]:
     """Undo what the code in this context does to `STATE`, with one warning that names it.
@@ -62,14 +86,11 @@ def state_kept(where: str, warn: Warn) -> Iterator[None]:
     Args:
         where: how the warning begins: the flag and the file.
     """
-    before = {name: read() for name, (read, _) in STATE.items()}
+    before = KeptState()
     try:
         yield
     finally:
-        changed = [name for name, (read, _) in STATE.items() if read() != before[name]]
-        for name in changed:
-            STATE[name][1](before[name])
-        if changed:
+        if changed := before.restore():
             warn(
                 f"{where}: changes {', '.join(changed)} for the whole run when it is imported; "
                 "undone. Change such things inside the functions that need them"

@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
 def compare(arguments: Arguments) -> None:
     """Print the tables and draw the figure. Raises ConfigError in one line."""
     arguments.check()
-    screen, metric = Screen(), arguments.metric
+    screen, metric = Screen(has_result=True), arguments.metric
     runs = {run: read(run, metric) for run in arguments.runs}
     for run, records in runs.items():
         if arguments.out:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..evaluate import Graded, grade
+from ..model.encoding import encode_prompts
 from ..rewards import RewardScorer
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
@@ -112,6 +113,8 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
     )
     with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
+        room = loaded.sampler.model.shape.context - config.sampling.max_new_tokens
+        encode_prompts(loaded.sampler.tokenizer, examples, room)  # refuses long ones before work
         bar = progress.add_task("answers", total=size)
         return grade(loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number))
 
@@ -145,9 +148,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
 def score(arguments: Arguments) -> None:
     """Load, answer, print and write. Raises ValueError in one line."""
     arguments.check()
-    screen = Screen()
+    screen = Screen(has_result=True)
     loaded = load(arguments, screen)
     rows = estimates(run(loaded, arguments.n, screen))
+    if arguments.json:
+        write_json(arguments.json, loaded, rows)
     size, seed = rows["all"]["n"], loaded.config.run.seed
     screen.say(f"{loaded.name}: greedy, {size} held-out examples, seed {seed}")
     screen.console.print(table(rows))
@@ -156,7 +161,6 @@ def score(arguments: Arguments) -> None:
         "(similarity)"
     )
     if arguments.json:
-        write_json(arguments.json, loaded, rows)
         screen.say(f"wrote {arguments.json}")
 
 

@@ -13,7 +13,7 @@ from ..runtime import accel
 from ..runtime.build import match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
-from ..runtime.settings import places, read_settings
+from ..runtime.settings import RECORD, places, read_settings
 from ..runtime.text import check_file_name
 from ..runtime.trained import is_run, load_model
 from ..sampling.sampler import Sampler
@@ -82,7 +82,7 @@ def config_of(selection: ModelSelection) -> Config:
     """The run's config, or the defaults, with the settings of `selection` that are not None."""
     settings: dict[str, Any] = {}
     if is_run(selection.run):
-        settings = read_settings(Config, selection.run / "config.toml")
+        settings = read_settings(Config, selection.run / RECORD, by="")
     known = places(Config)
     asked = {name: x for name, x in asdict(selection).items() if name in known and x is not None}
     return Config.of(**{**settings, **asked})

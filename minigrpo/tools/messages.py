@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..runtime.failures import in_one_line
 from ..runtime.flags import exit_with
 from .cli import CTRL_C
 
@@ -12,12 +13,13 @@ from .cli import CTRL_C
 def one_line_errors(when_stopped: str = "stopped") -> Iterator[None]:
     """In this context a ValueError ends the program with code 2, and Ctrl-C with code 130.
 
-    `when_stopped` is what Ctrl-C prints.
+    So does the OSError of a file, such as one in a folder of another user. `when_stopped` is what
+    Ctrl-C prints.
     """
     try:
         yield
-    except ValueError as error:
-        exit_with(ValueError(" ".join(str(error).split("\n"))))
+    except (ValueError, OSError) as error:
+        exit_with(in_one_line(error))
     except KeyboardInterrupt:
         sys.stderr.write(f"{when_stopped}\n")
         raise SystemExit(CTRL_C) from None

@@ -18,7 +18,7 @@ def print_plan(config: Config, dist: DistContext) -> None:
     planner = Planner(config, dist)
     if not dist.is_main:
         return
-    screen, found = Screen(), planner.estimates()
+    screen, found = Screen(has_result=True), planner.estimates()
     each = f", in each of {dist.world_size} processes" if dist.world_size > 1 else ""
     names = list(reversed(found))  # the most likely first
     cells = [found[name].cells() for name in names]

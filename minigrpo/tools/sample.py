@@ -146,7 +146,7 @@ def run(arguments: Arguments) -> None:
     if arguments.fen and arguments.data is None:
         # --fen does not need the run's data files, which may be gone
         arguments = replace(arguments, data="")
-    screen = Screen()
+    screen = Screen(has_result=True)
     loaded = load(arguments, screen)
     examples = questions(arguments, loaded)
     with screen.errors.status("sampling"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..runtime.distributed import DistContext
-from ..runtime.failures import RunFailed
+from ..runtime.failures import RunFailed, in_one_line
 from ..runtime.flags import ConfigError, exit_with
 from ..runtime.oom import is_out_of_memory
 from ..trainer import Trainer
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
             dist.close()
             return
         trainer = Trainer(config, dist=dist)
-    except ValueError as error:
-        exit_with(error)
+    except (ValueError, OSError) as error:
+        exit_with(in_one_line(error))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
