@@ -2,7 +2,7 @@
 
 minigrpo doctor RUN
 
-It also works while the run is going. The rules, with their thresholds, are a table in diagnosis/__init__.py.
+It also works while the run is going. The rules and their thresholds are a table in diagnosis/.
 """
 
 from collections.abc import Sequence
