@@ -7,6 +7,7 @@ from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
 from ..model.weight_files import INDEX, WEIGHTS
+from .base_model import BaseError, adapted_model
 from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from .flags import ConfigError
 from .text import printable
@@ -29,8 +30,10 @@ def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transfor
     return str(path), load_pretrained(str(path))
 
 
-def _model_of(state: State) -> Transformer:
+def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
     """The model in a checkpoint. Raises an error of some kind for a state of another version."""
+    if state["config"].get("lora_rank"):
+        return adapted_model(state, lambda base: load_model(base, warn)[1])
     model = Transformer(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
     return model
@@ -48,7 +51,9 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transform
             warn(f"{error}; trying an older one")
             continue
         try:
-            return str(path), _model_of(state)
+            return str(path), _model_of(state, warn)
+        except BaseError as error:  # an older checkpoint has the same base
+            raise ConfigError(f"{path}: {error}") from None
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             reason = printable(str(error))[:200]
             warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")
