@@ -147,7 +147,9 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, targets: str)
     ours = Transformer.from_pretrained(tmp_path / "base")
     lora.add_adapters(ours, rank=4, alpha=8, targets=chosen)
     randomise(ours)
-    lora.save_peft(ours, tmp_path / "adapters", base=str(tmp_path / "base"))
+    (tmp_path / "adapters").mkdir()
+    for file, write in lora.peft_files(ours, base=str(tmp_path / "base")).items():
+        write(tmp_path / "adapters" / file)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True).eval()
 

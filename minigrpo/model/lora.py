@@ -166,19 +166,14 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
 # --- PEFT -----------------------------------------------------------------------------------------
 
 
-def save_peft(model: Transformer, folder: Path, *, base: str) -> None:
-    """Write the adapters as PEFT does: `PeftModel.from_pretrained(base_model, folder)` loads them.
+def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
+    """The adapters as PEFT stores them: each file's name, and what writes the file to a path.
+
+    `PeftModel.from_pretrained(base_model, folder)` loads them.
 
     Args:
         base: the name or path of the model that the adapters belong to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, write in peft_files(model, base).items():
-        write(folder / name)
-
-
-def peft_files(model: Transformer, base: str) -> dict[str, Callable[[Path], object]]:
-    """The files of `save_peft`: each name, and what writes the file to a path."""
     layers = adapters(model)
     first = next(iter(layers.values()))
     rank = len(first.lora_A)
