@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.learner import Learner
 from minigrpo.model import logprobs, lora
+from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Block
-from minigrpo.runtime import accel
+from minigrpo.runtime import accel, base_model
+from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.trained import load_model
@@ -27,6 +29,7 @@ from minigrpo.tools.loading import ModelSelection, load
 from .gradients import CHUNK, COMPILED, compile_with, with_settings
 from .lora_ways import (
     LOW,
+    OPTIONS,
     SHAPES,
     gradient,
     gradients_by_way,
@@ -145,7 +148,7 @@ def test_the_adapters_alone_are_trained_and_in_float32(
 
 
 def test_copies_in_low_precision_share_the_frozen_weights_and_follow_the_adapters(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the numbers of autocast, which casts adapters in every forward."""
     with_copy, without = (
@@ -164,6 +167,11 @@ def test_copies_in_low_precision_share_the_frozen_weights_and_follow_the_adapter
         assert a.ref_logp is not None and b.ref_logp is not None
         assert torch.equal(a.ref_logp, b.ref_logp)
         assert with_copy.learner.learn(a, step) == without.learner.learn(b, step)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copied.extend(to))
+    wide = make(tmp_path / "wide", base, **{**LOW, "base_dtype": "float32"})
+    accel.refresh(wide.sampler.low_precision, wide.model)
+    assert len(copied) == len(lora.trained_state(wide.model))  # and not the frozen weights
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -340,6 +348,17 @@ def test_a_digest_is_that_of_names_shapes_and_values() -> None:
         {**weights, "b": weights["b"].float()},
     ):
         assert lora.weights_digest(other) != digest
+
+
+def test_a_base_in_bfloat16_is_loaded_as_such(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not first in float32, which would need twice the memory."""
+    monkeypatch.setattr(base_model, "cast_frozen", lambda model, dtype: None)
+    config = Config.of(**{**OPTIONS, "init_from": str(base), "base_dtype": "bfloat16"})
+    model = make_model(config, load_tokenizer("chess"))
+    exact = Transformer.from_pretrained(base).state_dict()
+    for name, weight in lora.frozen_weights(model).items():
+        stored = torch.bfloat16 if weight.dim() >= 2 else torch.float32
+        assert torch.equal(weight, exact[name].to(stored)) and weight.dtype == stored
 
 
 # --- wrong settings -------------------------------------------------------------------------------

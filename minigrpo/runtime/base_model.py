@@ -53,8 +53,8 @@ def add_lora(
         add_adapters(model, rank=rank, alpha=alpha, targets=targets, seed=seed)
     except ValueError as error:
         raise ConfigError(f"--lora-targets: {error}") from None
-    if config.base_dtype != "float32":
-        cast_frozen(model, getattr(torch, config.base_dtype))
+    if dtype := base_dtype(config):
+        cast_frozen(model, dtype)
     trained, total = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or everything)
         for everything in (False, True)
@@ -64,6 +64,11 @@ def add_lora(
         f"--lora-rank {rank}: {len(layers)} adapters, on {', '.join(layer_names(layers))}; "
         f"{trained / 1e6:.3f} M of {total / 1e6:.2f} M parameters are trained"
     )
+
+
+def base_dtype(config: ModelConfig) -> torch.dtype | None:
+    """How --base-dtype stores matrices; None: as they are, in float32."""
+    return None if config.base_dtype == "float32" else getattr(torch, config.base_dtype)
 
 
 def base_digest(config: Config, model: Transformer) -> str:
@@ -88,7 +93,9 @@ def check_base(config: Config, now: str, then: str) -> None:
         )
 
 
-def adapted_model(state: dict[str, Any], load: Callable[[Path], Transformer]) -> Transformer:
+def adapted_model(
+    state: dict[str, Any], load: Callable[[Path, torch.dtype | None], Transformer]
+) -> Transformer:
     """The model of a checkpoint that holds adapters: their base, which `load` loads, with them.
 
     Raises BaseError in one line; an error of another kind for a state of another version.
@@ -101,7 +108,8 @@ def adapted_model(state: dict[str, Any], load: Callable[[Path], Transformer]) ->
         model = Transformer(shape, seed=weights_seed(settings["seed"]))
     else:
         try:
-            model = merge_adapters(load(Path(config.init_from)))
+            base = load(Path(config.init_from), base_dtype(config))
+            model = merge_adapters(base) if adapters(base) else base
         except ValueError as error:
             raise BaseError(f"{name}, which cannot be loaded from this folder: {error}") from None
         if model.shape.vocab_size > shape.vocab_size:

@@ -8,7 +8,7 @@ import torch
 
 from ..config import Config
 from ..learner import Learner
-from ..model.lora import disable_adapters, merge_adapters
+from ..model.lora import adapters, disable_adapters, merge_adapters
 from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
@@ -19,7 +19,7 @@ from ..tasks.files import Listener
 from ..tasks.registry import load_rewards, load_task
 from ..types import Task
 from . import accel
-from .base_model import add_lora
+from .base_model import add_lora, base_dtype
 from .flags import ConfigError
 from .rng import stream, weights_seed
 from .text import check_file_name
@@ -71,8 +71,9 @@ def make_model(
             if not sizes.init_from:
                 raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
             # of a run that stopped early, the newest checkpoint is newer than model.safetensors
-            _, model = load_model(Path(sizes.init_from), say)
-            model = merge_adapters(model)
+            _, model = load_model(Path(sizes.init_from), say, base_dtype(sizes))
+            if adapters(model):
+                model = merge_adapters(model)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
     match_vocab(model, f"--init-from {sizes.init_from}", config, tokenizer, say)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
@@ -18,22 +20,25 @@ def is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
 
 
-def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
+def load_model(
+    path: Path, warn: Callable[[str], object], matrices: torch.dtype | None = None
+) -> tuple[str, Transformer]:
     """The model of a run, of a file, or `shipped`, with the name of its weights.
 
+    Of a file, `matrices` is the type of weights with two dimensions; None: float32.
     Raises ValueError in one line.
     """
     if is_run(path):
         return _newest(path, warn)
     if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
         raise ConfigError(f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS})")
-    return str(path), load_pretrained(str(path))
+    return str(path), load_pretrained(str(path), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
     """The model in a checkpoint. Raises an error of some kind for a state of another version."""
     if state["config"].get("lora_rank"):
-        return adapted_model(state, lambda base: load_model(base, warn)[1])
+        return adapted_model(state, lambda base, dtype: load_model(base, warn, dtype)[1])
     model = Transformer(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
     return model
