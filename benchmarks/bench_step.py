@@ -71,7 +71,7 @@ class BenchStep:
             ExamplePrefetcher(work.task, config, dist, 0),
             self.sampler,
             make_scorer(config, work.task),
-            make_reference(config, copy.deepcopy(self.model), self.learner),
+            make_reference(config, self.learner),
             self.timer,
             dist,
         )
