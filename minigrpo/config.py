@@ -141,7 +141,7 @@ class LossConfig(Group):
     kl: KLName = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: PositiveOrZero = 0.0
-    """Weight of the KL to the initial model; above 0 a frozen copy of it is kept."""
+    """Weight of the KL to the initial model; above 0 a frozen copy is kept, except with LoRA."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
     """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
     overlong_buffer: Count = 16

@@ -270,6 +270,13 @@ def test_a_run_saves_adapters_alone_and_its_tools_put_them_on_the_base(
     )
 
 
+def test_random_weights_under_adapters_are_made_again_from_the_seed(tmp_path: Path) -> None:
+    options = {**CHEAP, "layers": 1, "width": 16, "heads": 2, "max_steps": 1, "seed": 2**40}
+    trainer = make(tmp_path / "run", Path("scratch"), **options)
+    trainer.fit()
+    assert torch.equal(load_run(tmp_path / "run").logits(IDS), trainer.model.logits(IDS))
+
+
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     with pytest.raises(SystemExit, match="2"):
         export.main([str(word) for word in argv])

@@ -116,8 +116,8 @@ def adapted_model(
             model.trim_vocab(shape.vocab_size)
     if model.shape == shape:
         add_lora(model, config)
-    digest = weights_digest(frozen_weights(model))
-    if model.shape != shape or state.get("base", "") not in ("", digest):
+    expected = state.get("base", "")
+    if model.shape != shape or expected not in ("", weights_digest(frozen_weights(model))):
         raise BaseError(f"{name}, which has {CHANGED}")
     load_trained(model, state["model"])
     return model

@@ -178,7 +178,10 @@ class DistContext:
     # --- the model --------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as DDP, which averages gradients over processes in the backward pass."""
+        """The model as DDP, which averages gradients over processes in the backward pass.
+
+        Here it sends all weights of the main process, frozen ones too; later only gradients.
+        """
         if self.world_size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
