@@ -301,7 +301,7 @@ PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494.03,
     "Qwen/Qwen2.5-1.5B-Instruct": 1543.71,
     "Qwen/Qwen2.5-3B": 3085.94,
-    "Qwen/Qwen2.5-7B": 7615.62,
+    "Qwen/Qwen2.5-7B@main": 7615.62,
     "Qwen/Qwen3-0.6B-Base": 596.05,
     "meta-llama/Llama-3.2-1B": 1235.81,
     "meta-llama/Llama-3.2-3B-Instruct": 3212.75,

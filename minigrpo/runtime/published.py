@@ -44,7 +44,8 @@ VARIANTS = ("-Instruct", "-Base")  # ends of names; their shape is the same
 
 
 def published_shape(name: str) -> ModelShape | None:
-    """The shape of `ORG/NAME`, or None if it is not in the table."""
+    """The shape of ORG/NAME or ORG/NAME@REVISION, or None if it is not in the table."""
+    name = name.partition("@")[0]
     for variant in VARIANTS:
         name = name.removesuffix(variant)
     if name not in PUBLISHED:
