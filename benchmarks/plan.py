@@ -1,11 +1,10 @@
 """What `minigrpo plan` predicts beside what a run measures: `python benchmark.py plan`.
 
-Four jobs, each predicted and then run for a few steps, both in processes of their own. Peak memory
-is what the plan predicts: CUDA memory allocated, or on a CPU the growth of the process's resident
-memory since before the model was made.
+Each job of plan_jobs.py is predicted and then run for a few steps, both in processes of their own.
+Peak memory is what the plan predicts: CUDA memory allocated, or on a CPU the growth of the
+process's resident memory since before the model was made.
 """
 
-import base64
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,41 +25,14 @@ from minigrpo.runtime.machine import PeakMemory
 from minigrpo.runtime.planner import Planner
 
 from . import probe
-from .workload import byte_tokenizer
+from .plan_jobs import JOBS, Job, Settings
 
-GPT2_TOKENS = 50257
 PHASES = ("rollout", "reward", "reference", "update")
 ALLOWED = 0.3  # a prediction may be off by this share of what is measured
 SMALLEST_SHARE = 0.05  # of the step; a phase that takes less is not shown
 # The first steps of a process are slower than the others, also after the very first. So the median
 # of short steps is taken over this many seconds.
 LEAST_SECONDS = 5.0
-Settings = dict[str, Any]
-GPT2: Settings = {
-    "init_from": "scratch",
-    "layers": 12,
-    "width": 768,
-    "heads": 12,
-    "tokenizer": "made-up",  # replaced by the path of a vocabulary of GPT-2's size
-    "prompts_per_step": 2,
-    "group_size": 8,
-    "max_new_tokens": 48,
-    "kl_coef": 0.04,
-}
-LEAN: Settings = {
-    "micro_batch_size": 1,
-    "rollout_batch_size": 1,
-    "gradient_checkpointing": True,
-    "chunked_logprobs": True,
-    "share_prompt_kv": True,
-    "offload_reference": True,
-}
-JOBS: Mapping[str, Settings] = {
-    "default": {},
-    "gpt2": GPT2,
-    "lean": {**GPT2, **LEAN},
-    "supervised": {"loss": "nll"},
-}
 # runs first, so that the memory of what torch loads when it is first used is not the job's
 TINY: Settings = {
     "init_from": "scratch",
@@ -76,10 +48,10 @@ TINY: Settings = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted beside measured seconds and peak memory of a step, for four jobs."""
+    """Predicted beside measured seconds and peak memory of a step, for several jobs."""
 
     only: tuple[str, ...] = ()
-    """Jobs to run: default, gpt2, lean, supervised; none given: all."""
+    """Jobs to run, such as default, gpt2, lean, qwen-120m-lora, qwen2.5-0.5b; none given: all."""
     steps: int = 6
     """Fewest steps per job; the first one warms up, and the others' median counts."""
     device: str = "auto"
@@ -93,38 +65,27 @@ class Plan:
         if unknown := [name for name in self.only if name not in JOBS]:
             raise ConfigError(f"--only must be some of {', '.join(JOBS)}, got {unknown[0]}")
         device = pick_device(self.device)
-        rows = []
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer = write_tokenizer(Path(folder) / "made-up.tiktoken")
-            for name in self.only or JOBS:
-                settings = {**JOBS[name], "device": str(device)}
-                if "tokenizer" in settings:
-                    settings["tokenizer"] = str(tokenizer)
-                with console.status(f"{name}: predicting"):
-                    predicted = _alone(predict, settings)
-                with console.status(f"{name}: {self.steps} steps"):
-                    measured = _alone(measure, settings, self.steps)
-                rows.append({"job": name, "predicted": predicted, "measured": measured})
+        rows = [self._row(name, JOBS[name], str(device), console) for name in self.only or JOBS]
         machine = probe.describe_machine(device)
         result = {**machine, "memory_measures": PeakMemory(device).measures, "rows": rows}
         show(result, console)
         return result
+
+    def _row(self, name: str, job: Job, device: str, console: Console) -> dict[str, Any]:
+        steps = min(self.steps, job.steps or self.steps)
+        with tempfile.TemporaryDirectory() as folder:
+            with console.status(f"{name}: predicting"):
+                settings = {**_alone(job.prepare, Path(folder)), "device": device}
+                predicted = _alone(predict, settings)
+            with console.status(f"{name}: {steps} steps"):
+                measured = _alone(measure, settings, steps)
+        return {"job": name, "predicted": predicted, "measured": measured}
 
 
 def _alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """The function's result, from a process of its own, whose memory nothing else has used."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
-
-
-def write_tokenizer(path: Path) -> Path:
-    """A vocabulary of GPT-2's size, whose tokens are one or two bytes."""
-    tokenizer = byte_tokenizer(GPT2_TOKENS)
-    never = {*tokenizer.special.values()}
-    ranks = [(token, rank) for rank, token in tokenizer.tokens.items() if rank not in never]
-    lines = (base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks)
-    path.write_bytes(b"".join(lines))
-    return path
 
 
 def predict(settings: Settings) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minigrpo.runtime.flops import forward_flops
+from minigrpo.runtime.flops import ForwardFlops
 
 from . import probe
 from .workload import Workload
@@ -62,19 +62,19 @@ class Roofline:
         # only the last token of a prompt needs the head
         without_head = self.work.prompt_len - 1
         without_head *= step.prompt_copies * config.sampling.prompts_per_step
-        rollout = forward_flops(
+        rollout = ForwardFlops.of(
             shape,
             tokens=step.tokens_rollout,
             attended=attended,
             head_tokens=step.tokens_rollout - without_head,
-        )
+        ).total
         completion_tokens = step.completions * step.completion_len
-        forward = forward_flops(
+        forward = ForwardFlops.of(
             shape,
             tokens=step.tokens_update,
             attended=attended,
             head_tokens=min(completion_tokens, step.tokens_update),
-        )
+        ).total
         # a backward pass takes twice the FLOPs of its forward; the reference is one more forward
         return rollout + (3 + bool(config.loss.kl_coef)) * forward
 

@@ -224,6 +224,8 @@ class MemoryConfig(Group):
     """Compute logits in chunks, and recompute them in backward; for large vocabularies."""
     offload_reference: bool = False
     """Keep the reference model of --kl-coef in host memory between steps."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory between steps."""
     share_prompt_kv: bool = False
     """While sampling, store a prompt's keys and values once for all of its completions."""
 

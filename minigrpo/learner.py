@@ -62,6 +62,7 @@ class Learner:
             learning_rate=config.optimizer.learning_rate,
             weight_decay=config.optimizer.weight_decay,
             fused=config.speed.fused_optimizer,
+            offload=config.memory.offload_optimizer,
         )
         batch_size = config.memory.micro_batch_size
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)

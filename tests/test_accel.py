@@ -9,25 +9,21 @@ import torch
 from torch import _dynamo
 
 from minigrpo import Config, Trainer
-from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Block, Transformer
 from minigrpo.runtime import accel, announce
-from minigrpo.runtime.estimate import estimate_step
 from minigrpo.runtime.fast import LAYERS
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.no_effect import Situation
 from minigrpo.runtime.rng import uniforms
-from minigrpo.runtime.step_counts import nothing_shared
-from minigrpo.runtime.step_memory import KEPT
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
 from minigrpo.sampling.generate import generate
 from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.types import Completions, Example
+from minigrpo.types import Example
 
 from .conftest import EOS, VOCAB, make_completions
 from .gradients import TINY
@@ -207,56 +203,6 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     assert (
         "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
         in said
-    )
-
-
-@pytest.mark.parametrize("packing", ["repeated", "shared-prompt"])
-@pytest.mark.parametrize("amp", [False, True])
-def test_the_plan_counts_tokens_and_what_autograd_keeps(packing: str, amp: bool) -> None:
-    """On made-up work in which nothing repeats, where the plan is exact but for the head."""
-    prompts, samples, prompt_len, length = 4, 4, 40, 64
-    shape = ModelShape(256, prompt_len + length, layers=3, width=256, heads=4)
-    model, rng = Transformer(shape), np.random.default_rng(0)
-    ids = torch.from_numpy(rng.integers(0, 256, (prompts, samples, length)))
-    ids[:, :, 0] = torch.arange(samples)
-    prompt_ids, lengths = (
-        torch.zeros(prompts, prompt_len, dtype=torch.int64),
-        torch.full((prompts,), prompt_len),
-    )
-    built = PACKINGS[packing](
-        Completions(prompt_ids, lengths, ids, torch.ones_like(ids, dtype=torch.bool))
-    )
-    kept: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
-        torch.autocast("cpu", torch.bfloat16, enabled=amp),
-    ):
-        outputs = model(built.tokens, built)
-    config = Config.of(
-        prompts_per_step=prompts,
-        group_size=samples,
-        max_new_tokens=length,
-        packing=packing,
-        use_amp=amp,
-        init_from="scratch",
-    )
-    lengths_of = {"prompt_len": prompt_len, "completion_len": length, "longest": length}
-    planned = estimate_step(config, shape, nothing_shared(config, **lengths_of), "cpu")
-    assert planned.parameters == sum(p.numel() for p in model.parameters())
-    assert planned.tokens["update"] == len(built.tokens.ids)
-    head = len(built.targets) * shape.vocab_size * 4
-    low_weights = planned.memory_mib.get("weights in low precision", 0)
-    assert outputs[0].requires_grad and KEPT[amp]
-    assert planned.memory_mib["activations"] + low_weights == pytest.approx(
-        (sum(kept.values()) - head) / 2**20, rel=0.1
     )
 
 

@@ -18,7 +18,7 @@ FILES = {
 ALGORITHM = {name for name in FILES if "." not in name and not name.startswith("__")}
 # of runtime: they put the algorithm together
 WIRING = {"build", "estimate", "run_dir", "announce", "no_effect", "startup"}
-WIRING |= {"planner", "rates", "step_counts", "step_memory", "flops"}
+WIRING |= {"planner", "planned_job", "rates", "step_counts", "step_memory", "flops"}
 # What the modules of a room may import besides their own room. A name with a dot is a module.
 MAY_SEE: dict[str, set[str]] = {
     "types": set(),

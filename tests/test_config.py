@@ -143,6 +143,8 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values.get("tokenizer") == "gpt2"
     ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
+    if values.get("data"):  # the user's own
+        values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config.of(**values), quiet=True)
@@ -150,7 +152,14 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     Trainer(
         Config.of(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True
     ).fit()
-    assert (tmp_path / "run" / "model.safetensors").exists()
+    written = "adapter_model.safetensors" if "lora_rank" in values else "model.safetensors"
+    assert (tmp_path / "run" / written).exists()
+
+
+def write_sums(path: Path) -> Path:
+    pairs = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
 
 
 def small_gpt2(folder: Path) -> dict[str, str]:

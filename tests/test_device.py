@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "dynamic_sampling": 1,
     },
     "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
-    "half": {"use_amp": True, "amp_dtype": "float16"},
+    "half": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
     "supervised": {"loss": "nll", "group_size": 1},
 }
 

@@ -16,6 +16,7 @@ import pytest
 from minigrpo import Config
 from minigrpo.runtime.flags import flag
 from minigrpo.runtime.settings import find_preset, places
+from minigrpo.tools import plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -119,6 +120,17 @@ def test_every_command_and_every_flag_of_it_exists(
 def test_the_page_of_flags_is_what_the_config_says() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_flags.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run docs/make_flags.py"
+
+
+def test_the_tables_of_plans_are_what_the_presets_say() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_plans.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run docs/make_plans.py"
+    assert {preset for _, preset in made["MARK"].findall(made["page"]())} == made["PLANS"].keys()
+    for preset, columns in made["PLANS"].items():
+        for name, gigabytes, flags in columns:
+            assert plan.fits(made["plan"](preset, flags).peak_mib, gigabytes), f"{preset}: {name}"
+            comment = re.sub(r"\s*\n# ?", " ", find_preset(preset).read_text(encoding="utf-8"))
+            assert flags in comment and name.split(",")[0] in comment
 
 
 def test_every_figure_says_what_made_it_and_its_command_still_parses(

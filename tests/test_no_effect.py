@@ -121,6 +121,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
             {"lora_rank": 0},
         ),
     ],
+    "offload_optimizer": [({"offload_optimizer": True}, {"device": CUDA})],
     "share_prompt_kv": [({"share_prompt_kv": True, "kv_cache": False}, {"kv_cache": True})],
     "stop_after": [({"stop_after": 350}, {"stop_after": 349})],
     "eval_size_during": [
@@ -275,7 +276,7 @@ NUMERIC = [
     *("overlong", "overlong_buffer", "sampler_correction", "sampler_correction_cap"),
     *("shuffle_rewards", "amp_dtype", "use_tf32", "skip_zero_variance_groups"),
     *("num_speculative_tokens", "num_reward_workers", "overlap_rewards", "chunked_logprobs"),
-    *("offload_reference", "share_prompt_kv"),
+    *("offload_reference", "offload_optimizer", "share_prompt_kv"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The plan: counts, FLOPs, bytes and seconds against hand counts, with pretended rates."""
 
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,27 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from benchmarks import plan as benchmark
+from benchmarks import plan_jobs
 from minigrpo import Config, Trainer
+from minigrpo.model.families import FAMILIES
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
+from minigrpo.model.weight_files import WeightFiles
 from minigrpo.runtime import planner, rates
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.estimate import estimate_step
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.flops import step_flops
+from minigrpo.runtime.line import Line
 from minigrpo.runtime.machine import memory_limit_mib
 from minigrpo.runtime.planner import Planner, step_seconds
-from minigrpo.runtime.rates import Line, Probe, Rates
+from minigrpo.runtime.published import published_shape
+from minigrpo.runtime.rates import Probe, Rates
 from minigrpo.runtime.step_counts import (
     StepCounts,
     as_sampled,
@@ -32,7 +39,7 @@ from minigrpo.runtime.step_counts import (
     rounds_that_propose,
 )
 from minigrpo.runtime.step_memory import StepMemory
-from minigrpo.tools import train
+from minigrpo.tools import plan, train
 from minigrpo.types import Completions
 
 from .conftest import make_completions
@@ -124,7 +131,6 @@ def test_flops_of_a_step_by_hand() -> None:
 
 
 def test_memory_of_a_step_by_hand() -> None:
-    assert SHAPE.num_parameters == sum(p.numel() for p in Transformer(SHAPE).parameters())
     config = job(kl_coef=0.1)
     memory = StepMemory(config, SHAPE, counts_of(config), "cpu")
     found = memory.by_kind()
@@ -233,14 +239,8 @@ def test_a_large_model_is_probed_on_a_small_one() -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("pretended_rates")
-def test_a_plan_makes_no_model_that_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_model(*args: object) -> None:
-        raise AssertionError("a plan needs shapes only")
-
-    monkeypatch.setattr(Transformer, "__init__", no_model)
+@pytest.mark.usefixtures("pretended_rates", "only_shapes")
+def test_a_plan_makes_no_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     train.main(["--plan", "--init-from", "scratch", "--width", "65536"])
     out, err = capsys.readouterr()
     assert "206,202.34 M" in out and "nothing shared" in out and "as sampled" not in out
@@ -269,7 +269,7 @@ def test_a_plan_samples_a_few_prompts_if_that_takes_seconds(
 def test_the_plan_and_the_trainer_estimate_the_same(loss: str, tmp_path: Path) -> None:
     config = Config.of(**{**TINY, "loss": loss, "out_dir": str(tmp_path / "run")})
     trainer = Trainer(config, quiet=True)
-    assert Planner(config).worst == trainer.estimate
+    assert Planner(config).job.worst == trainer.estimate
     trainer.scorer.close()
 
 
@@ -292,6 +292,124 @@ def test_a_plan_rejects_what_a_run_rejects(settings: dict[str, Any], words: str)
     with pytest.raises(ValueError, match=words) as refused:
         Planner(job(**settings), DistContext(world_size=2))
     assert "\n" not in str(refused.value)
+
+
+# --- what is not here -----------------------------------------------------------------------------
+
+# as the publishers say, in millions
+PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494.03,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1543.71,
+    "Qwen/Qwen2.5-3B": 3085.94,
+    "Qwen/Qwen2.5-7B@main": 7615.62,
+    "Qwen/Qwen3-0.6B-Base": 596.05,
+    "meta-llama/Llama-3.2-1B": 1235.81,
+    "meta-llama/Llama-3.2-3B-Instruct": 3212.75,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134.52,
+    "HuggingFaceTB/SmolLM2-360M": 361.82,
+    "HuggingFaceTB/SmolLM2-1.7B": 1711.38,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_shape_has_the_published_number_of_parameters(name: str) -> None:
+    shape = published_shape(name)
+    assert shape and shape.num_parameters / 1e6 == pytest.approx(PARAMETERS[name], abs=0.006)
+    assert published_shape("Qwen/Qwen2.5-0.5C") is None
+
+
+@pytest.fixture
+def only_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models have no memory, and no tensor is read."""
+    make = Transformer.__init__
+
+    def without_memory(model: Transformer, *args: Any, **options: Any) -> None:
+        assert torch.get_default_device().type == "meta", "a plan needs shapes only"
+        make(model, *args, **options)
+
+    def read(files: WeightFiles, name: str) -> None:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(Transformer, "__init__", without_memory)
+    monkeypatch.setattr(WeightFiles, "tensor", read)
+
+
+@pytest.mark.usefixtures("only_shapes")
+def test_a_plan_needs_neither_the_model_nor_the_data_nor_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    settings = ["--use-amp", "--gradient-checkpointing", "--chunked-logprobs", "--device", "cuda"]
+    lora = ["--lora-rank", "16", "--base-dtype", "bfloat16", "--group-size", "4"]
+    plan.main(["--init-from", "Qwen/Qwen2.5-7B", "--micro-batch-size", "1", *lora, *settings])
+    out = capsys.readouterr().out
+    assert "--init-from Qwen/Qwen2.5-7B is not here" in out
+    assert "assumed: prompts of 256 tokens, completions of --max-new-tokens 96" in out
+    assert "seconds: left out, because this machine has no CUDA device" in out
+    assert "seconds: step" not in out and "does not fit in 12 GB, fits in 24 GB" in out
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    cells = {row[1]: row[2] for row in rows if len(row) == 4}
+    # 196 layers, of which 7 are in a block; norms and biases stay in float32
+    adapters = 28 * 16 * (2 * (2 * 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert cells["trained parameters"] == f"{adapters / 1e6:,.2f} M"
+    small = 28 * (3584 + 2 * 512 + 2 * 3584) + 3584
+    weights = 2 * (published_shape("Qwen/Qwen2.5-7B").num_parameters - small)  # type: ignore[union-attr]
+    assert cells["MiB: weights"] == f"{(weights + 4 * small + 4 * adapters) / 2**20:,.1f}"
+    assert cells["MiB: Adam"] == f"{8 * adapters / 2**20:,.1f}"
+
+
+@pytest.mark.usefixtures("only_shapes", "pretended_rates")
+def test_a_plan_of_a_folder_reads_no_weights_and_assumes_lengths_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(plan_jobs.QWEN_120M, vocab_size=360, layers=2, context=512)
+    tensors = {
+        FAMILIES["qwen2"].theirs(name): torch.zeros(x.shape, dtype=torch.bfloat16)
+        for name, x in Transformer.empty(shape, device="meta").state_dict().items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen2"].write(shape)))
+    monkeypatch.setattr(planner, "SECONDS_OF_SAMPLING", 0.0)
+    small = {"init_from": str(tmp_path), "prompts_per_step": 4, "group_size": 4}
+    here = Planner(Config.of(**small))
+    assert here.job.shape == shape and not here.job.assumed and here.job.task
+    away = Planner(Config.of(**small, data="nowhere.jsonl"))
+    assert "--data nowhere.jsonl: not here; assumed: prompts of 256" in away.job.assumed
+    (found,) = away.estimates().values()
+    assert found.seconds and found.counts.prompt_len == 256 and found.counts.completion_len == 96
+    with pytest.raises(ConfigError, match="leaves less than 256 tokens for a prompt"):
+        Planner(Config.of(**small, data="nowhere.jsonl", max_new_tokens=300))
+
+
+def test_where_users_score_completions_are_as_long_as_they_may_be() -> None:
+    rewards = str(Path(__file__).parent.parent / "examples" / "rewards.py")
+    plain, scored = (
+        Planner(Config.of(max_new_tokens=90, rewards=file, reward_weights="similarity=1")).job
+        for file in ("", rewards)
+    )
+    assert plain.worst.counts.completion_len < 90 == scored.worst.counts.completion_len
+
+
+# --- offloading -----------------------------------------------------------------------------------
+
+
+def test_an_offloaded_optimizer_leaves_the_device_but_for_one_parameters_moments() -> None:
+    config = job(offload_optimizer=True, micro_batch_size=1)
+    memory = {
+        device: StepMemory(config, SHAPE, counts_of(config), device) for device in ("cpu", "cuda")
+    }
+    on_cpu, on_cuda = (memory[device].by_kind() for device in ("cpu", "cuda"))
+    assert on_cpu["Adam"] == on_cuda["Adam, in host memory"] == 8 * SHAPE.num_parameters
+    peaks = [memory["cpu"].peak(on_cpu), memory["cuda"].peak(on_cuda)]
+    assert peaks[0] - peaks[1] == 8 * SHAPE.num_parameters
+    # with next to no activations, the moments of the embedding are the most
+    wide = replace(SHAPE, vocab_size=10**6, layers=1)
+    lean = replace(config, memory=replace(config.memory, chunked_logprobs=True))
+    peak = StepMemory(lean, wide, replace(counts_of(lean), slots=0.0), "cuda")
+    kinds = peak.by_kind()
+    moved = kinds["gradients"] + 8 * wide.vocab_size * wide.width
+    assert peak.peak(kinds) >= kinds["weights"] + moved
 
 
 # --- the benchmark --------------------------------------------------------------------------------
@@ -327,9 +445,13 @@ def test_the_benchmark_predicts_and_measures_a_job() -> None:
             benchmark.Plan(**wrong).run(Console(quiet=True))
 
 
-def test_the_made_up_vocabulary_has_the_size_of_gpt2s(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(benchmark.write_tokenizer(tmp_path / "made-up.tiktoken")))
-    assert tokenizer.n_vocab == benchmark.GPT2_TOKENS
+def test_a_made_up_job_has_the_model_and_the_lengths_that_it_says(tmp_path: Path) -> None:
+    shape = replace(plan_jobs.QWEN_120M, vocab_size=9000, layers=1, width=24, mlp_width=16)
+    job = plan_jobs.Job({**plan_jobs.OPEN, **plan_jobs.LORA}, shape, prompt_len=80)
+    planned = Planner(Config.of(**job.prepare(tmp_path), device="cpu")).job
+    assert planned.shape == replace(shape, context=planned.shape.context)
+    assert (planned.worst.counts.prompt_len, planned.worst.counts.completion_len) == (80, 48)
+    assert planned.worst.trained == 8 * (4 * 24 + 2 * 768 + 2 * 256 + 3 * (24 + 16))
 
 
 def test_made_up_completions_share_nothing() -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,15 @@ def _write_state(path: Path, state: State) -> None:
 def first_not_finite(state: Mapping[str, Any]) -> str:
     """The name of a tensor or number in a state that is NaN or infinite, or "" if all are finite.
 
-    One fused pass over the tensors, and one device sync; only if that finds something, a search.
+    One fused pass over the tensors of each device; only if that finds something, a search.
     """
     tensors = {name: x for name, x in _leaves(state) if isinstance(x, Tensor)}
     tensors = {name: x for name, x in tensors.items() if x.is_floating_point() and x.numel()}
     bad = [name for name, x in _leaves(state) if isinstance(x, float) and not math.isfinite(x)]
-    if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():
+    places = defaultdict[torch.device, list[Tensor]](list)
+    for x in tensors.values():
+        places[x.device].append(x)
+    if not all(torch.nn.utils.get_total_norm(group).isfinite() for group in places.values()):
         bad += [name for name, x in tensors.items() if not x.isfinite().all()]
     return bad[0] if bad else ""
 

@@ -13,11 +13,13 @@ from ..model.encoding import encode_answers, encode_pairs, encode_prompts
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer
 from ..types import Completions, Example, Task
+from .flags import ConfigError
 from .flops import step_flops
 from .step_counts import StepCounts, as_sampled, nothing_shared
 from .step_memory import MIB, StepMemory
 
 EXAMPLES_MEASURED = 64  # to find the mean lengths of prompts and answers
+ASSUMED_PROMPT = 256  # tokens, where there are no data to measure
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Estimate:
     """One process's share of a step."""
 
     parameters: int
+    trained: int  # of them
     counts: StepCounts
     tokens: Mapping[str, float]  # by phase
     flops: Mapping[str, float]  # by phase
@@ -41,6 +44,7 @@ class Estimate:
         counts = self.counts
         cells = {
             "parameters": f"{self.parameters / 1e6:,.2f} M",
+            "trained parameters": f"{self.trained / 1e6:,.2f} M",
             "micro-batches": str(counts.micro_batches),
             "tokens per completion": f"{counts.completion_len:,.1f}",
         }
@@ -65,7 +69,8 @@ def estimate_step(config: Config, shape: ModelShape, counts: StepCounts, device:
     if config.loss.kl_coef:
         tokens["reference"] = counts.packed
     return Estimate(
-        parameters=shape.num_parameters,
+        parameters=memory.weights.num_parameters,
+        trained=sum(memory.weights.trained),
         counts=counts,
         tokens=tokens,
         flops=step_flops(config, shape, counts),
@@ -84,16 +89,18 @@ def measure_lengths_and_estimate(
 ) -> Estimate:
     """Estimate from the lengths of some examples. Raises ConfigError if a prompt is too long.
 
-    Completions are taken to be as long as the true answers, and all different. An untrained model
-    hardly ever ends its text, so its completions have --max-new-tokens tokens.
+    Completions are taken to be all different, and as long as the true answers. Where these say
+    nothing about the length, they have --max-new-tokens tokens: an untrained model hardly ever ends
+    its text, and where users' code scores, the answer may be the last number of a long text.
     """
     examples = some_examples(task)
     most = config.sampling.max_new_tokens
+    own_scores = config.task.rewards or config.task.name.endswith(".py")
     prompt_len = encode_prompts(tokenizer, examples, shape.context - most)[1].float()
     answers = encode_answers(tokenizer, examples)[1].float()
     if not config.supervised:
         answers = answers.clamp(max=most)
-        if config.model.init_from == "scratch":
+        if config.model.init_from == "scratch" or own_scores:
             answers.fill_(most)
     counts = nothing_shared(
         config,
@@ -104,6 +111,22 @@ def measure_lengths_and_estimate(
     )
     if config.supervised:  # what the step runs is known, padding included
         counts = as_sampled(counts, config, true_answers(examples, tokenizer, counts, shape))
+    return estimate_step(config, shape, counts, device)
+
+
+def assume_lengths_and_estimate(
+    config: Config, shape: ModelShape, device: str, world_size: int
+) -> Estimate:
+    """Estimate without data: prompts of ASSUMED_PROMPT tokens, the longest completions."""
+    most = config.sampling.max_new_tokens
+    if most + ASSUMED_PROMPT > shape.context:
+        raise ConfigError(
+            f"--max-new-tokens {most} leaves less than {ASSUMED_PROMPT} tokens for a prompt in the "
+            f"model's context of {shape.context}"
+        )
+    counts = nothing_shared(
+        config, prompt_len=ASSUMED_PROMPT, completion_len=most, longest=most, world_size=world_size
+    )
     return estimate_step(config, shape, counts, device)
 
 

@@ -219,6 +219,7 @@ TABLE: dict[str, Row] = {
             "with --lora-rank the reference is the model itself, without its adapters",
         ),
     ),
+    "offload_optimizer": ((lambda s: s.on_cpu, "CPU"),),
     "share_prompt_kv": ((lambda s: not s.config.speed.kv_cache, "--no-kv-cache"),),
     "stop_after": (
         (lambda s: not 0 < s.config.run.stop_after < s.config.run.max_steps, "the run ends before"),

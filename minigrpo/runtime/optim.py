@@ -5,20 +5,32 @@ import math
 import torch
 from torch import nn
 
+from .offloaded_optimizer import OffloadedAdamW
+
 BETAS = (0.9, 0.98)
 FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
 
 
 def make_optimizer(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, fused: bool
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    fused: bool,
+    offload: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW over the parameters that are not frozen. Biases and norms have no weight decay."""
+    """AdamW over the parameters that are not frozen. Biases and norms have no weight decay.
+
+    Args:
+        offload: keep the moments in host memory; without effect for a model that is there itself.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=fused)
+    kind = OffloadedAdamW if offload and parameters[0].device.type != "cpu" else torch.optim.AdamW
+    return kind(groups, lr=learning_rate, betas=BETAS, fused=fused)
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:

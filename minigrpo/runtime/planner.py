@@ -14,28 +14,19 @@ import numpy as np
 from ..config import Config
 from ..model.encoding import decode
 from ..model.shape import ModelShape
-from ..model.transformer import Transformer
-from ..rewards import RewardScorer
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import Sampler
-from ..types import Completions, Example
+from ..types import Completions, Example, Task
 from . import accel
-from .build import check_room, make_model, make_scorer, make_task, make_tokenizer
+from .build import make_model
 from .distributed import DistContext
-from .estimate import (
-    Estimate,
-    estimate_step,
-    measure_lengths_and_estimate,
-    some_examples,
-    true_answers,
-)
-from .examples import check_examples
+from .estimate import Estimate, estimate_step, some_examples, true_answers
 from .machine import memory_limit_mib
+from .planned_job import PlannedJob
 from .rates import Probe, Rates
 from .rng import uniforms
-from .startup import check_machine
 from .step_counts import StepCounts, as_sampled, made_up_completions
-from .step_memory import MIB
+from .stored_weights import StoredWeights
 from .tokenizers import with_own_tokenizer
 
 PROMPTS_SAMPLED = 4
@@ -50,7 +41,7 @@ def step_seconds(
     tokens, predictions = counts.packed / n, counts.predictions / n
     forward = layers * rates.block_forward.at(tokens) + rates.head_forward.at(predictions)
     gradient = layers * rates.block_gradient.at(tokens) + rates.head_gradient.at(predictions)
-    optimizer = shape.num_parameters * rates.optimizer
+    optimizer = sum(StoredWeights.of(config, shape).trained) * rates.optimizer
     updates = config.optimizer.num_iterations
     seconds = {"update": updates * (n * gradient + optimizer) + n * forward * (updates > 1)}
     if config.supervised:
@@ -71,83 +62,86 @@ class Planner:
 
     def __init__(self, config: Config, dist: DistContext | None = None) -> None:
         """Raises ValueError in one line for whatever the run would not start with."""
-        dist = dist or DistContext()
         self.config = config = with_own_tokenizer(config)
-        self.device = check_machine(config, dist)
-        self.tokenizer = make_tokenizer(config)
-        self.task = make_task(config)
-        self.scorer: RewardScorer = make_scorer(config, self.task)
-        self.model: Transformer | None = None
-        sizes = config.model
-        if sizes.init_from == "scratch":
-            vocab_size = self.tokenizer.n_vocab
-            self.shape = ModelShape(
-                vocab_size, sizes.context, sizes.layers, sizes.width, sizes.heads
-            )
-            check_room(config, self.shape)
-        else:
-            self.model = make_model(config, self.tokenizer, self.device)
-            self.shape = self.model.shape
-        limits = self.shape.context, lambda text: None
-        check_examples(config, self.task, self.tokenizer, *limits)
-        self.worst = measure_lengths_and_estimate(
-            config, self.shape, self.task, self.tokenizer, self.device.type, dist.world_size
-        )
+        self.job = PlannedJob.of(config, dist or DistContext())
 
     def estimates(self) -> dict[str, Estimate]:
-        """Estimates by what they assume; the last one is the most likely."""
-        config, worst = self.config, self.worst.counts
-        probe, some = (
-            Probe(config, self.shape, self.tokenizer, self.device),
-            some_examples(self.task),
-        )
-        if config.supervised:
-            name, score = "true answers", 0.0
-            completions = true_answers(some, self.tokenizer, worst, self.shape)
+        """Estimates by what they assume; the last one is the most likely.
+
+        Without seconds if the device is not here, because its rates cannot be measured.
+        """
+        config, job, worst = self.config, self.job, self.job.worst.counts
+        if config.supervised and job.task:
+            name, completions = "true answers", self._true_answers(job.task)
         else:
-            name, score = "nothing shared", self._score(some, [[x.answer] for x in some])
-            completions = made_up_completions(worst, self.shape.vocab_size)
-        rates = probe.rates(worst, completions)
-        seconds = step_seconds(config, self.shape, worst, rates, score)
-        found = {name: replace(self.worst, seconds=seconds)}
-        if number := self._prompts_to_sample(rates):
-            examples = [self.task.train(i) for i in range(number)]
-            completions, counts = self._sample(examples)
-            score = self._score(examples, decode(self.tokenizer, completions))
-            sampled = estimate_step(config, self.shape, counts, self.device.type)
-            rates = probe.rates_at(rates, counts, completions)
-            seconds = step_seconds(config, self.shape, counts, rates, score)
-            found["as sampled"] = replace(sampled, seconds=seconds)
-        self.scorer.close()
+            name = "nothing shared"
+            completions = made_up_completions(worst, job.shape.vocab_size)
+        found = {name: job.worst}
+        if job.is_here:
+            probe = Probe(config, job.shape, job.tokenizer, job.device)
+            rates, score = probe.rates(worst, completions), self._score_answers()
+            seconds = step_seconds(config, job.shape, worst, rates, score)
+            found[name] = replace(job.worst, seconds=seconds)
+            if number := self._prompts_to_sample(rates):
+                found["as sampled"] = self._as_sampled(number, probe, rates)
+        if job.scorer:
+            job.scorer.close()
         return found
+
+    def _as_sampled(self, number: int, probe: Probe, rates: Rates) -> Estimate:
+        """The estimate from completions of the run's first prompts."""
+        config, job = self.config, self.job
+        assert job.task
+        examples = [job.task.train(i) for i in range(number)]
+        completions, counts = self._sample(examples)
+        score = self._score(examples, decode(job.tokenizer, completions))
+        sampled = estimate_step(config, job.shape, counts, job.device.type)
+        rates = probe.rates_at(rates, counts, completions)
+        return replace(sampled, seconds=step_seconds(config, job.shape, counts, rates, score))
+
+    def _true_answers(self, task: Task) -> Completions:
+        job = self.job
+        return true_answers(some_examples(task), job.tokenizer, job.worst.counts, job.shape)
+
+    def _score_answers(self) -> float:
+        """Seconds that the reward of a true answer takes; 0 if nothing is scored."""
+        if self.config.supervised or not self.job.task:
+            return 0.0
+        some = some_examples(self.job.task)
+        return self._score(some, [[x.answer] for x in some])
 
     def _score(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> float:
         """Seconds per completion. Called once: a second time, the scorer remembers."""
+        assert self.job.scorer
         start = time.perf_counter()
-        self.scorer.submit(examples, texts).result()
+        self.job.scorer.submit(examples, texts).result()
         return (time.perf_counter() - start) / sum(map(len, texts))
 
     def _prompts_to_sample(self, rates: Rates) -> int:
         """How many prompts can be sampled in SECONDS_OF_SAMPLING; 0 if none, or without room."""
-        counts, weights = self.worst.counts, 4.0 * self.worst.parameters / MIB
-        if self.config.supervised or 2 * weights > memory_limit_mib(self.device):
+        job, counts = self.job, self.job.worst.counts
+        weights = job.worst.memory_mib["weights"]
+        if self.config.supervised or not job.task or 2 * weights > memory_limit_mib(job.device):
             return 0
         for number in range(min(PROMPTS_SAMPLED, counts.prompts), 0, -1):
             share = number / counts.prompts
             some = replace(counts, prompts=number, decoded=counts.decoded * share)
             some = replace(some, prompts_at_once=min(number, counts.prompts_at_once))
             some = replace(some, rounds=counts.rounds / counts.rollout_batches)
-            took = step_seconds(self.config, self.shape, some, rates, 0.0)["rollout"]
+            took = step_seconds(self.config, job.shape, some, rates, 0.0)["rollout"]
             if took <= SECONDS_OF_SAMPLING:
                 return number
         return 0
 
     def _sample(self, examples: Sequence[Example]) -> tuple[Completions, StepCounts]:
         """The completions of the run's first prompts, and what a whole step would count."""
-        config, sampling = self.config, self.config.sampling
-        model = self.model or make_model(config, self.tokenizer, self.device)
+        config, job, sampling = self.config, self.job, self.config.sampling
+        model = job.model or make_model(config, job.tokenizer)
         sampler = Sampler(
-            config, model, self.tokenizer, lambda: accel.autocast(config.speed, self.device)
+            config,
+            model.to(job.device),
+            job.tokenizer,
+            lambda: accel.autocast(config.speed, job.device),
         )
         rows = np.array([example.index for example in examples])
         size = sampling.group_size, sampling.max_new_tokens
@@ -159,4 +153,4 @@ class Planner:
             batch_size=config.memory.rollout_batch_size,
         )
         completions = Completions.join(list(parts))
-        return completions, as_sampled(self.worst.counts, config, completions, sampler.work)
+        return completions, as_sampled(job.worst.counts, config, completions, sampler.work)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..config import Config
+from ..model.attention import Rotation
 from ..model.logprobs import chunk_size, token_logprobs
 from ..model.packed_attention import Packing
 from ..model.packing import PACKINGS
@@ -29,6 +30,8 @@ from ..sampling.running import RunningSequences
 from ..sampling.sampler import Sampler
 from ..types import Completions
 from . import accel
+from .base_model import add_lora
+from .line import Line
 from .machine import seconds
 from .optim import make_optimizer
 from .step_counts import StepCounts
@@ -41,29 +44,6 @@ MOST_LOGITS = 1 << 24
 MOST_PARAMETERS = 1 << 22  # of the optimizer
 MOST_IN_HEAD = 1 << 26  # floats of the output head
 ROUNDS = 3  # of decoding, in one call
-
-
-@dataclass(frozen=True)
-class Line:
-    """Seconds of work that has a part which does not depend on its size."""
-
-    fixed: float
-    each: float
-
-    def at(self, size: float) -> float:
-        return self.fixed + self.each * size
-
-    def times(self, factor: float, unit: float = 1.0) -> "Line":
-        """`factor` times the seconds, by a size in which 1 of this line's is `unit`."""
-        return Line(factor * self.fixed, factor * self.each / unit)
-
-    @classmethod
-    def through(cls, few: float, little: float, many: float, more: float) -> "Line":
-        """`few` took `little` seconds, `many` took `more`. Neither part is below 0."""
-        if many <= few:
-            return cls(0.0, little / few)
-        each = max(0.0, more - little) / (many - few)
-        return cls(max(0.0, little - each * few), each)
 
 
 @dataclass(frozen=True)
@@ -168,7 +148,8 @@ class Probe:
         """
         room = MOST_PARAMETERS // self.small.block_weights
         number = max(1, min(self.small.layers, room))
-        blocks = [Block(self.small).to(self.device) for _ in range(number)]
+        model = self._model(replace(self.small, layers=number, vocab_size=2))
+        blocks = [block for block in model.h if isinstance(block, Block)]
         recomputed = self.config.memory.gradient_checkpointing
 
         def pack(prompts: int) -> Packing:
@@ -177,14 +158,17 @@ class Probe:
 
         def work(prompts: int, *, backward: bool) -> Callable[[], object]:
             packing = pack(prompts)
-            tokens = len(packing.tokens.ids)
+            tokens, attend = len(packing.tokens.ids), packing.layer(0)
+            if self.small.rope_theta:
+                positions = packing.tokens.positions
+                attend = Rotation.of(self.small, positions, torch.float32).before(attend)
             x = torch.randn(tokens, self.small.width, device=self.device, requires_grad=backward)
 
             def run() -> None:
                 out = x
                 with torch.set_grad_enabled(backward), self._autocast():
                     for block in blocks:
-                        attend, again = packing.layer(0), backward and recomputed
+                        again = backward and recomputed
                         out = accel.recompute(block, out, attend) if again else block(out, attend)
                 if backward:
                     out.sum().backward()
@@ -199,7 +183,11 @@ class Probe:
     def _head(self, most: float) -> tuple[Line, Line]:
         """The output head with its log-softmax, on predictions."""
         vocab_size, width = self.small.vocab_size, self.small.width
-        head = torch.randn(vocab_size, width, device=self.device).mul_(0.02).requires_grad_()
+        head = torch.randn(vocab_size, width, device=self.device).mul_(0.02)
+        if self.config.model.lora_rank:
+            head = head.to(getattr(torch, self.config.model.base_dtype))
+        else:
+            head.requires_grad_()
         memory, temperature = self.config.memory, self.config.sampling.temperature
         chunk = chunk_size(vocab_size, self.device.type) if memory.chunked_logprobs else 0
 
@@ -230,6 +218,7 @@ class Probe:
             learning_rate=options.learning_rate,
             weight_decay=options.weight_decay,
             fused=self.config.speed.fused_optimizer,
+            offload=self.config.memory.offload_optimizer,
         )
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -245,8 +234,8 @@ class Probe:
     def _decoding(self, counts: StepCounts) -> Line:
         """A round of decoding, on slots."""
         whole, rest = (
-            partial(self._rounds, Sampler(self.config, self._model(layers), self.tokenizer), counts)
-            for layers in (self.small.layers, 0)
+            partial(self._rounds, Sampler(self.config, self._model(shape), self.tokenizer), counts)
+            for shape in (self.small, replace(self.small, layers=0))
         )
         both, slots = self._grown(whole, counts.decoded / max(1.0, counts.rounds) / counts.window)
         # without layers, what is left is the head, the picking of tokens, and the host
@@ -258,8 +247,13 @@ class Probe:
 
         return Line(scaled(both.fixed, head.fixed), scaled(both.each, head.each))
 
-    def _model(self, layers: int) -> Transformer:
-        return Transformer(replace(self.small, layers=layers)).to(self.device)
+    def _model(self, shape: ModelShape) -> Transformer:
+        """A random model, with adapters if the config has any."""
+        model, settings = Transformer(shape), self.config.model
+        if not shape.layers:
+            settings = replace(settings, lora_targets="")  # none of them is there
+        add_lora(model, settings)
+        return model.to(self.device)
 
     def _rounds(self, sampler: Sampler, counts: StepCounts, slots: int) -> Callable[[], object]:
         """ROUNDS rounds on so many slots, in the middle of their completions."""

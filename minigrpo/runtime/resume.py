@@ -22,6 +22,7 @@ SAME_BITS = {
     "device",  # the device itself is compared, because `auto` is one or the other
     "fast",  # it sets the others
     "num_reward_workers",
+    "offload_optimizer",
     "offload_reference",
     "overlap_rewards",
     "parallel_rewards",

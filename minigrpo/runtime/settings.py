@@ -167,12 +167,14 @@ def find_preset(path: str) -> Path:
     if not path:
         raise ConfigError("--config must name a TOML file or a preset, got ''")
     file = Path(path)
-    if file.is_file() or (file.suffix and not file.is_dir()):
+    if file.is_file():
         return file
     for folder in presets:
-        if (folder / f"{path}.toml").exists():
+        if (folder / f"{path}.toml").exists():  # a name may have a dot: qwen2.5-0.5b
             return folder / f"{path}.toml"
         names += sorted(preset.stem for preset in folder.glob("*.toml"))
+    if file.suffix and not file.is_dir():
+        return file
     if file.is_dir():
         hint = f"; did you mean {file / RECORD}?" if (file / RECORD).is_file() else ""
         raise ConfigError(f"--config {path}: is a folder, not a file{hint}")

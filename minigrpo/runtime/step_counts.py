@@ -30,7 +30,9 @@ class StepCounts:
     completion_len: float  # mean
     packed: float  # tokens that one forward of the update runs
     padded: float  # places of padded rows, in which attention runs them
+    causal: float  # of these, places in rows that attend within themselves
     gathered: float  # keys that attention gathers for completions; 0 if prompts are repeated
+    masked: float  # pairs of a query and a gathered key
     predictions: float  # tokens that go through the output head in the update
     rounds: float  # of decoding, after the prompts; 0 if nothing is sampled
     decoded: float  # tokens that the model runs in those rounds
@@ -89,7 +91,9 @@ def nothing_shared(
         completion_len=completion_len,
         packed=packed,
         padded=packed,
+        causal=prompts * prompt_len if once else packed,
         gathered=completions * (prompt_len + completion_len) if once else 0.0,
+        masked=completions * completion_len * (prompt_len + completion_len) if once else 0.0,
         predictions=completions * completion_len,
         rounds=rounds,
         decoded=decoded,
@@ -129,7 +133,9 @@ def as_sampled(
         completion_len=length,
         packed=packed["packed"] * scale,
         padded=packed["padded"] * scale,
+        causal=packed["causal"] * scale,
         gathered=packed["gathered"] * scale,
+        masked=packed["masked"] * scale,
         predictions=packed["predictions"] * scale,
     )
     if work is None:
@@ -154,14 +160,14 @@ def as_sampled(
 
 def packed_counts(packing: Packing) -> dict[str, float]:
     """What one forward over a packing runs and gathers, by the names of StepCounts."""
-    gathered, padded = 0, packing.causal_rows.numel()
-    if isinstance(packing, SharedPrefixPacking):
-        gathered = sum(rows.key_rows.numel() for rows in packing.completion_attention)
-        padded += sum(rows.query_rows.numel() for rows in packing.completion_attention)
+    causal = packing.causal_rows.numel()
+    rows = packing.completion_attention if isinstance(packing, SharedPrefixPacking) else ()
     return {
         "packed": len(packing.tokens.ids),
-        "padded": padded,
-        "gathered": gathered,
+        "padded": causal + sum(part.query_rows.numel() for part in rows),
+        "causal": causal,
+        "gathered": sum(part.key_rows.numel() for part in rows),
+        "masked": sum(part.visible.numel() for part in rows),
         "predictions": len(packing.targets),
     }
 

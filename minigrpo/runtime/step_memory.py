@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..config import Config
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
+from ..model.transformer import Block
+from .kept_activations import FLOAT, LOW, KeptByBlock
 from .step_counts import StepCounts
+from .stored_weights import StoredWeights
 
 MIB = 2**20
-# bytes that autograd keeps per token, layer and unit of width, measured with saved-tensor hooks;
-# key: whether autocast is on
-KEPT = {False: 66, True: 41}
-# floats per token and unit of width that one block holds for a moment: in a forward, the outputs of
-# its linear maps and of GELU (3 + 1 + 4 + 4); in a backward pass, the gradients of the MLP
-# (1 + 4 + 4 + 1)
-FORWARD_FLOATS, BACKWARD_FLOATS = 12, 10
 # float32 copies of a logit that log-softmax, its gradient and the entropy hold at once
 LOGIT_COPIES = 3.5
 # of a decoding round: logits, log-probs, and the CDF by slot and by sequence
 DECODING_COPIES = 4
+ON_HOST = ", in host memory"
 
 
 @dataclass(frozen=True)
@@ -33,46 +31,82 @@ class StepMemory:
 
     def by_kind(self) -> dict[str, float]:
         """Bytes by kind; not all of it at the same time."""
-        low, low_weights = self.config.speed.use_amp, self.config.speed.low_precision_weights
-        parameters = self.shape.num_parameters
-        blocks = self.shape.layers * self.shape.block_weights
-        frozen = 4.0 * parameters - (2.0 * blocks if low_weights else 0)
+        trained = float(sum(self.weights.trained))
+        kept, recomputed = self._activations()
         return {
-            "weights": 4.0 * parameters,
-            "gradients": 4.0 * parameters,
-            "Adam": 8.0 * parameters,
-            "reference": frozen * bool(self.config.loss.kl_coef),
-            "weights in low precision": 2.0 * blocks * low * (1 + low_weights),
+            "weights": self.weights.num_bytes,
+            "gradients": FLOAT * trained,
+            self._adam: 2 * FLOAT * trained,
+            self._reference: self._reference_weights(),
+            "sampler's weights": self._samplers_weights(),
+            "casts of weights": self._casts(),
             "KV cache": self._kv_cache(),
             "decoding round": self._decoding_round(),
-            "activations": self._activations(),
+            "activations": kept,
+            "recomputed block": recomputed,
             "block's backward": self._block_backward(),
             "logits": self._logits(),
         }
 
     def peak(self, by_kind: Mapping[str, float]) -> float:
-        """The most bytes at once: in the rollout, or at the start or the end of a backward pass."""
-        stays = ["weights", "Adam", "weights in low precision"]
-        # on a CPU there is nowhere to move the reference to
-        if self.device == "cpu" or not self.config.memory.offload_reference:
-            stays.append("reference")
+        """The most bytes at once: in the rollout, the reference, or a moment of the update."""
+        kinds = ("weights", self._adam, self._reference, "sampler's weights")
+        stays = sum(by_kind[kind] for kind in kinds if not kind.endswith(ON_HOST))
+        moved = by_kind[self._reference] * self._reference.endswith(ON_HOST)
+        casts, logits = by_kind["casts of weights"], by_kind["logits"]
         rollout = by_kind["KV cache"] + by_kind["decoding round"]
-        # The head is tied: its gradient comes first, the embedding's last, and their sum joins the
-        # gradient of earlier micro-batches, if there are any.
-        head = 4.0 * self.shape.vocab_size * self.shape.width
-        earlier = by_kind["gradients"] * (self.counts.micro_batches > 1)
-        # the logits are freed before the backward pass of the last block begins
-        most = max(by_kind["logits"], by_kind["block's backward"])
-        first = by_kind["activations"] + most + head + earlier
-        update = max(first, by_kind["gradients"] + 2 * head)
+        if not by_kind["sampler's weights"]:
+            rollout += casts
+        reference = moved + casts + logits if by_kind[self._reference] else 0.0
+        update = self._update(by_kind)
         # with CUDA graphs, the KV cache outlives the rollout
-        together = self.config.speed.cuda_graphs and self.device == "cuda"
-        most = update + by_kind["KV cache"] if together else max(update, rollout)
-        return most + sum(by_kind[name] for name in stays)
+        if self.config.speed.cuda_graphs and self.device == "cuda":
+            reference, update = (x + by_kind["KV cache"] for x in (reference, update))
+        return stays + max(rollout, reference, update)
+
+    @cached_property
+    def weights(self) -> StoredWeights:
+        return StoredWeights.of(self.config, self.shape)
+
+    # --- weights, and what belongs to them --------------------------------------------------------
 
     @property
-    def _bytes_per_key(self) -> int:
-        return 2 if self.config.speed.use_amp and self.device != "cpu" else 4
+    def _adam(self) -> str:
+        """The kind. A CPU has no other memory to offload to."""
+        moved = self.config.memory.offload_optimizer and self.device != "cpu"
+        return "Adam" + ON_HOST * moved
+
+    @property
+    def _reference(self) -> str:
+        """The kind. A CPU has no other memory to offload to."""
+        moved = self.config.memory.offload_reference and self.device != "cpu"
+        return "reference" + ON_HOST * moved
+
+    def _reference_weights(self) -> float:
+        """With adapters, the reference is the model without them, and takes nothing."""
+        if not self.config.loss.kl_coef or not self.weights.is_whole:
+            return 0.0
+        saved = (FLOAT - LOW) * self.weights.in_blocks
+        return self.weights.num_bytes - saved * self.config.speed.low_precision_weights
+
+    def _samplers_weights(self) -> float:
+        """The copies of --low-precision-weights."""
+        return LOW * self.weights.in_blocks * self.config.speed.low_precision_weights
+
+    def _casts(self) -> float:
+        """Weights in the precision of a product, if they are stored in another one."""
+        head = self.weights.model.head_weight
+        if self.config.speed.use_amp:  # autocast's, which stay until the end of a forward
+            return LOW * (self.weights.in_blocks + head.numel() * (head.itemsize == FLOAT))
+        # a frozen head is cast as a whole; the casts of other layers are gone before
+        return FLOAT * float(head.numel()) * (head.itemsize != FLOAT)
+
+    # --- the rollout ------------------------------------------------------------------------------
+
+    @property
+    def _bytes_in_attention(self) -> int:
+        """Of a number of keys and values. On a CPU, attention is always in float32."""
+        return LOW if self.config.speed.use_amp and self.device != "cpu" else FLOAT
 
     @property
     def _slots(self) -> float:
@@ -89,37 +123,78 @@ class StepMemory:
             slots *= 1.5  # it begins with a slot per prompt, and grows: old and new exist at once
         prompts = counts.prompts_at_once if config.memory.share_prompt_kv else slots
         keys = prompts * counts.prompt_len + slots * window
-        return 2.0 * self.shape.layers * self.shape.kv_width * self._bytes_per_key * keys
+        return 2.0 * self.shape.layers * self.shape.kv_width * self._bytes_in_attention * keys
 
     def _decoding_round(self) -> float:
         tokens, shape = self._slots * self.counts.window, self.shape
         prompts = self.counts.prompts_at_once * self.counts.prompt_len * bool(self._slots)
-        block = FORWARD_FLOATS * shape.width * max(tokens, prompts)
-        return 4.0 * (block + DECODING_COPIES * tokens * shape.vocab_size)
+        # of one block: queries, keys, values, the output of attention, and the inside of the MLP
+        queries = shape.heads * shape.head_dim
+        block = queries + 2 * shape.kv_width + shape.width + self._inside_mlp
+        logits = DECODING_COPIES * tokens * shape.vocab_size
+        return FLOAT * (block * max(tokens, prompts) + logits)
+
+    # --- the update -------------------------------------------------------------------------------
+
+    @property
+    def _share(self) -> float:
+        """The share of the prompts that is in one micro-batch."""
+        return self.counts.micro / self.counts.prompts
+
+    @property
+    def _inside_mlp(self) -> int:
+        """Numbers per token that the MLP holds at once between its first and its last layer."""
+        return (2 if self.shape.mlp == "gelu" else 3) * self.shape.mlp_width
+
+    def _update(self, by_kind: Mapping[str, float]) -> float:
+        """The most bytes at once in an update, besides what stays."""
+        gradients, head = by_kind["gradients"], self.weights.head_gradient
+        earlier = gradients * (self.counts.micro_batches > 1)  # of other micro-batches
+        casts, kept, logits = (
+            by_kind[kind] for kind in ("casts of weights", "activations", "logits")
+        )
+        # the logits are freed before the backward pass of the last block begins
+        block = by_kind["recomputed block"] + by_kind["block's backward"]
+        forward = casts + kept + logits
+        backward = kept + max(logits, block) + head
+        if not self.config.memory.gradient_checkpointing:  # the graph keeps the casts
+            backward += casts
+        # The output head's gradient comes first, the embedding's last. If they are tied, both
+        # exist before their sum joins the other gradients.
+        last = (2 if self.shape.tied else 1) * head
+        if self._adam.endswith(ON_HOST):  # the moments of one parameter at a time
+            last = max(last, 2.0 * FLOAT * max(self.weights.trained))
+        return max(forward + earlier, backward + earlier, gradients + last)
 
     def _block_backward(self) -> float:
-        counts, floats = self.counts, BACKWARD_FLOATS * self.counts.packed
-        floats += 2 * counts.gathered  # gradients of the gathered keys and values
-        return 4.0 * floats * self.shape.width * (counts.micro / counts.prompts)
+        """The gradients within one block: of its MLP, and of gathered keys and values."""
+        counts, shape = self.counts, self.shape
+        floats = (2 * shape.width + self._inside_mlp) * counts.packed
+        return FLOAT * (floats + 2 * shape.kv_width * counts.gathered) * self._share
 
-    def _activations(self) -> float:
-        counts, low = self.counts, self.config.speed.use_amp
-        share = counts.micro / counts.prompts
-        kept = KEPT[low]
-        if low and self.device == "cpu":
-            # attention runs in float32: queries, outputs, and keys and values unless gathered
-            kept += 2 * (2 if counts.gathered else 4)
-        gathered = counts.gathered * 2 * self._bytes_per_key
-        padding = (counts.padded - counts.packed) * 2 * self._bytes_per_key  # queries and outputs
-        per_layer = (counts.packed * kept + gathered + padding) * share * self.shape.width
-        if self.config.memory.gradient_checkpointing:
-            inputs = 4 * counts.packed * share * self.shape.width * self.shape.layers
-            return per_layer + inputs
-        return per_layer * self.shape.layers
+    def _activations(self) -> tuple[float, float]:
+        """What all blocks keep until the backward pass, and one block that is recomputed in it."""
+        counts, shape, block = self.counts, self.shape, self.weights.model.h[0]
+        assert isinstance(block, Block)
+        on_cpu, low = self.device == "cpu", self.config.speed.use_amp
+        by_block = KeptByBlock.of(block, shape, low=low, on_cpu=on_cpu)
+        kept = (
+            counts.packed * by_block.per_token
+            + counts.padded * by_block.per_query
+            + (counts.causal + counts.gathered) * by_block.per_key
+        ) * self._share
+        # All layers share the masks. Query heads that share keys are rows of a mask; the mask is
+        # made from one in bytes.
+        rows = shape.heads // shape.kv_heads * self._bytes_in_attention + 1
+        masks = counts.masked * rows * self._share
+        if not self.config.memory.gradient_checkpointing:
+            return kept * shape.layers + masks, 0.0
+        inputs = FLOAT * shape.width * shape.layers * counts.packed * self._share
+        return inputs + masks, kept
 
     def _logits(self) -> float:
-        tokens = self.counts.predictions * (self.counts.micro / self.counts.prompts)
+        tokens = self.counts.predictions * self._share
         copies = tokens * LOGIT_COPIES
         if self.config.memory.chunked_logprobs:
             copies = min(chunk_size(self.shape.vocab_size, self.device), tokens) * 2
-        return 4.0 * copies * self.shape.vocab_size
+        return FLOAT * copies * self.shape.vocab_size
