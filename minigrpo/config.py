@@ -75,9 +75,9 @@ class ModelConfig(Group):
     """Which model is trained."""
 
     init_from: str = "shipped"
-    """shipped (a warm-started model), scratch, a run's folder, or a GPT-2's safetensors."""
+    """shipped, scratch, a run's folder, a model's folder or file, or ORG/NAME on the Hub."""
     tokenizer: str = "chess"
-    """chess (shipped), gpt2 (from tiktoken), or a path: .tiktoken, or GPT-2's two files."""
+    """chess (shipped), gpt2 (from tiktoken), a model's folder, a .tiktoken file, or ORG/NAME."""
     layers: Size = 4
     """Transformer blocks, with --init-from scratch."""
     width: Size = 128

@@ -68,7 +68,7 @@ class Trainer:
         self.reference = make_reference(config, initial, self.learner)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
         self.timer = PhaseTimer(self.device)
-        self.step = self.run_dir.open(self.learner)  # steps already done
+        self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint)  # steps done
         self.source = self._make_source(first_step=self.step)
 
         self.stop_reason = ""

@@ -37,7 +37,15 @@ from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
-from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
+from .resume import (
+    changed_files,
+    changes,
+    check_same_run,
+    check_same_tokenizer,
+    commits_of_models,
+    contents_of_files,
+    made_by,
+)
 from .settings import toml_lines
 
 
@@ -50,6 +58,7 @@ class RunDir:
         self.path, self.shown = Path(), Path()  # absolute, and as --out-dir names it
         self.start = working_folder()
         self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
+        self.tokenizer: Mapping[str, str] = {}  # its fingerprint
         self.saved_step = -1  # of the newest checkpoint
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self._lock: IO[str] | None = None
@@ -58,11 +67,14 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def open(self, learner: Learner) -> int:
+    def open(self, learner: Learner, tokenizer: Mapping[str, str]) -> int:
         """Create or reopen the folder, load what --resume names, return the number of steps done.
 
+        `tokenizer` is its fingerprint, which checkpoints hold.
         Raises ConfigError or CheckpointError, after unlocking the folder.
         """
+        self.tokenizer = tokenizer
+        self.files |= commits_of_models(self.config)  # known once the models have been fetched
         self.shown = self.dist.on_main(self._make_and_lock)
         self.path = self.start / self.shown
         try:
@@ -150,7 +162,7 @@ class RunDir:
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
-        state["files"] = self.files
+        state["files"], state["tokenizer"] = self.files, dict(self.tokenizer)
         keep_last, warn = self.config.run.keep_last, self.screen.warn
         save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
@@ -183,6 +195,8 @@ class RunDir:
                 if "config" not in found or "step" not in found:
                     raise CheckpointError(f"{self.shown}: a checkpoint has no step or no config")
                 check_same_run(self.config, found["config"], self.path)
+                name, then = self.config.model.tokenizer, found.get("tokenizer", {})
+                check_same_tokenizer(name, self.tokenizer, then)
                 there = checkpoints(self.checkpoints)
                 self.later = [path for path in there if (step_of(path) or 0) > found["step"]]
             elif resume and (self.path / WEIGHTS).exists():

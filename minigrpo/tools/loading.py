@@ -29,9 +29,9 @@ class ModelSelection:
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
+    """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
     tokenizer: str | None = None
-    """chess, gpt2 or a path."""
+    """chess, gpt2, a path or ORG/NAME."""
     task: str | None = None
     """As for minigrpo train."""
     data: str | None = None
