@@ -180,8 +180,10 @@ def test_a_copy_in_the_cache_is_found_by_branch_tag_and_commit(here: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["shipped", "a/b/c", "/a/b", "./a/b", "../a", "a/..", "a/b/", "", "a/model.safetensors"]
-    + ["a/b.tiktoken", "a b/c", "a/b@", "a/b@../c", "a--b/c", "a/b\0", "ä/b", "a/" + "b" * 97],
+    [
+        *("shipped", "a/b/c", "/a/b", "./a/b", "../a", "a/..", "a/b/", "", "a b/c", "a/b@", "ä/b"),
+        *("a/model.safetensors", "a/b.tiktoken", "a/b@../c", "a--b/c", "a/b\0", "a/" + "b" * 97),
+    ],
 )
 def test_what_has_another_form_is_a_path(here: Path, name: str) -> None:
     assert HubModel.of(name) is None and local_folder(name) == Path(name)
@@ -288,11 +290,11 @@ class LocalEntryNotFoundError(FileNotFoundError): ...
     ("error", "words"),
     [
         (GatedRepoError("403 Client Error.\nCannot access"), "its owner must allow it: ask"),
-        (RepositoryNotFoundError("401 Client\nError"), "no such model on the Hugging Face Hub"),
+        (RepositoryNotFoundError("401 Client\nError"), "the Hugging Face Hub has no such model"),
         (RevisionNotFoundError("404"), "it has no such revision"),
         (LocalEntryNotFoundError("An error\nhappened"), "the Hugging Face Hub cannot be reached"),
         (ConnectionResetError("reset"), "the Hugging Face Hub cannot be reached"),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device: "),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device: /"),
         (
             RuntimeError("Data processing error:\nNo space"),
             "RuntimeError: Data processing error: No",
@@ -308,12 +310,12 @@ def test_what_the_hub_refuses_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     install(monkeypatch, Package(here, error))
-    assert error_of().startswith("cannot be fetched (") and words in error_of()
+    assert f"it cannot be fetched: {words}" in error_of()
     with pytest.raises(SystemExit) as stop:
         train.main(["--init-from", NAME])
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1
-    assert said.startswith(f"error: --init-from {NAME}: cannot be fetched (") and words in said
+    assert said.startswith(f"error: --init-from {NAME}: no such file or folder") and words in said
     assert not (here / "runs").exists()
 
 

@@ -40,8 +40,8 @@ TRUE = ("1", "ON", "YES", "TRUE")
 # A class of huggingface_hub's errors -> what it means. That of the most special class counts.
 REASONS: Mapping[str, str] = {
     "GatedRepoError": "its owner must allow it: ask on the model's page, then type `hf auth login`",
-    "RepositoryNotFoundError": "there is no such file or folder here, and no such model on the "
-    "Hugging Face Hub, or it is private: then type `hf auth login`",
+    "RepositoryNotFoundError": "the Hugging Face Hub has no such model, or it is private: then "
+    "type `hf auth login`",
     "RevisionNotFoundError": "it has no such revision",
     "LocalEntryNotFoundError": "the Hugging Face Hub cannot be reached",
     "OfflineModeIsEnabled": "the Hugging Face Hub may not be reached: HF_HUB_OFFLINE is set",
@@ -144,7 +144,8 @@ class HubModel:
                 cache_dir=cache_folder(),
             )
         except Exception as error:  # its own, of the network and of the file system
-            raise ValueError(f"{self}: cannot be fetched ({_reason(error)})") from error
+            why = f"it cannot be fetched: {_reason(error)}"
+            raise ValueError(f"{self}: {not_here}; {why}") from error
         return Path(found)
 
 

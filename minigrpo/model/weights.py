@@ -21,7 +21,7 @@ from .weight_files import CONFIG, WEIGHTS, WeightFiles
 
 LM_HEAD = "lm_head.weight"  # stored by some although it is tied
 MAX_LISTED = 8  # problems in an error message
-CHECKED_AT_ONCE = 2**20  # values
+CHECKED_AT_ONCE = 2**18  # values
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 

@@ -22,7 +22,7 @@ from ..model.packed_attention import Packing
 from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer
-from ..model.transformer import Block, Transformer
+from ..model.transformer import Transformer
 from ..sampling.drafts import ProposalPauses
 from ..sampling.params import SamplingParams
 from ..sampling.running import RunningSequences
@@ -168,7 +168,8 @@ class Probe:
         """
         room = MOST_PARAMETERS // self.small.block_weights
         number = max(1, min(self.small.layers, room))
-        blocks = [Block(self.small).to(self.device) for _ in range(number)]
+        model = Transformer(replace(self.small, vocab_size=1, layers=number))
+        blocks = [*model.h.to(self.device)]
         recomputed = self.config.memory.gradient_checkpointing
 
         def pack(prompts: int) -> Packing:
