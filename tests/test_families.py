@@ -395,8 +395,14 @@ def test_loading_holds_the_model_and_one_tensor_of_a_shard(tmp_path: Path) -> No
     """From the files to what is trained: no second copy, and never a whole shard."""
     shape = dataclasses.replace(
         SHAPES["grouped-query"],
-        **{"vocab_size": 4096, "context": 256, "layers": 4, "width": 768, "mlp_width": 3072},
-        **{"heads": 12, "kv_heads": 12, "head_dim": 64, "tied": True},
+        vocab_size=4096,
+        layers=4,
+        width=768,
+        mlp_width=3072,
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        tied=True,
     )
     family, state = FAMILIES[shape.family], Transformer.empty(shape, "meta").state_dict()
     shards: list[State] = [{}, {}, {}, {}]

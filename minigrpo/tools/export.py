@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ import tyro
 from safetensors import SafetensorError
 
 from ..model.hub import cached_folder, has_tokenizer, local_folder
+from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.tokenizer_files import (
     CHAT_TEMPLATE,
@@ -72,49 +73,52 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         arguments.check()
         screen, tokenizer = Screen(), tokenizer_of(arguments)
         name, model = load_model(arguments.run, screen.warn)
-        ends = ends_of(arguments.run, model.shape.vocab_size, tokenizer, name)
+        if tokenizer:
+            ends = ends_of(tokenizer, model.shape.vocab_size, name)
+        else:
+            ends = ends_without_tokenizer(arguments.run, model.shape, screen.warn)
         write(model, Path(arguments.out), ends, tokenizer)
         screen.say(f"{name} -> {arguments.out}")
 
 
 def tokenizer_of(arguments: Arguments) -> Tokenizer | None:
     """The tokenizer of --tokenizer, else of the run, else in the model's folder, if any."""
-    run = arguments.run
     if arguments.tokenizer:
         return load_tokenizer(arguments.tokenizer)
-    if is_run(run) or str(run) == "shipped":
-        return make_tokenizer(config_of(ModelSelection(run)))
-    folder = folder_of(run)
+    folder = folder_of(arguments.run)
+    if is_run(folder) or str(folder) == "shipped":
+        return make_tokenizer(config_of(ModelSelection(folder)))
     return load_tokenizer(str(folder)) if has_tokenizer(folder) else None
 
 
 def folder_of(model: Path) -> Path:
-    """The folder of a model in Hugging Face's layout; a file of another name is by itself."""
+    """The folder of a run or of a model in Hugging Face's layout; another file is by itself."""
     path = local_folder(str(model))
     return path.parent if path.name == WEIGHTS else path
 
 
-def ends_of(model: Path, size: int, tokenizer: Tokenizer | None, name: str) -> list[int]:
-    """The tokens that end a text; the first is what ends an answer.
+def ends_of(tokenizer: Tokenizer, size: int, name: str) -> list[int]:
+    """The tokens that end a text; the first one ends an answer.
 
-    Where the tokenizer is not known, they are those of the model's own settings, or, as in all
-    tokenizers of GPT-2's kind, its last token.
-
-    Args:
-        size: the model's number of tokens.
-        name: of the model, for errors.
-
-    Raises ConfigError if the tokenizer does not fit the model.
+    Raises ConfigError unless `size`, of the model `name`, is the tokenizer's, perhaps with padding.
     """
-    if tokenizer is None:
-        found = dict.fromkeys(end_numbers(folder_of(model)))
-        return [number for number in found if 0 <= number < size] or [size - 1]
     if not is_padded(size, tokenizer.n_vocab):
         raise ConfigError(
             f"{name}: has {size} tokens, but the tokenizer {tokenizer.name} has "
             f"{tokenizer.n_vocab}; give the model's own as --tokenizer"
         )
     return [tokenizer.eot, *sorted(tokenizer.stops - {tokenizer.eot})]
+
+
+def ends_without_tokenizer(
+    model: Path, shape: ModelShape, warn: Callable[[str], object]
+) -> list[int]:
+    """The tokens that end a text, as the model's own settings say; else the last one."""
+    found = dict.fromkeys(end_numbers(folder_of(model)))
+    ends = [number for number in found if 0 <= number < shape.vocab_size]
+    if not ends and shape.family != "gpt2":  # all tokenizers of GPT-2's kind end with it
+        warn("the last token is taken for the end of a text; --tokenizer would say which it is")
+    return ends or [shape.vocab_size - 1]
 
 
 def add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
