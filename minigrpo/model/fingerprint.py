@@ -21,7 +21,7 @@ def fingerprint(
             *(sorted(table.items(), key=itemgetter(1)) for table in tables),
             *(vocabulary.pattern, vocabulary.nfc, vocabulary.prefix),
         ),
-        "ends of a text": _digest(eot, turn_end, sorted(stops)),
+        "set of ends": _digest(eot, turn_end, sorted(stops)),
         "chat template": _digest(chat and (chat.source, sorted(chat.tokens.items()))),
     }
 
