@@ -23,7 +23,7 @@ from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.startup import check_machine
-from minigrpo.tools import train
+from minigrpo.tools import export, train
 from minigrpo.tools.loading import ModelSelection, load
 
 from . import bpe
@@ -215,7 +215,7 @@ def test_a_tokenizer_alone_needs_no_weights(here: Path, monkeypatch: pytest.Monk
     folder = put(source, ["tokenizer*"])
     assert local_folder(NAME, weights=False) == folder
     assert load_tokenizer(NAME).encode("ab") == load_tokenizer(str(source)).encode("ab")
-    assert load_tokenizer(NAME).source == folder
+    assert load_tokenizer(NAME).source == folder and load_tokenizer(NAME).name == NAME
     load_tokenizer.cache_clear()
     (folder / "tokenizer.json").resolve().unlink()
     with pytest.raises(ValueError, match=f"^--tokenizer {NAME}: its copy .* lacks tokenizer.json"):
@@ -245,6 +245,11 @@ def test_only_the_files_that_are_needed_are_fetched_and_once(
     (source / SHARDS[0]).unlink()
     (folder / SHARDS[0]).unlink()
     assert f"has no {SHARDS[0]} on the Hugging Face Hub" in error_of()
+    (source / "config.json").unlink()
+    (folder / "config.json").unlink()
+    package.calls.clear()
+    assert error_of().startswith("has no config.json on the Hugging Face Hub")
+    assert len(package.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -349,8 +354,7 @@ def test_of_several_processes_the_main_one_fetches(
     for thread in threads:
         thread.join(60)
     assert found[0] == found[1] and found[0]
-    # the tokenizer, then the rest of the settings and the weights
-    assert [revision for revision, _ in package.calls] == ["main", "main", OLD]
+    assert [revision for revision, _ in package.calls] == ["main", OLD]
 
 
 # --- runs and tools -------------------------------------------------------------------------------
@@ -384,13 +388,18 @@ def test_a_run_keeps_the_name_and_notices_another_commit(
     assert said.count("\n") == 1 and f"--init-from {NAME}, --tokenizer {NAME}: other" in said
 
 
-def test_tools_take_a_name(here: Path) -> None:
+def test_tools_take_a_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = put(write_model(here / "source"))
     selection = ModelSelection(Path(NAME), tokenizer=NAME, data=SUMS, max_new_tokens=8)
     loaded = load(selection, Screen(quiet=True))
     assert loaded.name == NAME
     expected = Transformer.from_pretrained(folder).wte.weight
     assert torch.equal(loaded.sampler.model.wte.weight, expected)
+    with pytest.raises(SystemExit):
+        export.main([NAME, "--out", str(folder)])
+    assert "is the model to export; take another folder" in capsys.readouterr().err
+    export.main([NAME, "--out", "out"])
+    assert load_tokenizer("out").fingerprint == load_tokenizer(NAME).fingerprint
 
 
 # --- against huggingface_hub ----------------------------------------------------------------------

@@ -11,30 +11,19 @@ package huggingface_hub, the optional extra `hub`. The cache, whose layout the H
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..runtime.text import one_line
 from .families import check_settings
-from .tokenizer_files import FILES, GPT2_FILES, TOKENIZER
+from .tokenizer_files import FILES, TOKENIZER, has_tokenizer
 from .weight_files import CONFIG, INDEX, PICKLED, read_json, weight_names
 
 ORG_NAME = re.compile(
     r"(?P<name>[a-z0-9][\w.-]{0,95}/[a-z0-9_][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,199}))?",
     re.ASCII | re.IGNORECASE,
 )
-# A name that ends like a file is the path of a file.
-FILE_ENDINGS = (
-    ".safetensors",
-    ".tiktoken",
-    ".json",
-    ".bin",
-    ".gguf",
-    ".pt",
-    ".pth",
-    ".txt",
-    ".bpe",
-)
+FILE_NAME = re.compile(r".*\.(safetensors|tiktoken|json|bin|gguf|pt|pth|txt|bpe)", re.IGNORECASE)
 COMMIT = re.compile("[0-9a-f]{40}")
 TRUE = ("1", "ON", "YES", "TRUE")
 # A class of huggingface_hub's errors -> what it means. That of the most special class counts.
@@ -44,7 +33,6 @@ REASONS: Mapping[str, str] = {
     "type `hf auth login`",
     "RevisionNotFoundError": "it has no such revision",
     "LocalEntryNotFoundError": "the Hugging Face Hub cannot be reached",
-    "OfflineModeIsEnabled": "the Hugging Face Hub may not be reached: HF_HUB_OFFLINE is set",
     "ConnectionError": "the Hugging Face Hub cannot be reached",
 }
 
@@ -78,12 +66,6 @@ def cached_folder(name: str) -> Path | None:
     return model.snapshot() if model else None
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer that can be read."""
-    pairs = [(TOKENIZER,), *GPT2_FILES.items()]
-    return any(all((folder / name).is_file() for name in pair) for pair in pairs)
-
-
 @dataclass(frozen=True)
 class HubModel:
     """A model on the Hub at a revision: a branch, a tag or a commit."""
@@ -98,7 +80,7 @@ class HubModel:
     def of(cls, text: str) -> "HubModel | None":
         """The model that a text names; None if it is a path, or not of this form."""
         found = ORG_NAME.fullmatch(text)
-        path = os.path.lexists(text) or text.lower().endswith(FILE_ENDINGS)
+        path = os.path.lexists(text) or FILE_NAME.fullmatch(text)
         if found is None or path or ".." in text or "--" in found["name"]:
             return None
         return cls(found["name"], found["revision"] or "main")
@@ -118,11 +100,16 @@ class HubModel:
         more = "" if self.revision == "main" else f" --revision {self.revision}"
         return f"`hf download {self.name}{more}`"
 
-    def download(self, files: Sequence[str], not_here: str) -> Path:
+    def download(self, files: Sequence[str], not_here: str, commit: str = "") -> Path:
         """Fetch the files of these names, as far as there are such, and return their folder.
 
-        huggingface_hub shows progress on stderr. Raises ValueError, in one line; `not_here` says
-        what the cache lacks.
+        huggingface_hub shows progress on stderr.
+
+        Args:
+            not_here: what the cache lacks, for the error.
+            commit: of the files; empty: that of the revision.
+
+        Raises ValueError in one line.
         """
         if is_offline():
             raise ValueError(
@@ -139,7 +126,7 @@ class HubModel:
         try:
             found = huggingface_hub.snapshot_download(
                 self.name,
-                revision=self.revision,
+                revision=commit or self.revision,
                 allow_patterns=list(files),
                 cache_dir=cache_folder(),
             )
@@ -155,27 +142,36 @@ def _fetch(model: HubModel, weights: bool) -> Path:
     folder = model.download([CONFIG, INDEX, *FILES], not_here)
     if not weights:
         return folder
+    _require(model, folder, [CONFIG])
     try:
         check_settings(read_json(folder / CONFIG))
         names = weight_names(folder)
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from None
-    # the same commit, even if another one has just become the newest
-    replace(model, revision=folder.name).download(names, not_here)
-    if missing := [name for name in (CONFIG, *names) if not (folder / name).is_file()]:
-        raise ValueError(
-            f"{model}: has no {missing[0]} on the Hugging Face Hub, or that cannot be reached; if "
-            f"it has {PICKLED}"
-        )
+    # of the same commit, even if another one has just become the newest
+    model.download(names, not_here, commit=folder.name)
+    _require(model, folder, names, f"; if it has {PICKLED}")
     return folder
+
+
+def _require(model: HubModel, folder: Path, names: Sequence[str], hint: str = "") -> None:
+    """Raise ValueError for a file that has not been fetched."""
+    if missing := _missing(folder, names):
+        raise ValueError(
+            f"{model}: has no {missing} on the Hugging Face Hub, or that cannot be reached{hint}"
+        )
+
+
+def _missing(folder: Path, names: Sequence[str]) -> str:
+    """The first of these files that a folder does not have, or ""."""
+    return next((name for name in names if not (folder / name).is_file()), "")
 
 
 def _lacks(folder: Path, weights: bool) -> str:
     """The first file that a folder in the cache lacks, or ""."""
     if not has_tokenizer(folder):
         return TOKENIZER
-    names = [CONFIG, *weight_names(folder)] if weights else []
-    return next((name for name in names if not (folder / name).is_file()), "")
+    return _missing(folder, [CONFIG, *weight_names(folder)]) if weights else ""
 
 
 def _not_here(model: HubModel, weights: bool) -> str:

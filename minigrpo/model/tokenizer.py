@@ -186,6 +186,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     try:
         tokenizer = _from_path(path, own)
         tokenizer.source = path
+        if path != Path(name):  # a copy of ORG/NAME, whose folder is named for a commit
+            tokenizer.name = name
         return tokenizer
     except FileNotFoundError as error:
         raise ValueError(

@@ -28,7 +28,7 @@ def check_machine(config: Config, dist: DistContext) -> torch.device:
 
 def _fetch(config: Config) -> None:
     """Fetch what --init-from and --tokenizer name on the Hugging Face Hub, if it is not here."""
-    for name, weights in (("tokenizer", False), ("init_from", True)):
+    for name, weights in (("init_from", True), ("tokenizer", False)):
         try:
             local_folder(getattr(config.model, name), weights=weights)
         except ValueError as error:

@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 from safetensors import SafetensorError
 
-from ..model.hub import cached_folder, has_tokenizer, local_folder
+from ..model.hub import cached_folder, local_folder
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.tokenizer_files import (
@@ -24,6 +24,7 @@ from ..model.tokenizer_files import (
     GENERATION_CONFIG,
     copy_tokenizer_files,
     end_numbers,
+    has_tokenizer,
     read_chat_template,
 )
 from ..model.transformer import Transformer
