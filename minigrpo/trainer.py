@@ -25,7 +25,7 @@ from .runtime.no_effect import Situation
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
-from .runtime.startup import check_machine
+from .runtime.startup import check_machine, fetch_models
 from .sampling.sampler import Sampler
 
 Evaluation = dict[str, float]
@@ -43,6 +43,7 @@ class Trainer:
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
         self.run_dir = RunDir(config, self.dist, self.screen)  # before users' code may call chdir
         self.device = check_machine(config, self.dist)
+        self.dist.on_main(lambda: fetch_models(config))
         accel.use_tf32(config.speed)
 
         self.tokenizer = make_tokenizer(config)

@@ -21,8 +21,9 @@ from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.weights import export_model
 from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
-from minigrpo.runtime.startup import check_machine
+from minigrpo.runtime.startup import fetch_models
 from minigrpo.tools import export, train
 from minigrpo.tools.loading import ModelSelection, load
 
@@ -339,22 +340,29 @@ def test_nothing_is_fetched_offline(
 def test_of_several_processes_the_main_one_fetches(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = install(monkeypatch, Package(write_model(here / "source")))
+    """A Hub that refuses is asked once, and every process says why."""
+    package = install(monkeypatch, Package(here, GatedRepoError("403")))
     package.seconds = 0.1
-    config, store = Config.of(init_from=NAME, tokenizer=NAME, device="cpu"), HashStore()
-    found: dict[int, Path | None] = {}
+    config, store = Config.of(init_from=NAME, tokenizer=NAME), HashStore()
+    errors: dict[int, str] = {}
 
     def start(rank: int) -> None:
-        check_machine(config, DistContext(rank, 0, 2, store))
-        found[rank] = cached_folder(NAME)
+        try:
+            Trainer(config, dist=DistContext(rank, 0, 2, store), quiet=True)
+        except ConfigError as error:
+            errors[rank] = str(error)
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in (1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found[0] == found[1] and found[0]
-    assert [revision for revision, _ in package.calls] == ["main", OLD]
+    assert errors[0] == errors[1] and errors[0].startswith(f"--init-from {NAME}: ")
+    assert len(package.calls) == 1
+    package.source, package.error = write_model(here / "source"), None
+    fetch_models(config)
+    # settings and tokenizer, then the weights
+    assert [revision for revision, _ in package.calls[1:]] == ["main", OLD]
 
 
 # --- runs and tools -------------------------------------------------------------------------------

@@ -13,21 +13,22 @@ from .flags import ConfigError, flag
 def check_machine(config: Config, dist: DistContext) -> torch.device:
     """The device of this process, once the settings are known to fit machine and processes.
 
-    What has to be fetched is on this machine then.
-
-    Raises ConfigError: a device, a precision or a compiler that is not there, prompts that do
-    not divide among the processes, or a model that cannot be fetched.
+    Raises ConfigError: a device, a precision or a compiler that is not there, or prompts that do
+    not divide among the processes.
     """
     device = accel.pick_device(config.speed.device, dist.local_rank)
     check_shares(config, dist.world_size)
     accel.grad_scaler(config.speed, device)
     accel.check_compiler(config.speed, device)
-    dist.on_main(lambda: _fetch(config))  # the others find it in the cache
     return device
 
 
-def _fetch(config: Config) -> None:
-    """Fetch what --init-from and --tokenizer name on the Hugging Face Hub, if it is not here."""
+def fetch_models(config: Config) -> None:
+    """Fetch what --init-from and --tokenizer name on the Hugging Face Hub, if it is not here.
+
+    For the main process: the others find it in the cache afterwards. A plan fetches nothing.
+    Raises ConfigError if that is not possible.
+    """
     for name, weights in (("init_from", True), ("tokenizer", False)):
         try:
             local_folder(getattr(config.model, name), weights=weights)
