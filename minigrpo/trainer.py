@@ -22,10 +22,11 @@ from .runtime.examples import check_examples
 from .runtime.failures import RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
 from .runtime.no_effect import Situation
+from .runtime.origins import fetch_models
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
-from .runtime.startup import check_machine, fetch_models
+from .runtime.startup import check_machine
 from .sampling.sampler import Sampler
 
 Evaluation = dict[str, float]

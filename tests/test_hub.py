@@ -23,7 +23,7 @@ from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
-from minigrpo.runtime.startup import fetch_models
+from minigrpo.runtime.origins import fetch_models
 from minigrpo.tools import export, train
 from minigrpo.tools.loading import ModelSelection, load
 

@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import IO
 
 from ..config import Config
-from ..model.weight_files import WEIGHTS
 from .checkpoint import checkpoints, existing_checkpoint, in_the_way
 from .failures import reason_of
 from .flags import ConfigError
 
-# A folder with any of these holds a run, which a new run or an export would overwrite.
-OF_A_RUN = ["config.toml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json"]
+# A folder with any of these holds a run, or a model, which a new run would overwrite.
+OF_A_RUN = [
+    "config.toml",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "model.safetensors",
+]
 OF_A_RUN += ["tensorboard", "bad_batches", "profile"]
 
 
@@ -53,7 +59,7 @@ def make_folder(config: Config, start: Path = Path()) -> Path:
 
 def _check_contents(folder: Path, resume: str, shown: Path) -> None:
     """Raise ConfigError or CheckpointError if a folder is not as --resume says; name it `shown`."""
-    there = [name for name in (*OF_A_RUN, WEIGHTS) if (folder / name).exists()]
+    there = [name for name in OF_A_RUN if (folder / name).exists()]
     there += [str(path.relative_to(folder)) for path in checkpoints(folder / "checkpoints")]
     if there and not resume:
         raise ConfigError(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..config import Config
-from ..model.hub import cached_folder
 from .flags import ConfigError, flag
 from .renamed import modern
 from .settings import places
@@ -47,16 +46,6 @@ def contents_of_files(config: Config) -> dict[str, str]:
     return {f"{by} {path}": digest for by, path in named if path and (digest := _sha256(path))}
 
 
-def commits_of_models(config: Config) -> dict[str, str]:
-    """The commit of each model on the Hugging Face Hub that is in the cache, by flag and name.
-
-    Saved in checkpoints beside `contents_of_files`.
-    """
-    model = config.model
-    named = (("--init-from", model.init_from), ("--tokenizer", model.tokenizer))
-    return {f"{by} {name}": folder.name for by, name in named if (folder := cached_folder(name))}
-
-
 def _sha256(path: str) -> str:
     """The sha256 of a file, read in pieces, or "" if it is no file that can be read."""
     try:
@@ -92,20 +81,6 @@ def check_same_run(config: Config, saved: Mapping[str, Any], where: object) -> N
     ]
     if differ:
         raise ConfigError(f"--resume: {where} was made with another config: {'; '.join(differ)}")
-
-
-def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, str]) -> None:
-    """Raise ConfigError unless two fingerprints of tokenizers agree.
-
-    Args:
-        name: of --tokenizer.
-        then: the checkpoint's; empty in older ones.
-    """
-    if differ := [part for part, digest in then.items() if now.get(part, digest) != digest]:
-        raise ConfigError(
-            f"--resume: --tokenizer {name} has changed since the checkpoint was written: another "
-            f"{' and another '.join(differ)}; bring its files back, or start a new run"
-        )
 
 
 def changes(

@@ -37,15 +37,8 @@ from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
-from .resume import (
-    changed_files,
-    changes,
-    check_same_run,
-    check_same_tokenizer,
-    commits_of_models,
-    contents_of_files,
-    made_by,
-)
+from .origins import check_same_tokenizer, commits_of_models
+from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
 
 

@@ -3,11 +3,9 @@
 import torch
 
 from ..config import Config
-from ..model.hub import local_folder
 from . import accel
 from .combinations import check_shares
 from .distributed import DistContext
-from .flags import ConfigError, flag
 
 
 def check_machine(config: Config, dist: DistContext) -> torch.device:
@@ -21,16 +19,3 @@ def check_machine(config: Config, dist: DistContext) -> torch.device:
     accel.grad_scaler(config.speed, device)
     accel.check_compiler(config.speed, device)
     return device
-
-
-def fetch_models(config: Config) -> None:
-    """Fetch what --init-from and --tokenizer name on the Hugging Face Hub, if it is not here.
-
-    For the main process: the others find it in the cache afterwards. A plan fetches nothing.
-    Raises ConfigError if that is not possible.
-    """
-    for name, weights in (("init_from", True), ("tokenizer", False)):
-        try:
-            local_folder(getattr(config.model, name), weights=weights)
-        except ValueError as error:
-            raise ConfigError(f"{flag(name)} {error}") from None

@@ -55,7 +55,8 @@ class Arguments:
         check_file_name(self.run)
         check_output_folder("--out", self.out)
         folder = Path(self.out)
-        if left := [name for name in (*OF_A_RUN, "checkpoints") if (folder / name).exists()]:
+        own = [name for name in (*OF_A_RUN, "checkpoints") if not name.endswith(".safetensors")]
+        if left := [name for name in own if (folder / name).exists()]:
             raise ConfigError(
                 f"--out {folder}: holds a run, which an export would overwrite (found: {left[0]})"
             )
