@@ -77,9 +77,9 @@ class ModelConfig(Group):
     """Which model is trained."""
 
     init_from: str = "shipped"
-    """shipped (a warm-started model), scratch, a run's folder, or a GPT-2's safetensors."""
+    """shipped, scratch, a run's folder, a model's folder or file, or ORG/NAME on the Hub."""
     tokenizer: str = "auto"
-    """auto (that of the model's folder or run, else chess), chess, gpt2, or a folder or file."""
+    """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
     chat_template: str = ""
     """A jinja2 file that writes prompts from messages, instead of the model's own template."""
     layers: Size = 4

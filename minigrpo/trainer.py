@@ -21,6 +21,7 @@ from .runtime.examples import check_examples
 from .runtime.failures import RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
 from .runtime.no_effect import Situation
+from .runtime.origins import fetch_models
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.process_state import KeptState
 from .runtime.run_dir import RunDir
@@ -44,6 +45,7 @@ class Trainer:
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
         self.run_dir = RunDir(config, self.dist, self.screen)  # before users' code may call chdir
         self.device = check_machine(config, self.dist)
+        self.dist.on_main(lambda: fetch_models(config))
         accel.use_tf32(config.speed)
 
         self.tokenizer = make_tokenizer(config, self.screen.say)
@@ -68,7 +70,7 @@ class Trainer:
         self.reference = make_reference(config, self.learner)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
         self.timer = PhaseTimer(self.device)
-        self.step = self.run_dir.open(self.learner)  # steps already done
+        self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint)  # steps done
         self.source = self._make_source(first_step=self.step)
         self.process = KeptState()  # which users' code must not change
 

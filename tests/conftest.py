@@ -8,6 +8,8 @@ import os
 # before torch is imported: tiny tensors gain nothing from threads, and the processes that tests
 # start would compete for the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# a path that does not exist may have the form of a model's name: no test asks the network for it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import re
 import signal

@@ -1,6 +1,7 @@
 """Which packages may import which, and how large files may be."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -164,10 +165,10 @@ def test_nothing_assigns_to_another_module() -> None:
 def test_every_imported_package_is_declared() -> None:
     """What the installed commands import is a dependency; extras are imported where used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    plots = project["optional-dependencies"]["plots"]
-    peer = project["optional-dependencies"]["peer"]
+    extras = [project["optional-dependencies"][name] for name in ("plots", "peer", "hub")]
     declared = {
-        re.split(r"[<>=\[ ]", x)[0].lower() for x in (*project["dependencies"], *plots, *peer)
+        re.split(r"[<>=\[ ]", x)[0].lower()
+        for x in itertools.chain(project["dependencies"], *extras)
     }
     found = set[str]()
     for path in (*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *ROOT.glob("*.py")):

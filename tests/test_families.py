@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from minigrpo import Transformer
 from minigrpo.model.families import FAMILIES
@@ -15,9 +19,13 @@ from minigrpo.model.shape import ModelShape, RopeScaling
 from minigrpo.model.weights import export_model
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from minigrpo.sampling.generate import generate
+from minigrpo.tools import train
 
 from .conftest import SHAPES
 
+ROOT = Path(__file__).parent.parent
+MARGIN = 16.0  # MiB; a shard of the test has more
+State = dict[str, Tensor]
 VOCAB = 97
 IDS = torch.randint(0, VOCAB, (3, 50), generator=torch.Generator().manual_seed(1))
 SIZES = {
@@ -198,38 +206,153 @@ def test_llama3_frequencies_stay_shrink_or_lie_between() -> None:
     assert len(between) and ((between > 1 / 8) & (between < 1)).all()
 
 
+MOE = "mixture of experts"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mixture of experts": ({"model_type": "qwen3_moe"}, "a mixture of experts"),
+    MOE: ({"model_type": "qwen3_moe"}, "a mixture of experts"),
+    f"{MOE}, unknown": ({"model_type": "new", "num_experts": 64}, "a mixture of experts"),
     "gemma": ({"model_type": "gemma3_text"}, "sliding windows"),
     "linear attention": ({"model_type": "qwen3_next"}, "linear attention"),
-    "unknown": ({"model_type": "bloom"}, "supported are gpt2, llama, qwen2"),
+    "qwen3.5": ({"model_type": "qwen3_5_text"}, "linear attention"),
+    "recurrent": ({"model_type": "falcon_mamba"}, "a recurrent state"),
+    "images": ({"model_type": "qwen2_5_vl"}, "it reads more than text"),
+    "unknown": ({"model_type": "bloom"}, "supported are gpt2, llama, qwen2, qwen3, smollm3"),
+    "no name": ({"model_type": ["llama"]}, "model_type in config.json is"),
     "rope": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
+    "rope, version 4": ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "type 'su'"),
     "rope, half": (
         {"rope_parameters": {"rope_theta": 1.0, "rope_type": "llama3"}},
         "without factor",
     ),
-    "window": ({"use_sliding_window": True}, "use_sliding_window"),
-    "layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "rope, two": (
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+        "rotary positions of 'sliding_attention' layers differ",
+    ),
+    "rope, a text": ({"rope_parameters": "yarn"}, "malformed settings"),
+    "theta": ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta in config.json is '1e4', no"),
+    "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps in config.json is 0, not a positive number"),
+    "window": ({"use_sliding_window": True}, "use_sliding_window in config.json is True"),
+    "layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "has 'sliding_attention'"),
+    "layers, linear": ({"layer_types": ["linear_attention"]}, "'linear_attention', not full_att"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "is quantised (quantization_config"),
+    "gptq": ({"quantization_config": {"quant_method": "gptq"}}, "in config.json is 'gptq'); take"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "partly rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "no size": ({"hidden_size": "wide"}, "hidden_size in config.json is 'wide'"),
-    "other size": ({"intermediate_size": 40}, r"gate_proj.weight is \[24, 16\], not \[40, 16\]"),
+    "other size": ({"intermediate_size": 40}, "gate_proj.weight is [24, 16], not [40, 16]"),
     "left over": ({"model_type": "llama"}, "q_norm.weight is unknown"),
 }
 
 
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What train.py says about --init-from FOLDER, after that."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--init-from", str(folder)])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert said.startswith(f"error: --init-from {folder}")
+    return said.removeprefix(f"error: --init-from {folder}")
+
+
+def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> Path:
+    """A folder of a Qwen3-shaped model, whose tensors are changed."""
+    shape = SHAPES["grouped-query"]
+    export_model(Transformer(shape).state_dict(), folder, shape=shape, eos=3)
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_computed_differently_is_refused_in_one_line(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes, words = REFUSED[name]
-    shape = SHAPES["grouped-query"]
-    export_model(Transformer(shape).state_dict(), tmp_path, shape=shape, eos=3)
-    edit(tmp_path, lambda config: config.update(changes))
-    with pytest.raises(ValueError, match=words) as error:
-        Transformer.from_pretrained(tmp_path)
-    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    edit(write(tmp_path), lambda config: config.update(changes))
+    assert words in refused(tmp_path, capsys)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def gptq(state: State) -> None:
+    weight = state.pop(f"{Q}.weight")
+    state[f"{Q}.qweight"] = weight.to(torch.int32)
+    state[f"{Q}.g_idx"] = torch.zeros(16, dtype=torch.int32)
+
+
+def bitsandbytes(state: State) -> None:
+    state[f"{Q}.weight"] = state[f"{Q}.weight"].to(torch.uint8)
+    state[f"{Q}.weight.absmax"] = torch.ones(3)
+
+
+def fp8(state: State) -> None:
+    state[f"{DOWN}.weight"] = state[f"{DOWN}.weight"].to(torch.float8_e4m3fn)
+
+
+def bytes_only(state: State) -> None:
+    state[f"{DOWN}.weight"] = state[f"{DOWN}.weight"].to(torch.int8)
+
+
+def adapters(state: State) -> None:
+    state["base_model.model.lora_A.weight"] = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (gptq, f"is quantised ({Q}.g_idx is I32); take the float32, bfloat16 or float16"),
+        (bitsandbytes, f"is quantised ({Q}.weight.absmax is F32)"),
+        (fp8, f"is quantised ({DOWN}.weight is F8_E4M3)"),
+        (bytes_only, f"{DOWN}.weight is I8, not a float"),
+        (adapters, "base_model.model.lora_A.weight is unknown"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_tensors_that_are_no_plain_weights_are_refused_in_one_line(
+    tmp_path: Path, change: Callable[[State], Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(write(tmp_path, change), capsys)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("pytorch_model.bin", "pytorch_model.bin holds pickled weights"),
+        ("pytorch_model-00001-of-00002.bin", "AutoModelForCausalLM.from_pretrained(FOLDER).save_p"),
+        ("consolidated.00.pth", "consolidated.00.pth holds pickled weights"),
+        ("adapter_model.safetensors", "holds adapters without their base model"),
+        ("qwen-q4.gguf", "qwen-q4.gguf holds weights for llama.cpp"),
+        ("training_args.bin", "no model.safetensors)\n"),
+    ],
+)
+def test_weights_in_another_format_are_named(
+    tmp_path: Path, file: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).write_bytes(b"weights")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    said = refused(tmp_path, capsys)
+    assert ": neither a run (no config.toml) nor a model (no model.safetensors)" in said
+    assert words in said
+    if file != "training_args.bin":
+        assert words in refused(tmp_path / file, capsys)  # by itself
+
+
+def test_without_its_config_a_llama_is_not_taken_for_a_gpt2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write(tmp_path) / "config.json").unlink()
+    assert "config.json with its model_type is missing, and this is no" in refused(tmp_path, capsys)
+
+
+def test_a_file_of_a_newer_version_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.safetensors"
+    header = {"shape": json.dumps({"vocab_size": 9, "rings": 3})}
+    save_file({"wte.weight": torch.ones(9, 4)}, file, metadata=header)
+    assert "malformed settings (TypeError: " in refused(file, capsys)
 
 
 def test_a_lost_shard_is_named(tmp_path: Path) -> None:
@@ -240,6 +363,66 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         ValueError, match=r"model-00001-of-00002.safetensors: there is no such file"
     ):
         Transformer.from_pretrained(tmp_path)
+    index = {"weight_map": {"model.norm.weight": "../elsewhere/model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"'../elsewhere/model.safetensors' is no file beside it"):
+        Transformer.from_pretrained(tmp_path)
+
+
+MEASURE = """
+import sys, types
+from minigrpo import Config, Transformer
+from minigrpo.learner import Learner
+from minigrpo.model.shape import ModelShape
+from minigrpo.runtime.build import make_model
+
+def mib(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+config = Config.of(init_from=sys.argv[1])
+Learner(config, Transformer(ModelShape(9)))  # for what torch imports late
+before = mib("VmRSS")
+model = make_model(config, types.SimpleNamespace(n_vocab=4096))
+Learner(config, model)
+print(mib("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures as Linux does")
+def test_loading_holds_the_model_and_one_tensor_of_a_shard(tmp_path: Path) -> None:
+    """From the files to what is trained: no second copy, and never a whole shard."""
+    shape = dataclasses.replace(
+        SHAPES["grouped-query"],
+        vocab_size=4096,
+        layers=4,
+        width=768,
+        mlp_width=3072,
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        tied=True,
+    )
+    family, state = FAMILIES[shape.family], Transformer.empty(shape, "meta").state_dict()
+    shards: list[State] = [{}, {}, {}, {}]
+    for number, (name, x) in enumerate(state.items()):
+        tensor = torch.full(x.shape, 0.01, dtype=torch.bfloat16)
+        shards[number * len(shards) // len(state)][family.theirs(name)] = tensor
+    index = {}
+    for number, shard in enumerate(shards):
+        save_file(shard, tmp_path / f"{number}.safetensors")
+        index.update(dict.fromkeys(shard, f"{number}.safetensors"))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (tmp_path / "config.json").write_text(json.dumps(family.write(shape)))
+
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sizes = [tensor.nbytes / 2**20 for shard in shards for tensor in shard.values()]
+    whole = 2 * sum(sizes)  # in float32
+    assert whole > 140 and max(sizes) < 7
+    assert whole < float(done.stdout) < whole + max(sizes) + MARGIN
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -22,11 +22,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from minigrpo import Config, Trainer
 from minigrpo.losses import advantages, policy_loss
+from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime import checkpoint, signals
 from minigrpo.runtime.checkpoint import (
     CheckpointError,
     checkpoints,
     find_checkpoint,
+    load_checkpoint,
     path_of,
     save_checkpoint,
 )
@@ -41,6 +43,7 @@ from minigrpo.runtime.resume import changed_files, contents_of_files
 from minigrpo.tools import cli, train
 from minigrpo.types import Example
 
+from . import bpe
 from .test_checkpoint import save
 from .test_reliability import CHEAP, make
 
@@ -756,6 +759,43 @@ def test_resuming_with_other_contents_of_a_file_is_said_once_with_flag_and_file(
     task.unlink()
     os.mkfifo(task)
     assert contents_of_files(config) == {} and changed_files({}, before) == []
+
+
+def test_resuming_with_another_tokenizer_under_the_same_name_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, found = tmp_path / "model", bpe.tokenizer_json([], "qwen")
+    config = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}<|im_end|>"}
+    options = {"tokenizer": str(folder), "max_steps": 2}
+
+    def run(found: dict[str, Any], config: dict[str, Any], **files: Any) -> Trainer:
+        shutil.rmtree(folder, ignore_errors=True)
+        bpe.write_folder(folder, found, tokenizer_config=config, **files)
+        load_tokenizer.cache_clear()
+        return make(tmp_path / "run", **options, resume="auto")
+
+    def refusal(*changed: Any, **files: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            run(*changed, **files)
+        assert "\n" not in str(error.value)
+        words = f"--resume: --tokenizer {folder} has changed since the checkpoint was written: "
+        return str(error.value).removeprefix(words)
+
+    run(found, config).fit()
+    run(found, {**config, "padding_side": "left"}).run_dir.close()  # which changes no token
+    swapped = json.loads(json.dumps(found))
+    vocab = swapped["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    assert refusal(swapped, config).startswith("another vocabulary; bring its files back, or")
+    changed = {**config, "chat_template": "{{ messages[0].content }}!<|im_end|>"}
+    assert refusal(found, changed).startswith("another chat template; ")
+    ends = {"eos_token_id": [256, 258]}
+    assert refusal(found, config, generation_config=ends).startswith("another set of ends; ")
+    run(found, config).run_dir.close()  # the folder is unlocked, and nothing is lost
+    state = load_checkpoint(path_of(tmp_path / "run" / "checkpoints", 2))
+    del state["tokenizer"]  # as older versions wrote it
+    save_checkpoint(tmp_path / "run" / "checkpoints", 3, {**state, "step": 3}, keep_last=9)
+    run(swapped, config).run_dir.close()
 
 
 # --- users' code and the process ------------------------------------------------------------------

@@ -141,6 +141,7 @@ def test_curves_makes_the_folder_of_its_figure(
         pytest.param("run", "--out run: holds a run", id="export RUN --out RUN"),
         pytest.param("run/../run", "holds a run", id="export RUN --out RUN by another name"),
         pytest.param("half", "--out half: holds a run", id="export onto a run without a config"),
+        pytest.param("left", "overwrite (found: metrics.jsonl)", id="export onto what a run left"),
     ],
 )
 def test_export_refuses_a_folder_before_it_loads_the_model(
@@ -153,6 +154,8 @@ def test_export_refuses_a_folder_before_it_loads_the_model(
 ) -> None:
     (here / "full" / "model.safetensors").mkdir(parents=True)
     (here / "half" / "checkpoints").mkdir(parents=True)
+    (here / "left").mkdir()
+    (here / "left" / "metrics.jsonl").write_text("{}")
     forbid(monkeypatch, export, "load_model")
     before = (run / "model.safetensors").read_bytes()
     assert words in refused(capsys, export, run, "--out", out)
@@ -165,8 +168,28 @@ def test_export_does_not_overwrite_the_model_that_it_exports(
 ) -> None:
     export.main(["run", "--out", "model"])
     capsys.readouterr()
-    words = "--out model: is the model to export; take another folder"
-    assert words in refused(capsys, export, "model", "--out", "model")
+    words = "is the model to export; take another folder"
+    Path("link").symlink_to("model")
+    for name in ("model", "model/model.safetensors", "link", "link/model.safetensors"):
+        for out in ("model", "link", "model/../link"):
+            assert f"--out {out}: {words}" in refused(capsys, export, name, "--out", out)
+    other = Path("model").rename("other") / "own.safetensors"
+    (other.parent / "model.safetensors").rename(other)
+    export.main([str(other), "--out", "other"])  # that replaces no file that it reads
+
+
+def test_export_refuses_a_folder_whose_other_files_would_be_read_with_its_own(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("chat_template.jinja", "model.safetensors.index.json"):
+        Path("old").mkdir()
+        (Path("old") / name).write_text("of another model")
+        words = f"--out old: has {name} of another model, which this one does not have"
+        assert words in refused(capsys, export, run, "--out", "old")
+        assert [path.name for path in Path("old").iterdir()] == [name]
+        shutil.rmtree("old")
+    export.main([str(run), "--out", "old"])
+    export.main([str(run), "--out", "old"])  # the same files are replaced
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "rust"])

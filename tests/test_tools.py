@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,18 @@ from rich.console import Console
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.evaluate import evaluate as evaluate_in_training
+from minigrpo.model.shape import ModelShape
+from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
+from minigrpo.model.weights import export_model
 from minigrpo.runtime.checkpoint import path_of
 from minigrpo.runtime.logging import Screen
 from minigrpo.tools import boards, curves, evaluate, export, sample
 from minigrpo.tools.evaluate import Z, mean, share
 from minigrpo.tools.loading import ModelSelection, load
 
+from . import bpe
 from .gradients import TINY
+from .test_chat import write as chat_files
 from .test_checkpoint import damage
 
 SUMS = str(Path(__file__).parent.parent / "examples" / "sums.jsonl")
@@ -254,6 +260,116 @@ def test_an_export_of_a_run_is_a_model_like_any_other(run: Path, tmp_path: Path)
     assert torch.equal(exported.logits(ids), Transformer.from_pretrained(run).logits(ids))
     config = json.loads((tmp_path / "new" / "model" / "config.json").read_text())
     assert (config["n_head"], config["n_positions"], config["eos_token_id"]) == (2, 160, 359)
+
+
+QWEN2 = ModelShape(
+    vocab_size=352,  # padded, as published
+    context=64,
+    layers=2,
+    width=32,
+    heads=4,
+    family="qwen2",
+    kv_heads=2,
+    norm="rms",
+    projections="separate",
+    mlp="swiglu",
+    out_bias=False,
+    mlp_bias=False,
+    rope_theta=1e4,
+)
+
+
+def run_of_a_qwen(tmp_path: Path, **options: Any) -> tuple[Path, Tokenizer]:
+    """A run from a folder of a Qwen2-shaped chat model, and the model's own tokenizer."""
+    folder = chat_files(tmp_path / "qwen", "qwen3", add_bos_token=False)
+    tokenizer = load_tokenizer(str(folder))
+    export_model(Transformer(QWEN2, seed=2).state_dict(), folder, shape=QWEN2, eos=tokenizer.eot)
+    ends = {"eos_token_id": [tokenizer.eot, tokenizer.special["<|endoftext|>"]]}
+    published = {**ends, "temperature": 0.7, "bos_token_id": tokenizer.special["<|endoftext|>"]}
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    load_tokenizer.cache_clear()
+    config = {name: x for name, x in TINY.items() if name not in ("layers", "width", "heads")}
+    config |= {"init_from": str(folder), "tokenizer": str(folder), "data": SUMS, "max_steps": 1}
+    config |= {"eval_every": 0, "eval_size": 1, "out_dir": str(tmp_path / "run"), **options}
+    Trainer(Config.of(**config), quiet=True).fit()
+    return tmp_path / "run", load_tokenizer(str(folder))
+
+
+def test_an_export_has_the_tokenizer_of_its_run_and_all_tokens_that_end_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, tokenizer = run_of_a_qwen(tmp_path)
+    out = tmp_path / "out"
+    call(export, run, "--out", out)
+    back = load_tokenizer(str(out))
+    assert back.fingerprint == tokenizer.fingerprint and back.chat
+    assert len(tokenizer.stops) == 2 and tokenizer.eot < tokenizer.n_vocab - 1 < QWEN2.vocab_size
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == tokenizer.eot
+    generation = json.loads((out / "generation_config.json").read_text())
+    first, *others = generation["eos_token_id"]
+    assert first == tokenizer.eot and {first, *others} == tokenizer.stops
+    assert generation["temperature"] == 0.7  # what the model came with stays
+    # a folder's own tokenizer is used, and another one only if it fits
+    call(export, out / "model.safetensors", "--out", tmp_path / "again")
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    call(export, run / "model.safetensors", "--out", tmp_path / "of-file")
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "of-file").iterdir()}
+    own = Path(shutil.copyfile(run / "model.safetensors", tmp_path / "own.safetensors"))
+    call(export, own, "--out", tmp_path / "named", "--tokenizer", out)
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "named").iterdir()}
+    capsys.readouterr()
+    call(export, own, "--out", tmp_path / "unknown")
+    assert "the last token is taken for the end of a text; --tok" in capsys.readouterr().err
+
+
+def test_an_export_of_a_model_without_a_tokenizer_keeps_its_ends(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(export, run, "--out", tmp_path / "chess")
+    (tmp_path / "chess" / "generation_config.json").unlink()
+    config = tmp_path / "chess" / "config.json"
+    config.write_text(config.read_text().replace('"eos_token_id": 359', '"eos_token_id": [7, 9]'))
+    call(export, tmp_path / "chess", "--out", tmp_path / "out")
+    ends = [json.loads((tmp_path / "out" / f"{name}.json").read_text())["eos_token_id"] for name in
+            ("config", "generation_config")]  # fmt: skip
+    assert ends == [7, [7, 9]]
+    capsys.readouterr()
+    bpe.write_folder(tmp_path / "small", bpe.tokenizer_json([], "qwen"))
+    with pytest.raises(SystemExit):
+        call(export, run, "--out", tmp_path / "b", "--tokenizer", tmp_path / "small")
+    said = capsys.readouterr().err
+    assert (
+        "has 360 tokens, but the tokenizer " in said
+        and "small has 259; give the model's own" in said
+    )
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.peer
+def test_an_exported_run_writes_the_same_greedy_text_in_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    run, tokenizer = run_of_a_qwen(tmp_path, max_steps=3)
+    out = tmp_path / "out"
+    call(export, run, "--out", out)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert set(theirs.generation_config.eos_token_id) == tokenizer.stops
+    loaded = load(ModelSelection(run, max_new_tokens=24), Screen(quiet=True))
+    examples = [loaded.task.held_out(i) for i in range(4)]
+    ours = sample.complete(loaded, examples, 0)
+    for example, (text,) in zip(examples, ours, strict=True):
+        ids = their_tokenizer(example.prompt, return_tensors="pt")
+        found = theirs.generate(**ids, do_sample=False, max_new_tokens=24)
+        new = found[0, ids["input_ids"].shape[1] :]
+        assert their_tokenizer.decode(new, skip_special_tokens=True) == text
+        assert len(text) > 4
+    messages = [{"role": "user", "content": "2+2="}]
+    rendered = their_tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.chat and rendered == tokenizer.chat.render(messages)
 
 
 @pytest.mark.parametrize("argv", [["nowhere"], [__file__]])

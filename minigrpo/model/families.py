@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.text import one_line, quoted
 from .gpt2_config import PREFIX, read_gpt2, write_gpt2
 from .llama_config import read_llama, read_smollm3, write_llama, write_smollm3
 from .shape import ModelShape
-from .weight_files import CONFIG, Fields, Problems, WeightFiles
+from .unsupported import check_quantised, why_not_family
+from .weight_files import CONFIG, Fields, Problems, Settings, WeightFiles
 
 SHAPE = "shape"  # key of a file's header: the fields of ModelShape as JSON
 
@@ -25,6 +27,7 @@ LLAMA_NAMES = (  # a part of a name here -> in files
     ("ln_f.", "model.norm."),
     ("head.", "lm_head."),
 )
+LLAMA_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,20 @@ FAMILIES = {
     ),
     "smollm3": Family("SmolLM3ForCausalLM", read_smollm3, write_smollm3),
 }
-UNSUPPORTED = {  # a part of model_type -> why
-    "moe": "a mixture of experts",
-    "mixtral": "a mixture of experts",
-    "llama4": "a mixture of experts",
-    "gemma": "other norms, sliding windows and two rotary bases",
-    "qwen3_5": "linear attention, whose state cannot follow a tree of completions",
-    "qwen3_next": "linear attention, whose state cannot follow a tree of completions",
-}
+
+
+def check_settings(settings: Settings) -> str:
+    """The row of FAMILIES that a config.json names.
+
+    Raises ValueError for another family, and for quantised weights.
+    """
+    name = str(settings.get("model_type", "gpt2"))
+    if name not in FAMILIES:
+        why = why_not_family(name, settings)
+        allowed = ", ".join(FAMILIES)
+        raise ValueError(f"model_type in {CONFIG} is {quoted(name)}{why}; supported are {allowed}")
+    check_quantised(settings, {})
+    return name
 
 
 def read_shape(files: WeightFiles) -> tuple[ModelShape, Problems]:
@@ -93,17 +102,17 @@ def read_shape(files: WeightFiles) -> tuple[ModelShape, Problems]:
 
     Raises ValueError, in one line with the path, if there is no shape to speak of.
     """
-    if SHAPE in files.header:  # a file of our own
-        return ModelShape(**json.loads(files.header[SHAPE])), []
-    name = str(files.settings.get("model_type", "gpt2"))
-    if name not in FAMILIES:
-        why = next((f" ({why})" for part, why in UNSUPPORTED.items() if part in name), "")
-        allowed = ", ".join(FAMILIES)
-        raise ValueError(
-            f"{files.path}: model_type in {CONFIG} is {name!r}{why}; supported are {allowed}"
-        )
-    fields, problems = FAMILIES[name].read(files)
     try:
+        if SHAPE in files.header:  # a file of our own
+            return ModelShape(**json.loads(files.header[SHAPE])), []
+        name = check_settings(files.settings)
+        check_quantised({}, files.dtypes)
+        if "model_type" not in files.settings and LLAMA_EMBEDDING in files.shapes:
+            raise ValueError(f"{CONFIG} with its model_type is missing, and this is no GPT-2")
+        fields, problems = FAMILIES[name].read(files)
         return ModelShape(**fields, family=name), problems
     except ValueError as error:
         raise ValueError(f"{files.path}: {error}") from None
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        # a list in place of a number, a field of another version and so on
+        raise ValueError(f"{files.path}: malformed settings ({one_line(error)})") from None

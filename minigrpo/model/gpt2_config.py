@@ -42,7 +42,7 @@ def read_gpt2(files: WeightFiles) -> tuple[Fields, Problems]:
         (vocab_size, width), (context, _) = shapes["wte.weight"], shapes["wpe.weight"]
     except (KeyError, ValueError):
         problems.append("wte.weight [V, D] and wpe.weight [T, D] expected")
-        raise ValueError(f"{files.path}: not a GPT-2: {'; '.join(problems)}") from None
+        raise ValueError(f"not a GPT-2: {'; '.join(problems)}") from None
     sizes: Fields = {"vocab_size": vocab_size, "context": context, "width": width}
     sizes["layers"] = len({name.split(".")[1] for name in shapes if re.match(r"h\.\d+\.", name)})
     heads = settings.get(GPT2_SIZES["heads"], max(1, width // HEAD_SIZE))

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed in the precision of its input or of autocast."""
+    """`nn.Linear`, computed in the precision of its input or of autocast; not initialised."""
+
+    def reset_parameters(self) -> None:
+        """A Transformer initialises its weights, or loads them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -1,5 +1,6 @@
 """config.json of Llama and its relatives: how it becomes a `ModelShape`, and how it is written."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ LLAMA_COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
     "use_sliding_window": (False, None),
-    "quantization_config": (None,),
 }
 ROPE_SCALING = {  # the fields of RopeScaling -> their names in config.json
     "factor": "factor",
@@ -47,8 +47,9 @@ def read_llama(
     """
     settings = files.settings
     problems = uncomputed(settings, LLAMA_COMPUTED)
-    if any(kind != "full_attention" for kind in settings.get("layer_types") or ()):
-        problems.append(f"layer_types in {CONFIG} has other layers than full_attention")
+    others = {str(kind) for kind in settings.get("layer_types") or ()} - {"full_attention"}
+    if others:
+        problems.append(f"layer_types in {CONFIG} has {quoted(min(others))}, not full_attention")
     optional = ("kv_heads", "head_dim")
     sizes = {ours: settings.get(theirs) or 0 for ours, theirs in LLAMA_SIZES.items()}
     wrong = [
@@ -57,13 +58,13 @@ def read_llama(
         if type(size) is not int or size < 0 or not (size or name in optional)
     ]
     if wrong:
-        raise ValueError(f"{files.path}: {'; '.join(wrong)}, not a size")
+        raise ValueError(f"{'; '.join(wrong)}, not a size")
     scaling, base = _rope(settings, theta, problems)
     biased = bool(settings.get("attention_bias", False))
     fields = {
         **sizes,
         "norm": "rms",
-        "norm_eps": float(settings.get("rms_norm_eps", 1e-6)),
+        "norm_eps": float(_number(settings, "rms_norm_eps") or 1e-6),
         "projections": "separate",
         "mlp": "swiglu",
         "qkv_bias": biased if qkv_bias is None else qkv_bias,
@@ -92,19 +93,29 @@ def _rope(settings: Settings, theta: float, problems: Problems) -> tuple[RopeSca
     """Rotary scaling and base, from the fields of transformers 5, else from those of version 4."""
     found = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
-    base = float(found.get("rope_theta") or settings.get("rope_theta") or theta)
+    base = float(_number(found, "rope_theta") or _number(settings, "rope_theta") or theta)
     if found.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"partial_rotary_factor in {CONFIG} is {found['partial_rotary_factor']!r}")
+    if different := [name for name, x in found.items() if isinstance(x, Mapping)]:
+        problems.append(f"rotary positions of {quoted(different[0])} layers differ from others")
     if kind == "default":
         return None, base
     if kind != "llama3":
-        problems.append(f"rope type {kind!r}: only default and llama3 are supported")
+        problems.append(f"rope type {quoted(kind)}: only default and llama3 are supported")
         return None, base
-    try:
-        return RopeScaling(**{ours: found[theirs] for ours, theirs in ROPE_SCALING.items()}), base
-    except KeyError as error:
-        problems.append(f"rope type llama3 without {error.args[0]}")
+    scaling = {ours: _number(found, theirs) for ours, theirs in ROPE_SCALING.items()}
+    if missing := [ROPE_SCALING[ours] for ours, x in scaling.items() if x is None]:
+        problems.append(f"rope type llama3 without {missing[0]}")
         return None, base
+    return RopeScaling(**scaling), base
+
+
+def _number(settings: Settings, name: str) -> Any:
+    """A positive number of config.json, or None. Raises ValueError if it is something else."""
+    value = settings.get(name)
+    if value is None or (type(value) in (int, float) and 0 < value < math.inf):
+        return value
+    raise ValueError(f"{name} in {CONFIG} is {quoted(value)}, not a positive number")
 
 
 def write_llama(shape: ModelShape) -> dict[str, Any]:

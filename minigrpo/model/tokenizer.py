@@ -16,6 +16,8 @@ import tiktoken
 
 from .chat import ChatTemplate
 from .chess_tokens import CHESS_PATTERN, shipped_ranks
+from .fingerprint import fingerprint
+from .hub import local_folder
 from .nfc import nfc
 from .tokenizer_files import (
     GPT2_FILES,
@@ -44,7 +46,11 @@ class Tokenizer:
         prefix: what a prompt without a chat template starts with; mostly nothing.
         chat: writes prompts from messages; None if the model has no template.
         tokens: number -> bytes, which are empty where a number has no token.
+        fingerprint: a digest of each part that decides what the tokens of a text are.
+        source: the file or folder that it was read from; None if it came with a package.
     """
+
+    source: Path | None = None
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class Tokenizer:
         # a number that no token has is never sampled
         known = {stop for stop in stops if 0 <= stop < self.n_vocab}
         self.stops = frozenset({eot, self.turn_end, *known})
+        self.fingerprint = fingerprint(vocabulary, self.eot, self.turn_end, self.stops, chat)
         self.tokens = _bytes_by_number(vocabulary)
         hidden = self.stops & {*self.special.values()}
         self._texts = {**self.tokens, **dict.fromkeys(hidden, b"")}
@@ -184,12 +191,12 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     Args:
         name: chess, gpt2, or a path: a model's folder or the tokenizer.json in it, a .tiktoken file
             of ranks, one of GPT-2's two files (see GPT2_FILES) with the other one in the same
-            folder, or that folder.
+            folder, or that folder; or ORG/NAME on the Hugging Face Hub.
         chat_template: a file with a chat template, which counts before the model's own.
 
     Raises:
         ValueError: in one line, for a path without a tokenizer, for one that is not supported, or
-            if GPT-2's ranks are not cached and cannot be fetched.
+            if GPT-2's ranks or ORG/NAME are not cached and cannot be fetched.
     """
     own = _override(chat_template)
     if name == "chess":
@@ -197,7 +204,15 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     if name == "gpt2":
         return _of_ranks(name, _fetch_gpt2(), own)
     try:
-        return _from_path(Path(name), own)
+        path = local_folder(name, weights=False)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer {error}") from None
+    try:
+        tokenizer = _from_path(path, own)
+        tokenizer.source = path
+        if path != Path(name):  # a copy of ORG/NAME, whose folder is named for a commit
+            tokenizer.name = name
+        return tokenizer
     except FileNotFoundError as error:
         raise ValueError(
             f"--tokenizer {name}: must be auto, chess, gpt2 or a path; there is no {error.filename}"

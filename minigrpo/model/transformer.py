@@ -69,6 +69,11 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def _embedding(number: int, width: int) -> nn.Embedding:
+    """Without torch's own initialisation: a Transformer initialises its weights, or loads them."""
+    return nn.Embedding.from_pretrained(torch.empty(number, width), freeze=False)
+
+
 class Transformer(nn.Module):
     """A decoder with GPT-2's names for its parts; families.py maps the names of other files."""
 
@@ -79,10 +84,8 @@ class Transformer(nn.Module):
         # set by accel.py for gradient checkpointing: runs a block, recomputed in backward
         self.checkpoint_blocks: Callable[..., Tensor] | None = None
         self.logprob_chunk = 0  # set by build.py: tokens whose logits exist at once; 0: all
-        self.wte = nn.Embedding(shape.vocab_size, shape.width)
-        self.wpe: nn.Embedding | None = (
-            None if shape.rope_theta else nn.Embedding(shape.context, shape.width)
-        )
+        self.wte = _embedding(shape.vocab_size, shape.width)
+        self.wpe = None if shape.rope_theta else _embedding(shape.context, shape.width)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.ln_f = NORMS[shape.norm](shape.width, shape.norm_eps)
         self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
@@ -115,9 +118,8 @@ class Transformer(nn.Module):
     @classmethod
     def empty(cls, shape: ModelShape, device: torch.device | str = "cpu") -> "Transformer":
         """A model whose weights are uninitialised memory; on `meta`, without memory."""
-        with torch.device("meta"):
-            model = cls(shape, seed=None)
-        return model.to_empty(device=device)
+        with torch.device(device):
+            return cls(shape, seed=None)
 
     @classmethod
     def from_pretrained(

@@ -6,6 +6,7 @@ tensor is read when it is used.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ Fields = dict[str, Any]  # of ModelShape
 Problems = list[str]
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
 INDEX = "model.safetensors.index.json"  # which shard holds a tensor
+PICKLED = (
+    "pickled weights, which can run code when they are read; write them as safetensors once, with "
+    "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+)
+OTHER_FORMATS = {  # names of files without safetensors of a whole model -> what they hold
+    "adapter_model.*": "adapters without their base model; merge them into it, and take the result",
+    "*model*.bin": PICKLED,
+    **dict.fromkeys(("*.pth", "*.pt", "*.ckpt"), PICKLED),
+    "*.gguf": "weights for llama.cpp; take the safetensors that they were made from",
+}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -30,6 +41,30 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error})") from None
     return found
+
+
+def weight_names(folder: Path) -> list[str]:
+    """The files with a model's weights, there or not: one, or the shards that the index lists.
+
+    Raises ValueError for an index that cannot be read.
+    """
+    index = folder / INDEX
+    if (folder / WEIGHTS).exists() or not index.exists():
+        return [WEIGHTS]
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{index}: has no weight_map")
+    names = sorted({str(name) for name in found.values()})
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{index}: {quoted(outside[0])} is no file beside it")
+    return names
+
+
+def other_format(path: Path) -> str:
+    """What a file, or a folder, holds instead of safetensors, as the end of a message, or ""."""
+    names = sorted(file.name for file in path.iterdir()) if path.is_dir() else [path.name]
+    found = ((name, what) for part, what in OTHER_FORMATS.items() for name in matching(names, part))
+    return next((f"; {name} holds {what}" for name, what in found), "")
 
 
 @dataclass(frozen=True)
@@ -47,18 +82,13 @@ class WeightFiles:
     def open(cls, path: Path) -> "WeightFiles":
         """Read the headers of a file, or of a folder's files. Raises ValueError in one line."""
         file = path / WEIGHTS if path.is_dir() else path
-        settings = read_json(file.with_name(CONFIG)) if file.name == WEIGHTS else {}
-        index = file.with_name(INDEX)
-        files = [file]
-        if file.name == WEIGHTS and not file.exists() and index.exists():
-            found = read_json(index).get("weight_map")
-            if not isinstance(found, dict) or not found:
-                raise ValueError(f"{index}: has no weight_map")
-            files = [file.with_name(str(name)) for name in sorted(set(found.values()))]
+        settings, names = dict[str, Any](), [file.name]
+        if file.name == WEIGHTS:
+            settings, names = read_json(file.with_name(CONFIG)), weight_names(file.parent)
         shards: dict[str, Path] = {}
         header: dict[str, str] = {}
         shapes, dtypes = dict[str, list[int]](), dict[str, str]()
-        for one in files:
+        for one in map(file.with_name, names):
             with _opened(one) as tensors:
                 header = header or tensors.metadata() or {}
                 for name in tensors.keys():  # noqa: SIM118 - it is not a dict
@@ -82,9 +112,11 @@ class _opened:
         try:
             self.file = safe_open(file, framework="pt")
         except FileNotFoundError:
-            raise ValueError(f"{file}: there is no such file") from None
+            held = other_format(file.parent) if file.name == WEIGHTS else ""
+            raise ValueError(f"{file}: there is no such file{held}") from None
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: not a whole safetensors file ({error})") from None
+            held = other_format(file)
+            raise ValueError(f"{file}: not a whole safetensors file ({error}){held}") from None
 
     def __enter__(self) -> Any:
         return self.file.__enter__()

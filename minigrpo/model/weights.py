@@ -21,6 +21,7 @@ from .weight_files import CONFIG, WEIGHTS, WeightFiles
 
 LM_HEAD = "lm_head.weight"  # stored by some although it is tied
 MAX_LISTED = 8  # problems in an error message
+CHECKED_AT_ONCE = 2**18  # values
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 
@@ -54,11 +55,22 @@ def load_into(
             found.append(f"{head} is not {wte}: an untied head")
     _refuse(files, found)
     for name, parameter in state.items():
-        tensor = files.tensor(stored[name])
-        parameter.copy_(tensor.t() if name.endswith(family.transposed) else tensor)
-        if bad := parameter.numel() - int(parameter.isfinite().sum()):
+        _copy(parameter, files.tensor(stored[name]), transpose=name.endswith(family.transposed))
+        if bad := _count_not_finite(parameter):
             found.append(f"{stored[name]} has {bad} values that are not finite in float32")
     _refuse(files, found)
+
+
+def _copy(parameter: Tensor, tensor: Tensor, *, transpose: bool) -> None:
+    """A function, so that `tensor` is freed before the next one is read."""
+    parameter.copy_(tensor.t() if transpose else tensor)
+
+
+def _count_not_finite(x: Tensor) -> int:
+    """In pieces: `isfinite` needs a copy, and that of a large embedding is hundreds of MiB."""
+    return sum(
+        len(part) - int(part.isfinite().sum()) for part in x.flatten().split(CHECKED_AT_ONCE)
+    )
 
 
 def _refuse(files: WeightFiles, problems: Sequence[str]) -> None:

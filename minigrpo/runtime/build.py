@@ -107,7 +107,7 @@ def match_vocab(
     Raises ConfigError if the tokenizer or --max-new-tokens does not fit the model.
     """
     size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, tokenizer.name
-    if known < size <= known + known // MOST_PADDING:
+    if size != known and is_padded(size, known):
         say(f"{name}: {size - known} tokens more than --tokenizer {flag} has are padding, dropped")
         model.trim_vocab(known)
     elif size != known:
@@ -116,6 +116,11 @@ def match_vocab(
             "choose a model and a tokenizer that match"
         )
     check_room(config, model.shape)
+
+
+def is_padded(size: int, known: int) -> bool:
+    """Whether a vocabulary of `size` is that of a tokenizer of `known` tokens, and padding."""
+    return known <= size <= known + known // MOST_PADDING
 
 
 def check_room(config: Config, shape: ModelShape) -> None:

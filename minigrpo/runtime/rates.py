@@ -23,7 +23,7 @@ from ..model.packed_attention import Packing
 from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer
-from ..model.transformer import Block, Transformer
+from ..model.transformer import Transformer
 from ..sampling.drafts import ProposalPauses
 from ..sampling.params import SamplingParams
 from ..sampling.running import RunningSequences
@@ -149,7 +149,7 @@ class Probe:
         room = MOST_PARAMETERS // self.small.block_weights
         number = max(1, min(self.small.layers, room))
         model = self._model(replace(self.small, layers=number, vocab_size=2))
-        blocks = [block for block in model.h if isinstance(block, Block)]
+        blocks = [*model.h]
         recomputed = self.config.memory.gradient_checkpointing
 
         def pack(prompts: int) -> Packing:

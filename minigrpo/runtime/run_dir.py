@@ -40,6 +40,7 @@ from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
+from .origins import check_same_tokenizer, commits_of_models
 from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
 
@@ -54,6 +55,7 @@ class RunDir:
         self.start = working_folder()
         self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
         self.base = ""  # identifies the weights at --init-from, where they are needed again
+        self.tokenizer: Mapping[str, str] = {}  # its fingerprint
         self.saved_step = -1  # of the newest checkpoint
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self._lock: IO[str] | None = None
@@ -62,11 +64,14 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def open(self, learner: Learner) -> int:
+    def open(self, learner: Learner, tokenizer: Mapping[str, str]) -> int:
         """Create or reopen the folder, load what --resume names, return the number of steps done.
 
+        `tokenizer` is its fingerprint, which checkpoints hold.
         Raises ConfigError or CheckpointError, after unlocking the folder.
         """
+        self.tokenizer = tokenizer
+        self.files |= commits_of_models(self.config)  # known once the models have been fetched
         self.shown = self.dist.on_main(self._make_and_lock)
         self.path = self.start / self.shown
         self.base = base_digest(self.config, learner.model)
@@ -159,7 +164,7 @@ class RunDir:
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
-        state |= {"files": self.files, "base": self.base}
+        state |= {"files": self.files, "base": self.base, "tokenizer": dict(self.tokenizer)}
         keep_last, warn = self.config.run.keep_last, self.screen.warn
         save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
@@ -194,6 +199,8 @@ class RunDir:
                     raise CheckpointError(f"{self.shown}: a checkpoint has no step or no config")
                 check_same_run(self.config, found["config"], self.path)
                 check_base(self.config, self.base, found.get("base", ""))
+                name, then = self.config.model.tokenizer, found.get("tokenizer", {})
+                check_same_tokenizer(name, self.tokenizer, then)
                 there = checkpoints(self.checkpoints)
                 self.later = [path for path in there if (step_of(path) or 0) > found["step"]]
             elif resume and weights:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ..config import Config
+from ..model.hub import HubModel
 from ..model.tokenizer_files import has_tokenizer
 from .flags import ConfigError
 from .settings import RECORD, read_settings
@@ -45,6 +46,8 @@ def own_tokenizer(model: str) -> tuple[str, str]:
         check_file_name(model)
     except ValueError as error:
         raise ConfigError(f"--init-from {error}") from None
+    if HubModel.of(model):
+        return model, ""
     if not os.path.lexists(model):
         return CHESS, ""  # whoever loads the model says that it is not there
     folder = Path(model) if os.path.isdir(model) else Path(model).parent
@@ -58,7 +61,7 @@ def own_tokenizer(model: str) -> tuple[str, str]:
 
 def is_path(tokenizer: str) -> bool:
     """Whether a value of --tokenizer is a path."""
-    return tokenizer not in (AUTO, CHESS, "gpt2")
+    return tokenizer not in (AUTO, CHESS, "gpt2") and HubModel.of(tokenizer) is None
 
 
 def _found(path: str, flag: str, run: Path) -> str:

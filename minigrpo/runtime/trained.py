@@ -1,14 +1,15 @@
-"""The model of a run, or of a file, by its path."""
+"""The model of a run, of a file or on the Hugging Face Hub, by its path or name."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ..model.hub import local_folder
 from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
-from ..model.weight_files import INDEX, WEIGHTS
+from ..model.weight_files import INDEX, WEIGHTS, other_format
 from .base_model import BaseError, adapted_model
 from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from .flags import ConfigError
@@ -23,23 +24,27 @@ def is_run(path: Path) -> bool:
 def load_model(
     path: Path, warn: Callable[[str], object], matrices: torch.dtype | None = None
 ) -> tuple[str, Transformer]:
-    """The model of a run, of a file, or `shipped`, with the name of its weights.
+    """The model of a run, of a file or folder, ORG/NAME, or `shipped`, and where it comes from.
 
     Of a file, `matrices` is the type of weights with two dimensions; None: float32.
     Raises ValueError in one line.
     """
     if is_run(path):
         return _newest(path, warn)
-    if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
-        raise ConfigError(f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS})")
-    return str(path), load_pretrained(str(path), matrices)
+    found = local_folder(str(path))
+    if found.is_dir() and not any((found / name).exists() for name in (WEIGHTS, INDEX)):
+        held = other_format(found)
+        raise ConfigError(
+            f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS}){held}"
+        )
+    return str(path), load_pretrained(str(found), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
     """The model in a checkpoint. Raises an error of some kind for a state of another version."""
     if state["config"].get("lora_rank"):
         return adapted_model(state, lambda base, dtype: load_model(base, warn, dtype)[1])
-    model = Transformer(ModelShape(**state["shape"]))
+    model = Transformer.empty(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
     return model
 

@@ -1,4 +1,4 @@
-"""Write a model as a folder that transformers loads with `GPT2LMHeadModel.from_pretrained`.
+"""Write a model as a folder that transformers loads, with the files of its tokenizer.
 
 minigrpo export RUN_OR_MODEL --out FOLDER
 
@@ -7,9 +7,10 @@ alone, as a folder that PEFT loads with `PeftModel.from_pretrained(base, FOLDER)
 """
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +18,29 @@ from typing import Annotated
 import tyro
 from safetensors import SafetensorError
 
+from ..model.hub import cached_folder, local_folder
 from ..model.lora import PEFT_WEIGHTS, adapters, merge_adapters, peft_files
+from ..model.shape import ModelShape
+from ..model.tokenizer import Tokenizer, load_tokenizer
+from ..model.tokenizer_files import (
+    CHAT_TEMPLATE,
+    FILES,
+    GENERATION_CONFIG,
+    copy_tokenizer_files,
+    end_numbers,
+    has_tokenizer,
+    read_chat_template,
+)
 from ..model.transformer import Transformer
-from ..model.weight_files import CONFIG, WEIGHTS
+from ..model.weight_files import CONFIG, INDEX, WEIGHTS, read_json
 from ..model.weights import export_model
+from ..runtime.build import is_padded, make_tokenizer
 from ..runtime.flags import ConfigError, parse
+from ..runtime.folder import OF_A_RUN
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line, write_output
+from ..runtime.text import check_file_name
+from ..runtime.tokenizers import with_own_tokenizer
 from ..runtime.trained import is_run, load_model
 from .loading import ModelSelection, config_of
 from .messages import one_line_errors
@@ -32,19 +49,27 @@ from .messages import one_line_errors
 @dataclass(frozen=True)
 class Arguments:
     run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
+    """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
     out: str
     """The folder to write."""
     adapters: bool = False
     """Write the adapters of a run alone, as PEFT stores them."""
+    tokenizer: str = ""
+    """chess, gpt2, a path or ORG/NAME; empty: the run's, or the one in the model's folder."""
 
     def check(self) -> None:
         """Raises ConfigError, in one line, for a folder that cannot or must not be written."""
+        check_file_name(self.run)
         check_output_folder("--out", self.out)
         folder = Path(self.out)
-        if is_run(folder) or (folder / "checkpoints").exists():
-            raise ConfigError(f"--out {folder}: holds a run, which an export would overwrite")
-        if self.run.exists() and folder.exists() and self.run.samefile(folder):
+        own = [name for name in (*OF_A_RUN, "checkpoints") if not name.endswith(".safetensors")]
+        if left := [name for name in own if (folder / name).exists()]:
+            raise ConfigError(
+                f"--out {folder}: holds a run, which an export would overwrite (found: {left[0]})"
+            )
+        source = cached_folder(str(self.run)) or self.run
+        target = folder / WEIGHTS if source.is_file() else folder
+        if source.exists() and target.exists() and source.samefile(target):
             raise ConfigError(f"--out {folder}: is the model to export; take another folder")
         for name in (WEIGHTS, CONFIG):
             if (folder / name).is_dir():
@@ -60,12 +85,17 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     with one_line_errors("stopped; nothing was written"):
         arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo export")
         arguments.check()
-        screen = Screen()
+        screen, tokenizer = Screen(), tokenizer_of(arguments)
         name, model = load_model(arguments.run, screen.warn)
         if arguments.adapters:
             write_adapters(arguments.run, model, Path(arguments.out))
+            screen.say(f"{name} -> {arguments.out}")
+            return
+        if tokenizer:
+            ends = ends_of(tokenizer, model.shape.vocab_size, name)
         else:
-            write(merge_adapters(model), Path(arguments.out))
+            ends = ends_without_tokenizer(arguments.run, model.shape, screen.warn)
+        write(merge_adapters(model), Path(arguments.out), ends, tokenizer)
         screen.say(f"{name} -> {arguments.out}")
 
 
@@ -81,19 +111,94 @@ def write_adapters(run: Path, model: Transformer, folder: Path) -> None:
         raise ConfigError(f"--out {folder}: cannot be written ({error})") from None
 
 
-def write(model: Transformer, folder: Path) -> None:
+def tokenizer_of(arguments: Arguments) -> Tokenizer | None:
+    """The tokenizer of --tokenizer, else of the run, else in the model's folder, if any."""
+    if arguments.tokenizer:
+        return load_tokenizer(arguments.tokenizer)
+    folder = folder_of(arguments.run)
+    if is_run(folder) or str(folder) == "shipped":
+        config = config_of(ModelSelection(folder))
+        return make_tokenizer(with_own_tokenizer(config, str(folder)))
+    return load_tokenizer(str(folder)) if has_tokenizer(folder) else None
+
+
+def folder_of(model: Path) -> Path:
+    """The folder of a run or of a model in Hugging Face's layout; another file is by itself."""
+    path = local_folder(str(model))
+    return path.parent if path.name == WEIGHTS else path
+
+
+def ends_of(tokenizer: Tokenizer, size: int, name: str) -> list[int]:
+    """The tokens that end a text; the first one ends an answer.
+
+    Raises ConfigError unless `size`, of the model `name`, is the tokenizer's, perhaps with padding.
+    """
+    if not is_padded(size, tokenizer.n_vocab):
+        raise ConfigError(
+            f"{name}: has {size} tokens, but the tokenizer {tokenizer.name} has "
+            f"{tokenizer.n_vocab}; give the model's own as --tokenizer"
+        )
+    return [tokenizer.eot, *sorted(tokenizer.stops - {tokenizer.eot})]
+
+
+def ends_without_tokenizer(
+    model: Path, shape: ModelShape, warn: Callable[[str], object]
+) -> list[int]:
+    """The tokens that end a text, as the model's own settings say; else the last one."""
+    found = dict.fromkeys(end_numbers(folder_of(model)))
+    ends = [number for number in found if 0 <= number < shape.vocab_size]
+    if not ends and shape.family != "gpt2":  # all tokenizers of GPT-2's kind end with it
+        warn("the last token is taken for the end of a text; --tokenizer would say which it is")
+    return ends or [shape.vocab_size - 1]
+
+
+def add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Add the files of a tokenizer, and of its chat template if that came from elsewhere."""
+    if tokenizer.source:
+        copy_tokenizer_files(tokenizer.source, folder)
+    own, chat = read_chat_template(folder), tokenizer.chat
+    if chat and (own is None or own.source != chat.source):
+        (folder / CHAT_TEMPLATE).write_text(chat.source, encoding="utf-8")
+
+
+def write_ends(folder: Path, ends: Sequence[int]) -> None:
+    """Say in generation_config.json where transformers' `generate` stops."""
+    file = folder / GENERATION_CONFIG
+    settings = {
+        **dict.fromkeys(("bos_token_id", "pad_token_id"), ends[0]),
+        **read_json(file),
+        "eos_token_id": list(ends) if len(ends) > 1 else ends[0],
+    }
+    file.write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def check_nothing_stale(folder: Path, new: Path) -> None:
+    """Raise ConfigError for a file of another model that would be read with the `new` ones."""
+    names = (INDEX, *FILES)
+    stale = [name for name in names if (folder / name).exists() and not (new / name).exists()]
+    if stale:
+        raise ConfigError(
+            f"--out {folder}: has {stale[0]} of another model, which this one does not have; take "
+            "another folder"
+        )
+
+
+def write(
+    model: Transformer, folder: Path, ends: Sequence[int], tokenizer: Tokenizer | None
+) -> None:
     """Write all files aside, then move them to their places: a full disk leaves an older export
     whole. Raises ConfigError in one line.
     """
-    # In every tokenizer here the last token is the end of text, and the vocabulary of a run has no
-    # padding after it.
-    end_of_text = model.shape.vocab_size - 1
     partial = folder / f".partial-{os.getpid()}"
     made = [above for above in (folder, *folder.parents) if not above.exists()]
     with one_line("--out", folder):
         try:
             partial.mkdir(parents=True)
-            export_model(model.state_dict(), partial, shape=model.shape, eos=end_of_text)
+            export_model(model.state_dict(), partial, shape=model.shape, eos=ends[0])
+            if tokenizer:
+                add_tokenizer(partial, tokenizer)
+            write_ends(partial, ends)
+            check_nothing_stale(folder, partial)
             for file in partial.iterdir():
                 os.replace(file, folder / file.name)
             made = []

@@ -31,9 +31,9 @@ class ModelSelection:
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
+    """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
     tokenizer: str | None = None
-    """auto (that of the model's folder or run, else chess), chess, gpt2, or a folder or file."""
+    """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
     chat_template: str | None = None
     """A jinja2 file, as for minigrpo train."""
     system: str | None = None

@@ -1,0 +1,50 @@
+"""Where the model and the tokenizer of a run come from: fetched at its start, compared at a resume.
+
+Checkpoints record the commits of models on the Hugging Face Hub and a fingerprint of the tokenizer,
+because a name, as well as a folder, may stand for something else later.
+"""
+
+from collections.abc import Mapping
+
+from ..config import Config
+from ..model.hub import cached_folder, local_folder
+from .flags import ConfigError, flag
+
+NAMES = ("init_from", "tokenizer")  # the settings that may name a model on the Hub
+
+
+def fetch_models(config: Config) -> None:
+    """Fetch what --init-from and --tokenizer name on the Hugging Face Hub, if it is not here.
+
+    For the main process: the others find it in the cache afterwards. A plan fetches nothing.
+    Raises ConfigError if that is not possible.
+    """
+    for name in NAMES:
+        try:
+            local_folder(getattr(config.model, name), weights=name == "init_from")
+        except ValueError as error:
+            raise ConfigError(f"{flag(name)} {error}") from None
+
+
+def commits_of_models(config: Config) -> dict[str, str]:
+    """The commit of each model on the Hub that is in the cache, by flag and name.
+
+    Saved in checkpoints beside `contents_of_files`.
+    """
+    named = {flag(name): getattr(config.model, name) for name in NAMES}
+    folders = {f"{by} {name}": cached_folder(name) for by, name in named.items()}
+    return {shown: folder.name for shown, folder in folders.items() if folder}
+
+
+def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, str]) -> None:
+    """Raise ConfigError unless two fingerprints of tokenizers agree.
+
+    Args:
+        name: of --tokenizer.
+        then: the checkpoint's; empty in older ones.
+    """
+    if differ := [part for part, digest in then.items() if now.get(part, digest) != digest]:
+        raise ConfigError(
+            f"--resume: --tokenizer {name} has changed since the checkpoint was written: another "
+            f"{' and another '.join(differ)}; bring its files back, or start a new run"
+        )
