@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minigrpo.config import Config
 from minigrpo.learner import Learner
+from minigrpo.model.transformer import Transformer
 from minigrpo.rollout import RolloutBatches
 from minigrpo.runtime import accel
 from minigrpo.runtime.build import make_reference, make_scorer
@@ -53,9 +54,16 @@ class NoBackoff(OOMBackoff):
 class BenchStep:
     """The library's training step with the flags of a config, on a copy of the workload's model."""
 
-    def __init__(self, config: Config, work: Workload, sampler: type[Sampler] = Sampler) -> None:
+    def __init__(
+        self,
+        config: Config,
+        work: Workload,
+        sampler: type[Sampler] = Sampler,
+        model: Transformer | None = None,
+    ) -> None:
+        """`model` is trained itself; None: a copy of the workload's."""
         self.config, self.device = config, work.device
-        self.model = copy.deepcopy(work.model)
+        self.model = copy.deepcopy(work.model) if model is None else model
         self.model.logprob_chunk = accel.logprob_chunk(config.memory, self.model)
         self.learner = Learner(config, self.model)
         self.learner.backoff = NoBackoff("update", "", config.memory.micro_batch_size)

@@ -1,6 +1,7 @@
 """The rows of the peers benchmark: processes that take turns, and what was measured of each."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,10 @@ import numpy as np
 from minigrpo.runtime.logging import Screen
 
 from .intervals import gain, median_of
+from .peer_jobs import Settings
 from .report import Column, number
 
-WARM_UP = 2  # steps that train but are not timed
-Settings = dict[str, Any]  # of TRL's GRPOConfig
+KILLED = "out of memory: the system ended the process"
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Row:
     settings: Settings | None = None  # None: this library
     status: str = "ok"
     steps: list[dict[str, float]] = field(default_factory=list)
+    warm_up: int = 0  # steps that train but are not timed
     end: dict[str, Any] = field(default_factory=dict)  # what the process says after the last step
     module: str = f"{__package__}.peer_worker"
     process: subprocess.Popen[str] | None = None
@@ -54,7 +56,7 @@ class Row:
             pass  # it has died: `receive` says why
 
     def receive(self) -> dict[str, Any]:
-        """The process's answer; if it has died, its last line on stderr becomes the status."""
+        """The process's answer; if it has died, the status says why: its last line on stderr."""
         assert self.process is not None and self.process.stdout is not None
         if line := self.process.stdout.readline():
             answer: dict[str, Any] = json.loads(line)
@@ -62,7 +64,9 @@ class Row:
         assert self.errors is not None
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        self.status = lines[-1] if lines else f"exit code {self.process.wait()}"
+        code = self.process.wait()
+        killed = code == -signal.SIGKILL  # such a process writes no last line
+        self.status = KILLED if killed else lines[-1] if lines else f"exit code {code}"
         return {}
 
     def ask(self, command: str) -> dict[str, Any]:
@@ -80,16 +84,22 @@ class Row:
 
     def seconds(self) -> dict[int, float]:
         """Seconds of the timed steps, by number; empty if the row failed."""
-        timed = range(WARM_UP, len(self.steps)) if self.status == "ok" else ()
+        timed = range(self.warm_up, len(self.steps)) if self.status == "ok" else ()
         return {turn: self.steps[turn]["seconds"] for turn in timed}
 
 
-def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], screen: Screen, title: str) -> None:
-    """Let every row do `asked["steps"]` training steps, one row after the other in each step."""
-    steps = asked["steps"]
-    screen.say(f"{title}: starting {len(rows)} processes")
+def take_turns(
+    rows: Sequence[Row], asked: Mapping[str, Any], screen: Screen, title: str, *, warm_up: int
+) -> None:
+    """Let every row do `asked["steps"]` training steps, one row after the other in each step.
+
+    The first `warm_up` steps are not timed. A row that has failed before is left out.
+    """
+    rows, steps = [row for row in rows if row.status == "ok"], asked["steps"]
+    screen.say(f"{title}: starting {len(rows)} {'process' if len(rows) == 1 else 'processes'}")
     try:
         for row in rows:
+            row.warm_up = warm_up
             row.start(asked)
         for row in rows:
             row.receive()
@@ -110,7 +120,7 @@ def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], screen: Screen, ti
 
 
 def record(row: Row, first: Row) -> dict[str, Any]:
-    """A row's figures as plain JSON; what was not measured is null."""
+    """A row's figures as plain JSON; `multiple` is of `first`. What was not measured is null."""
     seconds = row.seconds()
     found: dict[str, Any] = {
         "name": row.name,
@@ -134,6 +144,8 @@ def record(row: Row, first: Row) -> dict[str, Any]:
         **{name: row.end[name] for name in ("peak_mib", "process_mib", "memory_measures")},
     }
     before, after = (np.array(row.end[f"held_out_{when}"]) for when in ("before", "after"))
+    if not len(after):
+        return found
     error = (after - before).std(ddof=1) / len(after) ** 0.5
     return found | {
         "held_out_prompts": len(after),

@@ -3,7 +3,8 @@
 transformers and trl come with the extra `peer`, and are imported only here.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,15 @@ from trl import GRPOConfig, GRPOTrainer
 from minigrpo.config import Config
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.vocabulary import END_OF_TEXT
-from minigrpo.model.weights import export_model
+from minigrpo.model.weight_files import CONFIG
 from minigrpo.runtime.build import make_scorer
 from minigrpo.runtime.optim import BETAS, learning_rate_at
 from minigrpo.types import Example
 
+from .peer_jobs import Settings
 from .workload import Workload
 
 NEVER = "<|never|>"  # stands for end of text where completions have a forced length
-
-Settings = dict[str, Any]  # of GRPOConfig
 
 
 class TiktokenTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
@@ -135,7 +135,7 @@ def job_settings(config: Config, steps: int) -> Settings:
 def make_trainer(
     work: Workload,
     config: Config,
-    settings: Settings,
+    settings: Mapping[str, Any],
     *,
     steps: int,
     folder: Path,
@@ -144,14 +144,14 @@ def make_trainer(
 ) -> tuple[GRPOTrainer, LastStep]:
     """A trainer of `steps` steps, one whole rollout each, and what its last step sampled.
 
-    The workload's model goes through `folder`, which must stay while the trainer is used. Raises
-    ValueError if a prompt has other tokens than in this library.
+    The model is read from `folder`, which `Workload.save_model` wrote, and which must stay while
+    the trainer is used. Raises ValueError if a prompt has other tokens than in this library.
     """
     logging.set_verbosity_error()
     tokenizer = TiktokenTokenizer(work.tokenizer, NEVER if work.forced else END_OF_TEXT)
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
     check_tokens(tokenizer, work.tokenizer, examples)
-    export_model(work.model.state_dict(), folder, shape=work.shape, eos=tokenizer.eos_token_id)
+    declare_end(folder, tokenizer.eos_token_id)
     last = LastStep(prompt_len=0)
     trainer_class = SameScheduleTrainer
     trainer_class.schedule = config
@@ -176,6 +176,16 @@ def make_trainer(
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model.register_forward_pre_hook(count_positions_without_padding, with_kwargs=True)
     return trainer, last
+
+
+def declare_end(folder: Path, eos: int) -> None:
+    """Write the end of a completion into a model's config.json, and no padding.
+
+    The embedding of a declared padding token would get no gradient.
+    """
+    file = folder / CONFIG
+    tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
 
 
 def count_positions_without_padding(

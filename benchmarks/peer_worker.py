@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,8 +25,9 @@ from . import probe
 from .bench_step import BenchStep
 from .workload import Workload, WorkloadFlags
 
-HELD_OUT = 64  # prompts on which the trained models are compared
 HELD_OUT_STEP = 0  # its random numbers; the examples are others than in training
+OOM_SCORE = Path("/proc/self/oom_score_adj")  # Linux only
+Trained = Callable[[], Transformer]  # reads the trained model back into this library
 
 
 class Finished(Exception):
@@ -70,10 +72,15 @@ class TimedSteps:
 
 
 def train_ours(
-    work: Workload, config: Config, steps: TimedSteps, number: int, ready: Callable[[], object]
-) -> Transformer:
-    """Train with this library, and return the model."""
-    bench = BenchStep(config, work)
+    work: Workload,
+    config: Config,
+    steps: TimedSteps,
+    number: int,
+    ready: Callable[[], object],
+    folder: Path,
+) -> Trained:
+    """Train the model in `folder` with this library."""
+    bench = BenchStep(config, work, model=Transformer.from_pretrained(folder).to(work.device))
     found: dict[str, float] = {}
     steps.metrics = lambda: found
     ready()
@@ -87,7 +94,7 @@ def train_ours(
             "tokens/run": timed["tokens/run"],
         }
         steps.end()
-    return bench.model
+    return lambda: bench.model
 
 
 def train_theirs(
@@ -98,8 +105,8 @@ def train_theirs(
     number: int,
     ready: Callable[[], object],
     folder: Path,
-) -> Transformer:
-    """Train with TRL, and return the model, read back into this library."""
+) -> Trained:
+    """Train the model in `folder` with TRL."""
     from .peer_trl import make_trainer
 
     trainer, last = make_trainer(
@@ -108,18 +115,23 @@ def train_theirs(
     steps.metrics = last.metrics
     ready()
     trainer.train()
-    trainer.model.save_pretrained(folder / "trained")
-    return Transformer.from_pretrained(folder / "trained")
+
+    def trained() -> Transformer:
+        trainer.model.save_pretrained(folder / "trained")
+        return Transformer.from_pretrained(folder / "trained").to(work.device)
+
+    return trained
 
 
-def held_out_rewards(work: Workload, config: Config, model: Transformer) -> list[float]:
-    """Mean reward of samples per held-out prompt, in float32: the same prompts and random numbers
-    for all rows.
+def held_out_rewards(
+    work: Workload, config: Config, model: Transformer, number: int
+) -> list[float]:
+    """Mean reward of samples for each of the first held-out prompts, in float32: the same prompts
+    and random numbers for all rows.
     """
     plain = config.replace(use_amp=False, low_precision_weights=False)
-    bench = BenchStep(plain, work)
-    bench.model.load_state_dict(model.state_dict())
-    examples = [work.task.held_out(i) for i in range(HELD_OUT)]
+    bench = BenchStep(plain, work, model=model)
+    examples = [work.task.held_out(i) for i in range(number)]
     rolled = bench.source.roll_out(examples, HELD_OUT_STEP)
     means: list[float] = bench.source.scorer.score(examples, rolled.texts).total.mean(1).tolist()
     return means
@@ -127,6 +139,8 @@ def held_out_rewards(work: Workload, config: Config, model: Transformer) -> list
 
 def main() -> None:
     link = Link()
+    with suppress(OSError):  # if memory runs out, the system ends this process before any other
+        OOM_SCORE.write_text("1000")
     asked = json.loads(sys.stdin.readline())
     settings, number = asked["settings"], asked["steps"]
     if settings is not None:
@@ -134,20 +148,25 @@ def main() -> None:
     device = accel.pick_device(asked["workload"]["device"])
     work = Workload.of(WorkloadFlags(**asked["workload"]), device)
     config = work.config.replace(**asked["flags"], max_steps=asked["schedule_steps"])
-    before, timed = held_out_rewards(work, config, work.model), TimedSteps(link, device)
+    number_held_out = asked["held_out"]
+    before = held_out_rewards(work, config, work.model, number_held_out) if number_held_out else []
+    timed, described = TimedSteps(link, device), work.describe()
 
     def ready() -> None:
-        link.answer({"work": work.describe()})
+        link.answer({"work": described})
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as path:
+        folder = Path(path)
+        work.save_model(folder)
+        # both sides read the file; of a large model, a copy more would not fit into memory
+        work = replace(work, model=Transformer.empty(work.shape, "meta"))
         with probe.PeakMemory(device) as memory:
             if settings is None:
-                trained = train_ours(work, config, timed, number, ready)
+                trained = train_ours(work, config, timed, number, ready, folder)
             else:
-                path = Path(folder)
-                trained = train_theirs(work, config, settings, timed, number, ready, path)
+                trained = train_theirs(work, config, settings, timed, number, ready, folder)
         sys.stdin.readline()
-        after = held_out_rewards(work, config, trained.to(device))
+        after = held_out_rewards(work, config, trained(), number_held_out) if before else []
     link.answer(
         {
             "peak_mib": memory.mib,

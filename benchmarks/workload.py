@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.model.vocabulary import END_OF_TEXT, Vocabulary
+from minigrpo.model.weights import export_model
 from minigrpo.rewards import similarities
 from minigrpo.runtime.build import make_model, make_task, make_tokenizer
 from minigrpo.runtime.constraints import AtLeast, AtMost
@@ -36,10 +38,28 @@ ConfigFiles = tyro.conf.UseAppendAction[tuple[str, ...]]
 MODEL_SIZES = ("layers", "width", "heads", "vocab_size", "prompt_len")
 STEP_SIZES = ("prompts_per_step", "group_size", "max_new_tokens", "kl_coef", "micro_batch_size")
 SIZES = MODEL_SIZES + STEP_SIZES
+QWEN = "qwen2.5-0.5b"
 PRESETS: dict[str, dict[str, float]] = {
     "tiny": dict(zip(SIZES, (4, 128, 4, 512, 80, 8, 8, 80, 0.04, 0), strict=True)),
     # two prompts at a time: with all at once, grpo.py's step would not fit into 24 GB
     "gpt2": dict(zip(SIZES, (12, 768, 12, 50257, 80, 8, 8, 144, 0.04, 2), strict=True)),
+    # of the peers benchmark alone: grpo.py's cache knows no grouped queries
+    QWEN: dict(zip(SIZES, (24, 896, 14, 151936, 128, 2, 4, 64, 0.04, 0), strict=True)),
+}
+# what else the shape of a preset says
+VARIANTS: dict[str, dict[str, Any]] = {
+    QWEN: {
+        "family": "qwen2",
+        "kv_heads": 2,
+        "mlp_width": 4864,
+        "norm": "rms",
+        "norm_eps": 1e-6,
+        "projections": "separate",
+        "mlp": "swiglu",
+        "out_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 1e6,
+    }
 }
 # settings that are fixed in grpo.py: with another value its row would be a different job
 FIXED_BY_GRPO_PY = (
@@ -192,6 +212,11 @@ class Workload:
     def shape(self) -> ModelShape:
         return self.model.shape
 
+    def save_model(self, folder: Path) -> None:
+        """Write the model as this library and transformers read it."""
+        state = self.model.state_dict()
+        export_model(state, folder, shape=self.shape, eos=self.tokenizer.eot)
+
     def describe(self, group_size: str = "") -> str:
         """A description in one line; `group_size` replaces the config's, if there are several."""
         sampling, shape = self.config.sampling, self.shape
@@ -251,6 +276,8 @@ def _made_up_job(flags: WorkloadFlags) -> Job:
     context = prompt_len + sizes["max_new_tokens"]
     config = Config.of(**sizes, context=context, init_from="scratch", max_steps=10**6)
     seed, m = config.run.seed, config.model
-    model = Transformer(ModelShape(vocab_size, context, m.layers, m.width, m.heads), seed=seed)
+    variant = VARIANTS.get(flags.preset, {})
+    shape = ModelShape(vocab_size, context, m.layers, m.width, m.heads, **variant)
+    model = Transformer(shape, seed=seed)
     task = RandomText(seed, prompt_len, sizes["max_new_tokens"] + ANSWER_TAIL)
     return config, model, byte_tokenizer(vocab_size), task

@@ -4,6 +4,7 @@ runs, and TRL's gradient on the same completions is ours.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 
 from benchmarks import cli, peers
 from benchmarks.bench_step import BenchStep
-from benchmarks.peer_rows import WARM_UP, Row, record, take_turns
-from benchmarks.peers import as_it_is, candidates
-from benchmarks.workload import Workload, WorkloadFlags
+from benchmarks.peer_jobs import JOBS, WAYS, as_it_is, candidates, least_memory
+from benchmarks.peer_rows import KILLED, Row, record, take_turns
+from benchmarks.workload import QWEN, Workload, WorkloadFlags
 from minigrpo.model.families import FAMILIES
+from minigrpo.model.weights import export_model
 from minigrpo.runtime.logging import Screen
 
+SMALL_QWEN = {"layers": 2, "width": 28, "vocab_size": 300, "prompt_len": 6}
 WORKER = """
-import json, sys
+import json, os, sys
 asked = json.loads(sys.stdin.readline())
 log = open(asked["log"], "a", buffering=1)
 print(json.dumps({"work": "made up"}), flush=True)
@@ -29,6 +32,9 @@ for line in sys.stdin:
         end = {"peak_mib": 1.0, "process_mib": 2.0, "memory_measures": "growth"}
         ends = {"held_out_before": [1.0, 2.0], "held_out_after": [1.5, 2.3]}
         print(json.dumps(end | ends), flush=True)
+    elif asked["flags"]["name"] == "is killed":
+        print("a warning", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 9)
     elif asked["flags"]["name"] == "dies":
         raise RuntimeError("no memory left")
     else:
@@ -43,33 +49,83 @@ def test_rows_take_turns_and_one_that_dies_says_why(
 ) -> None:
     (tmp_path / "made_up_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = {"a": 2.0, "dies": 1.0, "b": 3.0}
+    names = {"a": 2.0, "dies": 1.0, "b": 3.0, "is killed": 1.0, "left out": 1.0}
     rows = [
         Row(name, flags={"name": name, "seconds": seconds}, module="made_up_worker")
         for name, seconds in names.items()
     ]
-    log, steps = tmp_path / "log", WARM_UP + 6
-    take_turns(rows, {"steps": steps, "log": str(log)}, Screen(quiet=True), "made up")
-    asked = [line for line in log.read_text().splitlines() if "dies" not in line]
-    assert asked == ["a step", "b step"] * steps + ["a finish", "b finish"]
-    assert [row.process.poll() is not None for row in rows if row.process] == [True] * 3
+    rows[-1].status = "failed before"
+    log, steps = tmp_path / "log", 1 + 6
+    asked = {"steps": steps, "log": str(log)}
+    take_turns(rows, asked, Screen(quiet=True), "made up", warm_up=1)
+    said = [line for line in log.read_text().splitlines() if line[0] in "ab"]
+    assert said == ["a step", "b step"] * steps + ["a finish", "b finish"]
+    assert [row.process.poll() is not None for row in rows if row.process] == [True] * 4
 
-    first, dead, other = (record(row, rows[0]) for row in rows)
+    first, dead, other, killed, left_out = (record(row, rows[0]) for row in rows)
     assert dead["status"] == "RuntimeError: no memory left" and "s_per_step" not in dead
+    assert killed["status"] == KILLED and left_out["status"] == "failed before"
     assert first["s_per_step"] == 2 and other["s_per_step_interval"] == (3, 3)
     assert other["multiple"] == 1.5 and len(other["samples"]) == steps
     assert other["held_out_after"] == pytest.approx(1.9)
     assert other["change"] == "+0.400 ± 0.100"
-    json.dumps([first, dead, other], allow_nan=False)
+    json.dumps([first, dead, other, killed, left_out], allow_nan=False)
 
 
 @pytest.mark.parametrize("completions", [4, 64, 256])
 def test_every_way_to_run_trl_makes_one_optimizer_step_per_rollout(completions: int) -> None:
-    for settings in (as_it_is(completions), *candidates(completions)):
-        size = settings["per_device_train_batch_size"]
-        assert size * settings["gradient_accumulation_steps"] == completions
+    for way in WAYS.values():
+        tried = [*candidates(way, completions), least_memory(way, completions)]
+        for settings in (as_it_is(completions), *tried):
+            size = settings["per_device_train_batch_size"]
+            assert size * settings["gradient_accumulation_steps"] == completions
+        assert [settings["gradient_checkpointing"] for settings in tried] == [False, False, True]
     assert as_it_is(256)["per_device_train_batch_size"] == 8
-    assert len(candidates(256)) == 4
+
+
+def test_trl_has_the_fastest_settings_or_says_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With checkpointing only if nothing else runs; a row that cannot run is not started."""
+    fits = {"float32": 2, "bfloat16": 0, "checkpointing": 0}  # completions in a micro-batch
+    ran = []
+
+    def pretend(rows: Any, asked: Any, screen: Any, title: str, *, warm_up: int) -> None:
+        for row in (row for row in rows if row.status == "ok"):
+            ran.append((row.name, asked["steps"], asked["held_out"]))
+            settings = row.settings or {}
+            kind = "bfloat16" if settings.get("bf16") else "float32"
+            size = settings.get("per_device_train_batch_size", 0)
+            row.warm_up = warm_up
+            if size > fits["checkpointing" if settings.get("gradient_checkpointing") else kind]:
+                row.status = KILLED
+                continue
+            step = {"seconds": 1.0 + size, "completion_tokens": 9.0, "reward": 0, "tokens/run": 2}
+            row.steps = [step] * asked["steps"]
+            row.end = {"peak_mib": 1.0, "process_mib": 2.0, "memory_measures": "growth"}
+            row.end |= {"held_out_before": [], "held_out_after": []}
+
+    make_small(monkeypatch)
+    monkeypatch.setattr(peers, "take_turns", pretend)
+    monkeypatch.setattr(peers, "find_spec", lambda name: "there")
+    monkeypatch.setattr(peers, "version", lambda name: "1")
+    words = ["--jobs", QWEN, "--ways", "float32", "bfloat16", "--device", "cpu"]
+    cli.main(["peers", *words, "--out-dir", str(tmp_path)])
+    (found,) = json.loads((tmp_path / "peers.json").read_text())["jobs"]
+    sizes = [x["settings"]["per_device_train_batch_size"] for x in found["tried"]]
+    assert sizes == [8, 2, 8, 2, 1]  # for bfloat16, with checkpointing at last
+    assert found["best"]["float32"]["per_device_train_batch_size"] == 2
+    assert [*found["best"]] == ["float32"]
+    ours, theirs, ours_low, theirs_low = found["rows"]
+    assert ours["status"] == theirs["status"] == ours_low["status"] == "ok"
+    assert theirs["multiple"] == 3 and len(theirs["samples"]) == 4
+    assert theirs_low["status"].startswith(f"{KILLED} (tried: per_device_train_batch_size=8")
+    assert theirs_low["status"].count("gradient_checkpointing=True") == 1
+    assert ran[5:] == [
+        (f"{side}, {way}", 4, 0)
+        for side, way in (("minigrpo", "float32"), ("TRL", "float32"), ("minigrpo", "bfloat16"))
+    ]
+    assert "tried: per_device" in (tmp_path / "peers.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -98,14 +154,16 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("forced", [False, True])
-def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, forced: bool) -> None:
+@pytest.mark.parametrize("job", ["chess", "forced", QWEN])
+def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, job: str) -> None:
     """Loss, normalisation, rewards, advantages and (forced) the KL term are the same."""
     pytest.importorskip("trl")
     from benchmarks import peer_trl
 
-    sizes = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 70}
-    flags = WorkloadFlags(natural=not forced, device="cpu", **sizes)  # type: ignore[arg-type]
+    forced = job != "chess"
+    sizes: dict[str, Any] = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 70}
+    sizes |= SMALL_QWEN if job == QWEN else {}
+    flags = WorkloadFlags(**{**JOBS[job].workload, **sizes, "device": "cpu"})
     work = Workload.of(flags, torch.device("cpu"))
     config = work.config.replace(max_steps=350)
     ours = BenchStep(config, work)
@@ -123,14 +181,15 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, for
     gradient = ours.gradient(batch)[1]
     scale = math.sqrt(sum(float(g.square().sum()) for g in gradient))
     names = [name for name, _ in ours.model.named_parameters()]
+    family = FAMILIES[work.shape.family]
+    clipped = [g / max(1.0, scale) for g in gradient]
     expected = {
-        name: (g / max(1.0, scale)).t()
-        if name.endswith(FAMILIES["gpt2"].transposed)
-        else g / max(1.0, scale)
-        for name, g in zip(names, gradient, strict=True)
+        family.theirs(name): g.t() if name.endswith(family.transposed) else g
+        for name, g in zip(names, clipped, strict=True)
     }
 
-    settings = {**candidates(12)[-3], "bf16": False}
+    settings = candidates(WAYS["float32"], 12)[-1]
+    work.save_model(tmp_path)
     trainer, last = peer_trl.make_trainer(
         work, config, settings, steps=1, folder=tmp_path, begin=lambda: None, end=lambda: None
     )
@@ -140,7 +199,7 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, for
     if forced:
         reference_weights = reference.model.state_dict()
         folder = tmp_path / "reference"
-        peer_trl.export_model(reference_weights, folder, shape=work.shape, eos=0)
+        export_model(reference_weights, folder, shape=work.shape, eos=0)
         kl = config.loss.kl_coef
         assert trainer.beta == kl > 0
         trainer.ref_model.load_state_dict(
@@ -151,7 +210,7 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, for
     class Spy(peer_trl.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
             for name, p in model.named_parameters():
-                found[name.removeprefix("transformer.")] = p.grad.clone()
+                found[name.removeprefix(family.prefix)] = p.grad.clone()
 
     trainer.add_callback(Spy())
     trainer.train()
@@ -167,18 +226,25 @@ def test_the_whole_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("trl")
-    monkeypatch.setattr(peers, "candidates", lambda number: candidates(number)[:1])
+    monkeypatch.setattr(peers, "candidates", lambda way, number: candidates(way, number)[:1])
+    make_small(monkeypatch, held_out=8, as_it_is=True, at_once=2)
     sizes = ["--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6"]
-    words = ["--jobs", "forced", "--steps", "3", *sizes, "--device", "cpu"]
+    words = ["--jobs", QWEN, "--ways", "float32", "--steps", "3", *sizes, "--device", "cpu"]
     cli.main(["peers", *words, "--out-dir", str(tmp_path)])
     (job,) = json.loads((tmp_path / "peers.json").read_text())["jobs"]
-    assert [row["status"] for row in job["rows"]] == ["ok"] * 4
+    names = ["minigrpo, float32", "TRL, float32", "TRL, as it is"]
+    assert [row["name"] for row in job["rows"]] == names
     for row in job["rows"]:
-        assert row["s_per_step"] > 0 and row["peak_mib"] > 0
+        assert row["status"] == "ok" and row["s_per_step"] > 0 and row["peak_mib"] > 0
         assert row["completion_tokens"] == 2 * 2 * 6  # forced: nobody ends early
-    before = {row["held_out_before"] for row in job["rows"]}
-    assert len(before) == 1
-    theirs, ours = job["rows"][2], job["rows"][0]
-    assert theirs["tokens_run"] == 4 * (80 + 6) > ours["tokens_run"]
-    assert "TRL, best" in (tmp_path / "peers.md").read_text()
-    assert "TRL's best settings here" in capsys.readouterr().out
+    assert len({row["held_out_before"] for row in job["rows"]}) == 1
+    ours, theirs, _ = job["rows"]
+    assert theirs["tokens_run"] == 4 * (6 + 6) > ours["tokens_run"]
+    assert "TRL, as it is" in (tmp_path / "peers.md").read_text()
+    assert "TRL's best settings here, float32" in capsys.readouterr().out
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Shrink the job of 494M parameters."""
+    small = {**JOBS[QWEN].workload, **SMALL_QWEN}
+    monkeypatch.setitem(peers.JOBS, QWEN, replace(JOBS[QWEN], workload=small, **changes))

@@ -16,14 +16,17 @@ from torch import Tensor
 from .linear import linear
 
 CHUNK = 1024  # most tokens whose logits are in memory at once
-# Most logits in memory at once. On a CPU they should fit in its cache. On a GPU, each chunk reads
-# the whole output head and updates its whole gradient, so there should be few chunks.
+# Fewest tokens per chunk, however many their logits: each chunk reads the whole output head and
+# updates its whole gradient. With 151,936 tokens in the vocabulary, chunks of 27 were measured to
+# take 1.5 times as long on a CPU as chunks of 128.
+SMALLEST_CHUNK = 128
+# Most logits in memory at once, above that. On a CPU they should fit in its cache.
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 
 
 def chunk_size(vocab_size: int, device: str) -> int:
     """Tokens per chunk; `device` is a type, such as cuda."""
-    return max(1, min(CHUNK, MAX_LOGITS[device] // vocab_size))
+    return min(CHUNK, max(SMALLEST_CHUNK, MAX_LOGITS[device] // vocab_size))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -128,7 +131,7 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float, buffer: Tensor) ->
         torch.mm(hidden, head.t(), out=logits)
     else:
         logits.copy_(hidden @ head.t())
-    return logits.div_(temperature)
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _parts(size: int, chunk: int) -> list[slice]:
