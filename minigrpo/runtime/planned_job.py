@@ -15,7 +15,7 @@ from ..model.families import read_shape
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.transformer import Transformer
-from ..model.weight_files import WeightFiles
+from ..model.weight_files import INDEX, WEIGHTS, WeightFiles
 from ..rewards import RewardScorer
 from ..types import Task
 from .build import check_room, make_model, make_scorer, make_task, make_tokenizer, match_vocab
@@ -108,7 +108,9 @@ def _shape(config: Config, tokenizer: Tokenizer) -> tuple[ModelShape, Transforme
         check_room(config, shape)
         return shape, None
     path = Path(sizes.init_from)
-    if sizes.init_from in ("", "shipped") or not path.exists() or is_run(path):
+    has_weights = path.is_file() or any((path / name).is_file() for name in (WEIGHTS, INDEX))
+    by_path = sizes.init_from not in ("", "shipped") and has_weights and not is_run(path)
+    if not by_path:  # make_model also says what is wrong with something that is no model
         model = make_model(config, tokenizer)
         return model.shape, model
     try:
