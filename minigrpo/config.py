@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
+from .model.architectures import ArchName
 from .runtime import combinations
 from .runtime.constraints import Above, AtLeast, AtMost, Group
 from .runtime.fast import fast_layers
@@ -78,12 +79,16 @@ class ModelConfig(Group):
     """shipped (a warm-started model), scratch, a run's folder, or a GPT-2's safetensors."""
     tokenizer: str = "chess"
     """chess (shipped), gpt2 (from tiktoken), or a path: .tiktoken, or GPT-2's two files."""
+    arch: ArchName = "gpt2"
+    """Family of the model, with --init-from scratch."""
     layers: Size = 4
     """Transformer blocks, with --init-from scratch."""
     width: Size = 128
     """Size of the residual stream, with --init-from scratch."""
     heads: Size = 4
     """Attention heads, with --init-from scratch."""
+    kv_heads: Few = 0
+    """Heads of keys and values, which --heads share (llama, qwen3), with scratch; 0: as many."""
     context: Size = 256
     """Context length in tokens, with --init-from scratch."""
 

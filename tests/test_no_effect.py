@@ -38,9 +38,14 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"reward_timeout": 3.0}, {"rewards": "r.py"}),
         ({"reward_timeout": 3.0}, {"own": True}),
     ],
+    "arch": [({"arch": "llama"}, {"init_from": "scratch"})],
     "layers": [({"layers": 2}, {"init_from": "scratch"})],
     "width": [({"width": 64}, {"init_from": "scratch"})],
     "heads": [({"heads": 2}, {"init_from": "scratch"})],
+    "kv_heads": [
+        ({"kv_heads": 2, "arch": "llama"}, {"init_from": "scratch"}),
+        ({"kv_heads": 2, "init_from": "scratch"}, {"arch": "llama"}),
+    ],
     "context": [({"context": 128}, {"init_from": "scratch"})],
     "group_size": [({**SUPERVISED, "group_size": 8}, {"loss": "grpo"})],
     "top_k": [({**SUPERVISED, "top_k": 5}, {"loss": "grpo"}), ({"top_k": 360}, {"top_k": 359})],
@@ -259,7 +264,8 @@ BASE: Settings = {
 }
 # what a run of two steps on a CPU can show
 NUMERIC = [
-    *("reward_timeout", "layers", "width", "context", "group_size", "top_k", "top_p", "min_p"),
+    *("reward_timeout", "arch", "layers", "width", "kv_heads", "context"),
+    *("group_size", "top_k", "top_p", "min_p"),
     *("dynamic_sampling", "clip_low", "clip_high", "ratio_cap", "advantage", "scale", "kl"),
     *("overlong", "overlong_buffer", "sampler_correction", "sampler_correction_cap"),
     *("shuffle_rewards", "amp_dtype", "use_tf32", "skip_zero_variance_groups"),

@@ -12,6 +12,7 @@ import torch
 
 from ..config import Config
 from ..losses import LOSSES, clipped, per_local_token
+from ..model.architectures import groups_queries
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
 from ..types import Task
@@ -110,10 +111,11 @@ TABLE: dict[str, Row] = {
             "the task's own scores are not timed, and there are no --rewards",
         ),
     ),
-    "layers": NOT_FROM_SCRATCH,
-    "width": NOT_FROM_SCRATCH,
-    "heads": NOT_FROM_SCRATCH,
-    "context": NOT_FROM_SCRATCH,
+    **dict.fromkeys(("arch", "layers", "width", "heads", "context"), NOT_FROM_SCRATCH),
+    "kv_heads": (
+        *NOT_FROM_SCRATCH,
+        (lambda s: not groups_queries(s.config.model.arch), "this --arch has as many as --heads"),
+    ),
     "group_size": (
         (
             lambda s: s.supervised and s.config.sampling.group_size != 1,

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..config import Config
+from ..model.architectures import shape_from_scratch
 from ..model.encoding import decode
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
@@ -79,10 +80,7 @@ class Planner:
         self.model: Transformer | None = None
         sizes = config.model
         if sizes.init_from == "scratch":
-            vocab_size = self.tokenizer.n_vocab
-            self.shape = ModelShape(
-                vocab_size, sizes.context, sizes.layers, sizes.width, sizes.heads
-            )
+            self.shape = shape_from_scratch(sizes, self.tokenizer.n_vocab)
             check_room(config, self.shape)
         else:
             self.model = make_model(config, self.tokenizer, self.device)
