@@ -287,19 +287,25 @@ def test_a_resume_with_too_few_steps_for_a_trace_says_so(
 def test_keys_and_values_are_cached_once_for_the_queries_that_share_them(
     model: Transformer, kind: str
 ) -> None:
-    make: dict[str, Callable[..., CachedDecoder]] = {
+    kinds: dict[str, Callable[..., CachedDecoder]] = {
         "replicated prefix": ReplicatedPrefixDecoder,
         "shared prefix": SharedPrefixDecoder,
         "captured": CUDAGraphCache().decoder,
     }
-    shape, c = model.shape, make_completions(0)
-    decoder = make[kind](model, c.prompt_ids, c.prompt_len, 2, LENGTH)
-    decoder.prefill()
-    stored = [*decoder.cache.pairs, *getattr(decoder, "prompt_kv", [])]
+    made = list[CachedDecoder]()
+
+    def decoder(*arguments: object) -> CachedDecoder:
+        made.append(kinds[kind](*arguments))
+        return made[-1]
+
+    c = make_completions(0)
+    options = {"eos": EOS, "max_new_tokens": 4, "num_samples": 2, "decoder": decoder}
+    generate(model, c.prompt_ids, c.prompt_len, **options)
+    stored = [*made[0].cache.pairs, *getattr(made[0], "prompt_kv", [])]
     assert stored
     for keys_and_values in stored:
         for x in keys_and_values:
-            assert (x.shape[1], x.shape[3]) == (shape.kv_heads, shape.head_dim)
+            assert (x.shape[1], x.shape[3]) == (model.shape.kv_heads, model.shape.head_dim)
 
 
 def test_without_amp_there_is_no_copy() -> None:
