@@ -71,21 +71,22 @@ class Rotation:
     The first half of a head is rotated against the second half, as in Llama's files.
     """
 
-    cos: Tensor  # [N, 1, E / 2], float32 or wider
-    sin: Tensor
+    cos: Tensor  # [N, 1, E], float32 or wider
+    sin: Tensor  # likewise; negative in the first half
 
     @classmethod
     def of(cls, shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> "Rotation":
         """The rotation by `positions [N]`, for a model whose weights have `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
         angles = positions.to(wide)[:, None, None] * frequencies(shape, positions.device).to(wide)
-        return cls(angles.cos(), angles.sin())
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate `x [N, H, E]`, in float32 or wider."""
-        first, second = at_least_fp32(x).chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+        wide = at_least_fp32(x)
+        swapped = wide.roll(x.shape[-1] // 2, dims=-1)  # the halves
+        return torch.addcmul(wide * self.cos, swapped, self.sin).to(x.dtype)
 
     def before(self, attend: Attend) -> Attend:
         """An attention function that rotates queries and keys first."""
