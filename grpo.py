@@ -72,7 +72,7 @@ class KVCache:
                 k, v = torch.cat([self.kv[n][0], k], dim=2), torch.cat([self.kv[n][1], v], dim=2)
             self.kv[n] = k, v
             # only the first call has several columns, and they begin the sequence: plain causal
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
 
         return attend

@@ -1,7 +1,7 @@
 """minigrpo: Group Relative Policy Optimization. The files beside this one are the algorithm.
 
 trainer.py is the place to start. The modules at this level are the algorithm. The packages around
-it are model/ (GPT-2 and packing), sampling/ (decoding), tasks/ (prompts and scores), runtime/
+it are model/ (the model and packing), sampling/ (decoding), tasks/ (prompts and scores), runtime/
 (speed, processes, checkpoints, settings) and tools/ (the commands).
 """
 

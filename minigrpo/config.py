@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
+from .model.architectures import ArchName
 from .runtime import combinations
 from .runtime.constraints import Above, AtLeast, AtMost, Group, SeveralLines
 from .runtime.fast import fast_layers
@@ -82,12 +83,16 @@ class ModelConfig(Group):
     """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
     chat_template: str = ""
     """A jinja2 file that writes prompts from messages, instead of the model's own template."""
+    arch: ArchName = "gpt2"
+    """Family of the model, with --init-from scratch."""
     layers: Size = 4
     """Transformer blocks, with --init-from scratch."""
     width: Size = 128
     """Size of the residual stream, with --init-from scratch."""
     heads: Size = 4
     """Attention heads, with --init-from scratch."""
+    kv_heads: Few = 0
+    """Heads of keys and values, which --heads share (llama, qwen3), with scratch; 0: as many."""
     context: Size = 256
     """Context length in tokens, with --init-from scratch."""
     lora_rank: Few = 0

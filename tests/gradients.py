@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ LOSSES: dict[str, dict[str, Any]] = {
     "nll": {"max_new_tokens": 96, "group_size": 1},
 }
 FEW = ("grpo", "gspo", "nll")  # of them, where all would take long
+GROUPED = {"arch": "qwen3", "kv_heads": 1}  # a model in which query heads share keys and values
+# name -> settings: each loss with a GPT-2 and with the other model
+CASES: dict[str, dict[str, Any]] = {
+    f"{prefix}{loss}": {"loss": loss, **options, **model}
+    for prefix, model in {"": {}, "grouped ": GROUPED}.items()
+    for loss, options in LOSSES.items()
+}
+QUICK = [*LOSSES, "grouped grpo", "grouped nll"]
+SLOW = [name for name in CASES if name not in QUICK]
 # How two processes, of three prompts each, compute the gradient. micro_batch_size 2 leaves a
 # micro-batch of one prompt for the end, as a run does that leaves out groups without variance.
 WAYS: dict[str, dict[str, Any]] = {
@@ -66,9 +76,10 @@ COMPILED: dict[str, dict[str, Any]] = {
     "compiled, micro-batches of 2": {"compile_model": True, "micro_batch_size": 2},
     "compiled, checkpointing": {"compile_model": True, "gradient_checkpointing": True},
 }
+COMPILED_CASES = ("grpo", "grouped grpo")
 # Each prompt by itself, so that bfloat16 rounds alike however prompts are shared out.
 AUTOCAST = {"use_amp": True, "micro_batch_size": 1, "rollout_batch_size": 1}
-AUTOCAST_LOSSES = ("grpo", "cispo")
+AUTOCAST_CASES = ("grpo", "grouped cispo")
 CHUNK = 5  # tokens per chunk of log-probs, so that tiny batches have several
 
 
@@ -136,15 +147,15 @@ def with_settings(trainer: Trainer, **changes: Any) -> Learner:
 
 
 def gradients_by_way(
-    folder: Path, dist: DistContext, ways: dict[str, dict[str, Any]], losses: dict[str, Any]
+    folder: Path, dist: DistContext, ways: dict[str, dict[str, Any]], cases: Iterable[str]
 ) -> dict[str, list[Tensor]]:
-    """ "LOSS, WAY" -> the gradient. A loss has one batch, which is sampled once."""
+    """ "CASE, WAY" -> the gradient. A case has one batch, which is sampled once."""
     found = {}
-    for loss, options in losses.items():
-        trainer = make_trainer(folder / loss, dist, grad_clip=1e9, loss=loss, **options)
+    for case in cases:
+        trainer = make_trainer(folder / case, dist, grad_clip=1e9, **CASES[case])
         batch = trainer.source.batch(0)
         for way, changes in ways.items():
-            found[f"{loss}, {way}"] = gradient_of(with_settings(trainer, **changes), batch)
+            found[f"{case}, {way}"] = gradient_of(with_settings(trainer, **changes), batch)
         trainer.scorer.close()
     return found
 
@@ -169,25 +180,23 @@ def compile_with(backend: str) -> None:
     Block.compile = lambda self, **options: compile_block(self, backend=backend, **options)  # type: ignore[method-assign]
 
 
-def gradients(own: Path, dist: DistContext, losses: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """LOSS -> the gradient."""
-    return {
-        loss: first_gradient(own / loss, dist, loss=loss, **options)
-        for loss, options in losses.items()
-    }
+def gradients(own: Path, dist: DistContext, cases: Iterable[str]) -> dict[str, Any]:
+    """CASE -> the gradient."""
+    return {case: first_gradient(own / case, dist, **CASES[case]) for case in cases}
 
 
-def gradients_of_all_ways(own: Path, dist: DistContext) -> dict[str, Any]:
-    """All losses in all WAYS; compiled blocks (the front end alone) and autocast with some."""
-    found: dict[str, Any] = gradients_by_way(own / "ways", dist, WAYS, LOSSES)
-    compile_with("eager")
-    found |= gradients_by_way(own / "compiled", dist, COMPILED, {"grpo": LOSSES["grpo"]})
-    for loss in AUTOCAST_LOSSES:
-        options = {"loss": loss, **LOSSES[loss], **AUTOCAST}
-        folder = own / "autocast" / loss
-        found[f"{loss}, autocast"] = first_gradient(folder, dist, torch.float32, **options)
+def gradients_under_autocast(own: Path, dist: DistContext) -> dict[str, Any]:
+    found = {}
+    for case in AUTOCAST_CASES:
+        options = CASES[case] | AUTOCAST
+        found[f"{case}, autocast"] = first_gradient(own / case, dist, torch.float32, **options)
+    return found
+
+
+def reduced(own: Path, dist: DistContext) -> dict[str, Any]:
+    """How often processes communicate with micro-batches of several sizes."""
     trainer = make_trainer(own / "reduced", dist)
-    return found | {"all-reduces": [all_reduces(trainer, size) for size in (0, 2, 1)]}
+    return {"all-reduces": [all_reduces(trainer, size) for size in (0, 2, 1)]}
 
 
 def two_steps(own: Path, dist: DistContext) -> dict[str, Any]:
@@ -216,20 +225,26 @@ def poisoned_step(own: Path, dist: DistContext) -> dict[str, Any]:
 def one_process(out: Path, suite: str, rank: int, count: int) -> None:
     """One process of several. Writes its results to `out/SUITE/RANK.pt`.
 
-    Suites: "few", some losses; "all", all losses in all ways; "compiler", blocks compiled with the
-    real compiler.
+    Suites: "few", some losses; "all", in addition the quick cases in all ways; "rest", the slow
+    cases in all ways; "compiler", blocks compiled with the real compiler.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     dist = DistContext.from_env()
     own = out / suite / str(dist.rank)
     logprobs.CHUNK = CHUNK
-    if suite == "compiler":
-        result: dict[str, Any] = gradients_by_way(own, dist, COMPILED, {"grpo": LOSSES["grpo"]})
-    else:
-        losses = LOSSES if suite == "all" else {loss: LOSSES[loss] for loss in FEW}
-        result = gradients(own, dist, losses) | two_steps(own, dist) | poisoned_step(own, dist)
+    result: dict[str, Any] = {}
+    if suite in ("all", "rest"):
+        cases = QUICK if suite == "all" else SLOW
+        result |= gradients(own, dist, cases) | gradients_by_way(own / "ways", dist, WAYS, cases)
+    if suite == "few":
+        result |= gradients(own, dist, FEW)
+    if suite in ("all", "few"):
+        result |= two_steps(own, dist) | poisoned_step(own, dist)
     if suite == "all":
-        result |= gradients_of_all_ways(own, dist)
+        result |= gradients_under_autocast(own / "autocast", dist) | reduced(own, dist)
+        compile_with("eager")
+    if suite in ("all", "compiler"):
+        result |= gradients_by_way(own / "compiled", dist, COMPILED, COMPILED_CASES)
     torch.save(result, out / suite / f"{dist.rank}.pt")
     dist.close()
 

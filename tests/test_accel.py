@@ -1,6 +1,7 @@
 """Speed layers: each gives the same numbers as the plain path, or stops with an error."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,17 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.no_effect import Situation
 from minigrpo.runtime.rng import uniforms
+from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.cuda_graphs import CapturedStep, CUDAGraphCache
+from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder
 from minigrpo.sampling.generate import generate
 from minigrpo.sampling.kv_cache import KVCache
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.types import Example
 
-from .conftest import EOS, VOCAB, make_completions
-from .gradients import TINY
+from .conftest import EOS, SHAPES, VOCAB, make_completions
+from .gradients import GROUPED, TINY
 
 LENGTH = 20
 
@@ -84,8 +87,9 @@ def test_a_round_is_captured_once_per_shape(
 
 
 @pytest.mark.gpu
-def test_captured_rounds_on_cuda() -> None:
-    model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=32, heads=2), seed=1).cuda()
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_captured_rounds_on_cuda(shape: ModelShape) -> None:
+    model = Transformer(shape, seed=1).cuda()
     graphs = {amp: CUDAGraphCache() for amp in (False, True)}
     for turn in range(3):
         c = make_completions(turn, prompts=6).to("cuda")
@@ -225,6 +229,31 @@ def test_a_resume_with_too_few_steps_for_a_trace_says_so(
     assert not (tmp_path / "run" / "profile").exists()
 
 
+@pytest.mark.parametrize("kind", ["replicated prefix", "shared prefix", "captured"])
+def test_keys_and_values_are_cached_once_for_the_queries_that_share_them(
+    model: Transformer, kind: str
+) -> None:
+    kinds: dict[str, Callable[..., CachedDecoder]] = {
+        "replicated prefix": ReplicatedPrefixDecoder,
+        "shared prefix": SharedPrefixDecoder,
+        "captured": CUDAGraphCache().decoder,
+    }
+    made = list[CachedDecoder]()
+
+    def decoder(*arguments: object) -> CachedDecoder:
+        made.append(kinds[kind](*arguments))
+        return made[-1]
+
+    c = make_completions(0)
+    options = {"eos": EOS, "max_new_tokens": 4, "num_samples": 2, "decoder": decoder}
+    generate(model, c.prompt_ids, c.prompt_len, **options)
+    stored = [*made[0].cache.pairs, *getattr(made[0], "prompt_kv", [])]
+    assert stored
+    for keys_and_values in stored:
+        for x in keys_and_values:
+            assert (x.shape[1], x.shape[3]) == (model.shape.kv_heads, model.shape.head_dim)
+
+
 def test_without_amp_there_is_no_copy() -> None:
     config = Config.of(**{**TINY, "out_dir": ""})
     model = Transformer(ModelShape(360))
@@ -234,28 +263,32 @@ def test_without_amp_there_is_no_copy() -> None:
     assert len(part) == 1
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [{"layers": 9}, pytest.param(GROUPED, marks=pytest.mark.slow)],
+    ids=["gpt2", "grouped queries"],
+)
 def test_compiled_blocks_serve_the_update_alone_and_are_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, object]
 ) -> None:
-    """With more layers than torch.compile makes versions of a function; the front end alone, or
-    this would take minutes.
+    """GPT-2 with more layers than torch.compile makes versions of a function; the front end alone,
+    or this would take minutes.
     """
     compile_block = Block.compile
     monkeypatch.setattr(
         Block, "compile", lambda self, **options: compile_block(self, backend="eager", **options)
     )
     monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
-    monkeypatch.setattr(_dynamo.config, "optimize_ddp", True)
     torch.compiler.reset()
-    trainer = Trainer(
-        options_of(tmp_path / "run", compile_model=True, layers=9, group_size=6), quiet=True
-    )
-    made = [accel.graphs_compiled()]
-    for step in range(4):
-        batch = trainer.source.batch(step)
-        made.append(accel.graphs_compiled())
-        trainer.learner.learn(batch, step)
-        made.append(accel.graphs_compiled())
+    options = {"compile_model": True, "group_size": 6, **kind}
+    with _dynamo.config.patch(optimize_ddp=True):
+        trainer = Trainer(options_of(tmp_path / "run", **options), quiet=True)
+        made = [accel.graphs_compiled()]
+        for step in range(4):
+            batch = trainer.source.batch(step)
+            made.append(accel.graphs_compiled())
+            trainer.learner.learn(batch, step)
+            made.append(accel.graphs_compiled())
     assert (
         made[1] == made[0] and made[2] > made[1]
     )  # none for sampling, whose lengths are others in every round

@@ -31,7 +31,7 @@ MAY_SEE: dict[str, set[str]] = {
     | {"runtime.chat_messages"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
     | {"runtime.reward_functions"},
-    "config": {"losses", "runtime"},
+    "config": {"losses", "model.architectures", "runtime"},
     "runtime": {"types", "config", "model"},
     "runtime wiring": {"types", "config", "losses", "model", "tasks", "runtime", "sampling"}
     | {"learner", "reference", "rewards"},

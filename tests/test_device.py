@@ -13,15 +13,14 @@ import torch
 from benchmarks import cli, probe
 from benchmarks.layers import LEAN
 from minigrpo import Config, Trainer
-from minigrpo.model.shape import ModelShape
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import accel
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling.cuda_graphs import CUDAGraphCache
 from minigrpo.sampling.generate import generate
 
-from .conftest import EOS, VOCAB, make_completions
-from .gradients import TINY
+from .conftest import EOS, SHAPES, make_completions
+from .gradients import GROUPED, TINY
 from .pretend import pretend_cuda
 from .test_benchmark import TINY as TINY_WORK
 
@@ -70,7 +69,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "top_p": 0.9,
         "dynamic_sampling": 1,
     },
-    "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
+    "recorded, grouped queries": {
+        **GROUPED,
+        "use_amp": True,
+        "low_precision_weights": True,
+        "cuda_graphs": True,
+    },
     "half": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
     "supervised": {"loss": "nll", "group_size": 1},
 }
@@ -120,22 +124,18 @@ def test_a_benchmark_has_nothing_on_two_devices(
     assert {row["status"] for row in rows} == {"ok"}
 
 
-@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize(("shape", "amp"), [("gpt2", True), ("grouped-query", False)])
 def test_recorded_rounds_write_what_rounds_write(
-    monkeypatch: pytest.MonkeyPatch, amp: bool
+    monkeypatch: pytest.MonkeyPatch, shape: str, amp: bool
 ) -> None:
     """Rollout after rollout, of other prompts and weights; a round is recorded once for a shape,
     and never waits.
     """
     with pretend_cuda(monkeypatch):
-        model, graphs = (
-            Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2), seed=1).cuda(),
-            CUDAGraphCache(),
-        )
+        model, graphs = Transformer(SHAPES[shape], seed=1).cuda(), CUDAGraphCache()
         with torch.no_grad():
-            model.wte.weight.mul_(
-                3
-            )  # surer of itself, so that completions part one by one, and slots become more
+            # surer of itself, so that completions part one by one, and slots become more
+            model.head_weight.mul_(3)
         recorded = []
         for turn in range(4):
             c = make_completions(turn % 2, prompts=6).to("cuda")
@@ -156,6 +156,6 @@ def test_recorded_rounds_write_what_rounds_write(
             assert torch.equal(found.completion_mask, plain.completion_mask)
             recorded.append(dict(graphs.captured))
             with torch.no_grad():
-                model.h[0].mlp.c_fc.weight.mul_(1.1)
+                next(model.h[0].mlp.parameters()).mul_(1.1)
         assert {slots for slots, *_ in recorded[3]} == {16, 32}
         assert all(recorded[3][shape] is a_round for shape, a_round in recorded[2].items())

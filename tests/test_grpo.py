@@ -16,7 +16,7 @@ from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import Transformer
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .conftest import EOS, SHAPES, make_completions
+from .conftest import EOS, make_completions
 
 SOURCE = Path(grpo.__file__).read_text()
 LIBRARY_AS_DATA = {
@@ -26,12 +26,6 @@ LIBRARY_AS_DATA = {
     "minigrpo.types",
 }
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5]]
-
-
-@pytest.fixture
-def model() -> Transformer:
-    """grpo.py trains GPT-2 alone."""
-    return Transformer(SHAPES["gpt2"], seed=1).double()
 
 
 def in_rows(completions: Completions) -> tuple[Tensor, Tensor]:
@@ -132,7 +126,7 @@ def test_a_sample_depends_on_nothing_but_its_prompt_and_its_numbers(
     model: Transformer, greedy: bool
 ) -> None:
     with torch.no_grad():
-        model.wte.weight[EOS].mul_(6)  # some completions end early, at different lengths
+        model.head_weight[EOS].mul_(6)  # some completions end early, at different lengths
     u = torch.rand(len(PROMPTS), 20, generator=torch.Generator().manual_seed(3)).double()
     ids, mask = grpo.sample(model, PROMPTS, EOS, None if greedy else u, 9)
     lengths = mask.sum(1).tolist()

@@ -3,8 +3,9 @@
 In float64 it is equal to 1e-10, relative to its largest entry: for any micro-batch size,
 accumulation and packing, with and without chunked log-probs, checkpointing, compiled blocks, a KV
 cache and drafts, and on one to three processes; two processes combine with all that changes the
-update. bnpo is the exception, because by definition it averages over the micro-batch. An offloaded
-reference does nothing on a CPU: test_device.py has it on a pretended GPU.
+update. All of it holds for a GPT-2 and for a model in which query heads share keys and values. bnpo
+is the exception, because by definition it averages over the micro-batch. An offloaded reference
+does nothing on a CPU: test_device.py has it on a pretended GPU.
 """
 
 import os
@@ -27,11 +28,14 @@ from minigrpo.types import RolloutBatch
 
 from .gradients import (
     AUTOCAST,
-    AUTOCAST_LOSSES,
+    AUTOCAST_CASES,
+    CASES,
     CHUNK,
     COMPILED,
+    COMPILED_CASES,
     FEW,
     LOSSES,
+    SLOW,
     TINY,
     compile_with,
     first_gradient,
@@ -62,6 +66,22 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+EVERY_CASE = [
+    pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES
+]
+
+
+class FirstGradients(dict[str, list[torch.Tensor]]):
+    """The gradient of each case, all at once and in one process, computed when it is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, case: str) -> list[torch.Tensor]:
+        self[case] = first_gradient(self.folder / case, **CASES[case])
+        return self[case]
+
+
 def assert_same(
     found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-10
 ) -> None:
@@ -73,33 +93,22 @@ def assert_same(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
-    """The gradient of each loss, all at once and in one process."""
-    folder = tmp_path_factory.mktemp("whole")
-    return {
-        loss: first_gradient(folder / loss, loss=loss, **options)
-        for loss, options in LOSSES.items()
-    }
+def whole(tmp_path_factory: pytest.TempPathFactory) -> FirstGradients:
+    return FirstGradients(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("case", EVERY_CASE)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_does_not_depend_on(
-    way: str,
-    loss: str,
-    whole: dict[str, list[torch.Tensor]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    way: str, case: str, whole: FirstGradients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK", CHUNK)
-    assert_same(
-        first_gradient(tmp_path / "run", loss=loss, **LOSSES[loss], **WAYS[way]), whole[loss]
-    )
+    assert_same(first_gradient(tmp_path / "run", **CASES[case] | WAYS[way]), whole[case])
 
 
-def test_the_losses_differ_from_one_another(whole: dict[str, list[torch.Tensor]]) -> None:
+def test_the_losses_differ_from_one_another(whole: FirstGradients) -> None:
     """Or the comparisons above would compare nothing."""
-    flat = {loss: torch.cat([g.flatten() for g in gradients]) for loss, gradients in whole.items()}
+    flat = {loss: torch.cat([g.flatten() for g in whole[loss]]) for loss in LOSSES}
     for a in flat:
         assert not any(torch.allclose(flat[a], flat[b], rtol=1e-3) for b in flat if a < b)
 
@@ -209,6 +218,11 @@ def two(several: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_processes(tmp_path_factory.mktemp("rest"), rest=2)["rest"]
+
+
+@pytest.fixture(scope="module")
 def three(several: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return several["few"]
 
@@ -219,56 +233,50 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_two_processes_have_the_gradient_of_one(
-    loss: str, two: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
-) -> None:
-    for found in two:
-        assert_same(found[loss], whole[loss])
-
-
 @pytest.mark.parametrize("loss", FEW)
 def test_three_processes_have_the_gradient_of_one(
-    loss: str, three: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+    loss: str, three: list[dict[str, Any]], whole: FirstGradients
 ) -> None:
     for found in three:
         assert_same(found[loss], whole[loss])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("way", WAYS_OF_TWO)
-def test_two_processes_have_the_gradient_of_one_with(
-    way: str, loss: str, two: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+@pytest.mark.parametrize("case", EVERY_CASE)
+@pytest.mark.parametrize("way", ["all at once", *WAYS_OF_TWO])
+def test_two_processes_have_the_gradient_of_one(
+    way: str, case: str, whole: FirstGradients, request: pytest.FixtureRequest
 ) -> None:
-    for found in two:
-        assert_same(found[f"{loss}, {way}"], whole[loss])
+    for found in request.getfixturevalue("rest" if case in SLOW else "two"):
+        assert_same(found[case if way == "all at once" else f"{case}, {way}"], whole[case])
 
 
+@pytest.mark.parametrize("case", COMPILED_CASES)
 @pytest.mark.parametrize("way", COMPILED)
 def test_two_processes_have_the_gradient_of_one_when(
-    way: str, two: list[dict[str, Any]], whole: dict[str, list[torch.Tensor]]
+    way: str, case: str, two: list[dict[str, Any]], whole: FirstGradients
 ) -> None:
     """With the compiler's front end; the next test has all of it."""
     for found in two:
-        assert_same(found[f"grpo, {way}"], whole["grpo"])
+        assert_same(found[f"{case}, {way}"], whole[case])
 
 
 @pytest.mark.slow
 def test_blocks_of_the_real_compiler_have_the_gradient_of_plain_ones(
-    whole: dict[str, list[torch.Tensor]], tmp_path: Path
+    whole: FirstGradients, tmp_path: Path
 ) -> None:
     """On one process and on two. Needs g++."""
-    for way, options in COMPILED.items():
-        found = first_gradient(tmp_path / way, loss="grpo", **LOSSES["grpo"], **options)
-        assert_same(found, whole["grpo"])
+    expected = {f"{case}, {way}": whole[case] for case in COMPILED_CASES for way in COMPILED}
+    for case in COMPILED_CASES:
+        for way, options in COMPILED.items():
+            assert_same(first_gradient(tmp_path / case / way, **CASES[case] | options), whole[case])
     for ways in run_processes(tmp_path, compiler=2)["compiler"]:
-        assert ways.keys() == {f"grpo, {way}" for way in COMPILED}
-        for found in ways.values():
-            assert_same(found, whole["grpo"])
+        assert ways.keys() == expected.keys()
+        for name, found in ways.items():
+            assert_same(found, expected[name])
 
 
 def test_compiled_blocks_have_the_gradient_of_plain_ones(
-    whole: dict[str, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: FirstGradients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the compiler's front end alone."""
     monkeypatch.setattr(Block, "compile", Block.compile)  # restored after the test
@@ -277,23 +285,21 @@ def test_compiled_blocks_have_the_gradient_of_plain_ones(
     torch.compiler.reset()
     before = accel.graphs_compiled()
     for way, options in COMPILED.items():
-        found = first_gradient(tmp_path / way, loss="grpo", **LOSSES["grpo"], **options)
-        assert_same(found, whole["grpo"])
+        assert_same(first_gradient(tmp_path / way, **CASES["grpo"] | options), whole["grpo"])
     assert accel.graphs_compiled() > before
 
 
-@pytest.mark.parametrize("loss", AUTOCAST_LOSSES)
+@pytest.mark.parametrize("case", AUTOCAST_CASES)
 def test_two_processes_have_the_gradient_of_one_under_autocast(
-    loss: str, two: list[dict[str, Any]], tmp_path: Path
+    case: str, two: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """In float32 and bfloat16, so to 1e-5; and autocast changes more than that."""
-    options = {"loss": loss, **LOSSES[loss]}
     half, full = (
-        first_gradient(tmp_path / str(amp), dtype=torch.float32, **options, **AUTOCAST | amp)
+        first_gradient(tmp_path / str(amp), dtype=torch.float32, **CASES[case] | AUTOCAST | amp)
         for amp in ({}, {"use_amp": False})
     )
     for found in two:
-        assert_same(found[f"{loss}, autocast"], half, tolerance=1e-5)
+        assert_same(found[f"{case}, autocast"], half, tolerance=1e-5)
     with pytest.raises(AssertionError):
         assert_same(half, full, tolerance=1e-4)
 

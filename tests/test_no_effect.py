@@ -39,9 +39,14 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"reward_timeout": 3.0}, {"own": True}),
     ],
     "chat_template": [({"chat_template": "t.jinja"}, {"system": "Be kind."})],
+    "arch": [({"arch": "llama"}, {"init_from": "scratch"})],
     "layers": [({"layers": 2}, {"init_from": "scratch"})],
     "width": [({"width": 64}, {"init_from": "scratch"})],
     "heads": [({"heads": 2}, {"init_from": "scratch"})],
+    "kv_heads": [
+        ({"kv_heads": 2, "arch": "llama"}, {"init_from": "scratch"}),
+        ({"kv_heads": 2, "init_from": "scratch"}, {"arch": "llama"}),
+    ],
     "context": [({"context": 128}, {"init_from": "scratch"})],
     "lora_alpha": [({"lora_alpha": 3.0}, {"lora_rank": 2})],
     "lora_targets": [({"lora_targets": "c_attn"}, {"lora_rank": 2})],
@@ -271,7 +276,8 @@ BASE: Settings = {
 # what a run of two steps on a CPU can show
 NUMERIC = [
     *("lora_alpha", "lora_targets"),
-    *("reward_timeout", "layers", "width", "context", "group_size", "top_k", "top_p", "min_p"),
+    *("reward_timeout", "arch", "layers", "width", "kv_heads", "context"),
+    *("group_size", "top_k", "top_p", "min_p"),
     *("dynamic_sampling", "clip_low", "clip_high", "ratio_cap", "advantage", "scale", "kl"),
     *("overlong", "overlong_buffer", "sampler_correction", "sampler_correction_cap"),
     *("shuffle_rewards", "amp_dtype", "use_tf32", "skip_zero_variance_groups"),

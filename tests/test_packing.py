@@ -2,23 +2,31 @@
 
 import dataclasses
 import doctest
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
+from minigrpo.model import attention
 from minigrpo.model import packing as packing_module
+from minigrpo.model.architectures import ARCHITECTURES
+from minigrpo.model.families import FAMILIES
 from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packed_attention import additive_mask, shared_rows_of
 from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
-from minigrpo.model.shape import ModelShape
+from minigrpo.model.shape import ModelShape, RopeScaling
 from minigrpo.model.transformer import Transformer
+from minigrpo.runtime import accel
 from minigrpo.types import Completions
 
-from .conftest import EOS, VOCAB, make_completions
+from .conftest import EOS, SHAPES, SIZES, VOCAB, make_completions
+from .pretend import pretend_cuda
 
 
 def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
@@ -84,6 +92,42 @@ def test_gradients_are_those_of_the_plain_forward(
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+LLAMA: dict[str, Any] = {**ARCHITECTURES["llama"], "heads": 4, "kv_heads": 2}
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "gpt2": {"heads": 2},
+    "llama": {**LLAMA, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},
+    "qwen2": {**LLAMA, "qkv_bias": True, "tied": False},
+    "qwen3": {**LLAMA, "head_norm": True, "head_dim": 6},
+    "smollm3": {**LLAMA, "unrotated": (1,), "kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)  # a new one needs a row above
+def test_every_family_has_the_naive_log_probs_with_all_packings_and_less_memory(
+    family: str,
+) -> None:
+    """Log-probs and gradients, with and without checkpointing and chunked log-probs."""
+    shape = ModelShape(**SIZES, family=family, **FAMILY_FIELDS[family])
+    model, c = Transformer(shape, seed=1).double(), make_completions(0)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases begin at 0, norms at 1
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+    weights = torch.randn(c.completion_ids.shape, generator=noise, dtype=torch.float64)
+    parameters = list(model.parameters())
+    expected = naive_logp(model, c, 0.7)
+    gradients = torch.autograd.grad((expected * weights).sum(), parameters)
+    for build, recompute, chunk in itertools.product(
+        PACKINGS.values(), (None, accel.recompute), (0, 5)
+    ):
+        model.checkpoint_blocks, model.logprob_chunk = recompute, chunk
+        packing = build(c)
+        logp, _ = model(packing.tokens, packing, 0.7)
+        torch.testing.assert_close(logp, expected, rtol=1e-10, atol=1e-12)
+        found = torch.autograd.grad((logp * weights).sum(), parameters)
+        torch.testing.assert_close(found, gradients, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100])
@@ -237,9 +281,10 @@ def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(model: Tr
         assert (model(packing.tokens, packing)[0] == 0).all()
 
 
-def test_fp32_packings_are_equal_on_this_device(device: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_fp32_packings_are_equal_on_this_device(device: str, shape: ModelShape) -> None:
     c = make_completions(3)
-    model = Transformer(ModelShape(VOCAB, context=40, layers=2, width=16, heads=2)).to(device)
+    model = Transformer(shape).to(device)
     one, *others = (build(c).to(device) for build in PACKINGS.values())
     for other in others:
         torch.testing.assert_close(
@@ -254,8 +299,45 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     assert prompt.grad is not None and prompt.grad.item() == 512
 
 
-def test_rows_of_an_additive_mask_begin_at_multiples_of_eight() -> None:
+@pytest.mark.parametrize("share", [1, 3])
+def test_rows_of_an_additive_mask_begin_at_multiples_of_eight(share: int) -> None:
     visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
-    mask = additive_mask(visible, torch.float64)
+    mask = additive_mask(visible, torch.float64, share)
+    visible = torch.cat([visible] * share, dim=2)
     assert torch.equal(mask == 0, visible) and torch.equal(mask == -torch.inf, ~visible)
     assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_queries_are_left_to_torch_only_where_cuda_has_a_fused_kernel_for_them(
+    dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash attention: half precision, no mask. The numbers are those of repeated keys."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=rng).to(dtype) for heads in (6, 2, 2))
+    visible = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    mask = additive_mask(visible, dtype, 3) if masked else None
+    k6, v6 = (x.repeat_interleave(3, dim=1) for x in (k, v))
+    expected = scaled_dot_product_attention(q, k6, v6, is_causal=True)
+    grouped = list[bool]()
+
+    def recorded(*args: torch.Tensor, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
+        grouped.append(enable_gqa)
+        return scaled_dot_product_attention(*args, enable_gqa=enable_gqa, **options)
+
+    with pretend_cuda(monkeypatch):
+        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+        there = [x.to("cuda") for x in (q, k, v)]
+        found = attention.sdpa(*there, mask=None if mask is None else mask.to("cuda"))
+    assert grouped == [dtype == torch.bfloat16 and not masked]
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=tolerance)
+
+
+def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) -> None:
+    """Norms of each head compute in float32; a cache of such keys would take twice the memory."""
+    x = torch.ones(3, model.shape.width)
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes = {part.dtype for part in model.float().h[0].attn.qkv(x)}
+    assert dtypes == {torch.bfloat16}

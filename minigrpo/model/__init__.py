@@ -1,4 +1,4 @@
-"""GPT-2 on packed tokens: tokenizers, the transformer, packing, log-probs and weights files.
+"""The model: tokenizers, the transformer on packed tokens, packing, log-probs, weights files.
 
 `transformer` is the model, `packing` decides which tokens it runs in training (`packing_rows` and
 `packed_attention` are its parts), `logprobs` is the output head. `tokenizer` and `encoding` turn

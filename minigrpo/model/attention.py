@@ -18,10 +18,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
 
-    Query head h attends to head h // (H / K) of the keys (Ainslie et al., arXiv 2305.13245).
+    Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
+    2305.13245). On CUDA, torch has a fused kernel for R > 1 only in half precision without a mask;
+    otherwise it would store the scores of all heads in float32. So with a mask, the R queries of a
+    token become rows of the attention to their shared head.
+
+    Args:
+        mask: `[B, 1, R * T, T']` from `additive_mask`.
     """
+    share = q.shape[1] // k.shape[1]
+    if share > 1 and mask is not None:
+        rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+        return out.unflatten(2, (share, -1)).flatten(1, 2)
+    if share > 1 and q.is_cuda and q.dtype == torch.float32:
+        k, v, share = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1), 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=share > 1
     )
 
 
@@ -58,21 +71,22 @@ class Rotation:
     The first half of a head is rotated against the second half, as in Llama's files.
     """
 
-    cos: Tensor  # [N, 1, E / 2], float32 or wider
-    sin: Tensor
+    cos: Tensor  # [N, 1, E], float32 or wider
+    sin: Tensor  # likewise; negative in the first half
 
     @classmethod
     def of(cls, shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> "Rotation":
         """The rotation by `positions [N]`, for a model whose weights have `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        angles = positions.to(wide)[:, None, None] * frequencies(shape).to(positions.device, wide)
-        return cls(angles.cos(), angles.sin())
+        angles = positions.to(wide)[:, None, None] * frequencies(shape, positions.device).to(wide)
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate `x [N, H, E]`, in float32 or wider."""
-        first, second = at_least_fp32(x).chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+        wide = at_least_fp32(x)
+        swapped = wide.roll(x.shape[-1] // 2, dims=-1)  # the halves
+        return torch.addcmul(wide * self.cos, swapped, self.sin).to(x.dtype)
 
     def before(self, attend: Attend) -> Attend:
         """An attention function that rotates queries and keys first."""
@@ -83,10 +97,13 @@ class Rotation:
         return rotated
 
 
-def frequencies(shape: ModelShape) -> Tensor:
-    """Rotary frequencies `[E / 2]` float32, in radians per position."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    plain = 1.0 / shape.rope_theta**exponents
+def frequencies(shape: ModelShape, device: torch.device | None = None) -> Tensor:
+    """Rotary frequencies `[E / 2]` float32, in radians per position.
+
+    Computed on the device, because a CUDA graph cannot capture a copy from the host.
+    """
+    numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device)
+    plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
     if not (scaling := shape.rope_scaling):
         return plain
     turns = scaling.original_context * plain / (2 * torch.pi)  # in the original context

@@ -70,7 +70,8 @@ class SeparateAttention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.q_norm(q), self.k_norm(k), v
+        # norms in float32 must not double the cache of keys under autocast
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
     def project(self, x: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""

@@ -33,14 +33,19 @@ def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return rows_of(wide, rows).to(x.dtype)
 
 
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `visible [..., keys]` is true, else -inf.
+def additive_mask(visible: Tensor, dtype: torch.dtype, share: int = 1) -> Tensor:
+    """0 where `visible [B, 1, T, keys]` is true, else -inf, `share` times: `[B, 1, R * T, keys]`.
 
     Rows are padded in memory to a multiple of 8; otherwise CUDA's attention kernels copy the mask.
+
+    Args:
+        share: R, the query heads that share a head of keys.
     """
-    *shape, keys = visible.shape
-    padded = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=visible.device)
-    return padded[..., :keys].masked_fill_(~visible, -torch.inf)
+    *batch, tokens, keys = visible.shape
+    shape = *batch, share, tokens, -(-keys // 8) * 8
+    padded = torch.zeros(shape, dtype=dtype, device=visible.device)
+    padded[..., :keys].masked_fill_(~visible.unsqueeze(-3), -torch.inf)
+    return padded.flatten(-3, -2)[..., :keys]
 
 
 @dataclass(frozen=True)
@@ -82,21 +87,23 @@ class CompletionAttention:
     query_rows: Tensor  # [R, T] into the packed tokens
     key_rows: Tensor  # [R, Lp + K] into the packed tokens: prompt, then completion
     visible: Tensor  # [R, 1, T, Lp + K] bool: which keys each query may attend to
-    masks: dict[torch.dtype, Tensor] = field(default_factory=dict)  # `visible` as additive masks
+    # `visible` as additive masks, by dtype and by how many query heads share a head of keys
+    masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[R, H, T, E]`."""
+        share = q.shape[1] // k.shape[1]
         q = rows_of(q, self.query_rows)
         k, v = shared_rows_of(k, self.key_rows), shared_rows_of(v, self.key_rows)
-        return sdpa(q, k, v, mask=self._mask(q.dtype))
+        return sdpa(q, k, v, mask=self._mask(q.dtype, share))
 
-    def _mask(self, dtype: torch.dtype) -> Tensor:
+    def _mask(self, dtype: torch.dtype, share: int) -> Tensor:
         """One mask for all layers. Otherwise each layer would make its own, and autograd would keep
         all of them for the backward pass.
         """
-        if dtype not in self.masks:
-            self.masks[dtype] = additive_mask(self.visible, dtype)
-        return self.masks[dtype]
+        if (dtype, share) not in self.masks:
+            self.masks[dtype, share] = additive_mask(self.visible, dtype, share)
+        return self.masks[dtype, share]
 
     def to(self, device: torch.device | str) -> "CompletionAttention":
         return CompletionAttention(

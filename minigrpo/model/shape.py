@@ -1,8 +1,10 @@
 """What determines a Transformer's function: sizes, and the variant of each part, as plain data.
 
-The defaults are GPT-2's. families.py reads the shape of an open model from its config.json.
+The defaults are GPT-2's. families.py reads the shape of an open model from its config.json;
+architectures.py makes that of a model from scratch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -37,7 +39,7 @@ class ModelShape:
     family: str = "gpt2"  # a row of families.py: how parameters are named in files
     kv_heads: int = 0  # grouped-query attention: query heads share these; 0: as many as heads
     head_dim: int = 0  # 0: width / heads
-    mlp_width: int = 0  # 0: 4 * width
+    mlp_width: int = 0  # 0: 4 * width; of swiglu, 8 / 3 * width rounded up to a multiple of 8
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     projections: Literal["fused", "separate"] = "fused"  # of queries, keys and values
@@ -60,10 +62,12 @@ class ModelShape:
                 f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}"
             )
         scaling = self.rope_scaling
+        # SwiGLU has three matrices: with 2 / 3 of GPT-2's width, as many weights (arXiv 2002.05202)
+        mlp_width = 4 * self.width if self.mlp == "gelu" else 8 * math.ceil(self.width / 3)
         derived = {
             "kv_heads": self.kv_heads or self.heads,
             "head_dim": self.head_dim or self.width // self.heads,
-            "mlp_width": self.mlp_width or 4 * self.width,
+            "mlp_width": self.mlp_width or mlp_width,
             "unrotated": tuple(self.unrotated),
             # from a checkpoint, which holds plain types
             "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling,
@@ -75,7 +79,9 @@ class ModelShape:
                 f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values"
             )
         if self.rope_theta and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, got {self.head_dim}")
+            raise ValueError(
+                f"rotary positions need an even head size (--width / --heads), got {self.head_dim}"
+            )
 
     @property
     def kv_width(self) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from ..config import Config
 from ..learner import Learner
+from ..model.architectures import shape_from_scratch
 from ..model.lora import adapters, disable_adapters, merge_adapters
 from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
@@ -75,7 +76,7 @@ def make_model(
     """The model that --init-from names, on a device. Raises ConfigError if it does not fit."""
     sizes = config.model
     if sizes.init_from == "scratch":
-        shape = ModelShape(tokenizer.n_vocab, sizes.context, sizes.layers, sizes.width, sizes.heads)
+        shape = shape_from_scratch(sizes, tokenizer.n_vocab)
         model = Transformer(shape, seed=weights_seed(config.run.seed))
     else:
         try:

@@ -3,6 +3,7 @@
 import re
 from typing import TYPE_CHECKING
 
+from ..model.architectures import shape_from_scratch
 from .flags import ConfigError, flag, shown
 
 if TYPE_CHECKING:
@@ -13,12 +14,7 @@ FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
 
 def check(c: "Config") -> None:
     """Raise ConfigError for the first combination of settings that is not allowed."""
-    size, prompts, width, heads = (
-        c.sampling.group_size,
-        c.sampling.prompts_per_step,
-        c.model.width,
-        c.model.heads,
-    )
+    size, prompts, heads = c.sampling.group_size, c.sampling.prompts_per_step, c.model.heads
     last_step = min(c.run.stop_after or c.run.max_steps, c.run.max_steps)
     loss, buffer, resume = c.loss.name, c.loss.overlong_buffer, c.run.resume
     no_slots = not c.speed.kv_cache or c.memory.share_prompt_kv
@@ -26,10 +22,6 @@ def check(c: "Config") -> None:
         (
             size < 2 and not c.supervised,
             f"--group-size must be at least 2 with --loss {loss}, got {size}",
-        ),
-        (
-            width % heads or width % 2,
-            f"--width must be even and a multiple of --heads, got {width} and {heads}",
         ),
         (
             c.loss.overlong == "punish" and buffer > c.sampling.max_new_tokens,
@@ -69,6 +61,11 @@ def check(c: "Config") -> None:
     for name in ("micro_batch_size", "rollout_batch_size"):
         batch = getattr(c.memory, name)
         check_divides(name, batch, prompts, f"--prompts-per-step {prompts}")
+    check_divides("kv_heads", c.model.kv_heads, heads, f"--heads {heads}")
+    try:
+        shape_from_scratch(c.model, vocab_size=1)  # its sizes do not depend on the vocabulary
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     c.task.weights()
 
 

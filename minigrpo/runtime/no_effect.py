@@ -12,6 +12,7 @@ import torch
 
 from ..config import Config
 from ..losses import LOSSES, clipped, per_local_token
+from ..model.architectures import groups_queries
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
 from ..types import Task
@@ -123,10 +124,11 @@ TABLE: dict[str, Row] = {
     "chat_template": (
         (lambda s: not s.has_chats, "the prompts are plain text: no messages, and no --system"),
     ),
-    "layers": NOT_FROM_SCRATCH,
-    "width": NOT_FROM_SCRATCH,
-    "heads": NOT_FROM_SCRATCH,
-    "context": NOT_FROM_SCRATCH,
+    **dict.fromkeys(("arch", "layers", "width", "heads", "context"), NOT_FROM_SCRATCH),
+    "kv_heads": (
+        *NOT_FROM_SCRATCH,
+        (lambda s: not groups_queries(s.config.model.arch), "this --arch has as many as --heads"),
+    ),
     "lora_alpha": NO_ADAPTERS,
     "lora_targets": NO_ADAPTERS,
     "group_size": (

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..config import Config
+from ..model.architectures import shape_from_scratch
 from ..model.families import read_shape
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
@@ -104,7 +105,7 @@ def _shape(config: Config, tokenizer: Tokenizer) -> tuple[ModelShape, Transforme
     """The shape of a run's model, and the model if its weights had to be read."""
     sizes = config.model
     if sizes.init_from == "scratch":
-        shape = ModelShape(tokenizer.n_vocab, sizes.context, sizes.layers, sizes.width, sizes.heads)
+        shape = shape_from_scratch(sizes, tokenizer.n_vocab)
         check_room(config, shape)
         return shape, None
     path = Path(sizes.init_from)

@@ -103,7 +103,8 @@ class CachedDecoder(ABC):
 
     def _attend_packed(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if number == 0:  # all layers share the mask
-            self.mask = additive_mask(self._visible_keys(), q.dtype)
+            share = q.shape[1] // k.shape[1]
+            self.mask = additive_mask(self._visible_keys(), q.dtype, share)
         q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H or K, E]
         return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
 

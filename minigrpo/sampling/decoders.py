@@ -122,9 +122,7 @@ class SharedPrefixDecoder(CachedDecoder):
         in_prompt = in_prompt < self.prompt_len[self.prompt, None]  # [B, Lp]
         own = torch.arange(self.num_columns, device=device) <= self.columns[..., None]
         prompt = in_prompt[:, None].expand(-1, self.columns.shape[1], -1)
-        visible = torch.cat([prompt, own], dim=-1)[:, None]
-        # the query heads of a group are rows of the attention to their shared keys
-        return visible.repeat(1, 1, self.model.shape.heads // self.model.shape.kv_heads, 1)
+        return torch.cat([prompt, own], dim=-1)[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_k, prompt_v = self.prompt_kv[number]
