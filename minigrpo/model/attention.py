@@ -21,7 +21,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
     Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
     2305.13245). On CUDA, torch has a fused kernel for R > 1 only in half precision without a mask;
     otherwise it would store the scores of all heads in float32. So with a mask, the R queries of a
-    token become rows of the attention to their shared head.
+    token become rows of the attention to their shared head; in float32 without one, keys and values
+    are repeated.
 
     Args:
         mask: `[B, 1, R * T, T']` from `additive_mask`.
