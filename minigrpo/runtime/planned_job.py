@@ -13,10 +13,11 @@ import torch
 from ..config import Config
 from ..model.architectures import shape_from_scratch
 from ..model.families import read_shape
+from ..model.hub import cached_folder
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.transformer import Transformer
-from ..model.weight_files import INDEX, WEIGHTS, WeightFiles
+from ..model.weight_files import CONFIG, INDEX, WEIGHTS, WeightFiles
 from ..rewards import RewardScorer
 from ..types import Task
 from .build import check_room, make_model, make_scorer, make_task, make_tokenizer, match_vocab
@@ -92,7 +93,12 @@ def _device(config: Config, dist: DistContext) -> tuple[torch.device, bool]:
 def _published(config: Config) -> ModelShape | None:
     """The shape of a published model that is not here."""
     name = config.model.init_from
-    return None if Path(name).exists() else published_shape(name)
+    return None if (_place(name) / CONFIG).exists() else published_shape(name)
+
+
+def _place(name: str) -> Path:
+    """Where a model is on this machine, if anywhere; nothing is fetched for a plan."""
+    return cached_folder(name) or Path(name)
 
 
 def _missing_data(config: Config) -> str:
@@ -108,7 +114,7 @@ def _shape(config: Config, tokenizer: Tokenizer) -> tuple[ModelShape, Transforme
         shape = shape_from_scratch(sizes, tokenizer.n_vocab)
         check_room(config, shape)
         return shape, None
-    path = Path(sizes.init_from)
+    path = _place(sizes.init_from)
     has_weights = path.is_file() or any((path / name).is_file() for name in (WEIGHTS, INDEX))
     by_path = sizes.init_from not in ("", "shipped") and has_weights and not is_run(path)
     if not by_path:  # make_model also says what is wrong with something that is no model

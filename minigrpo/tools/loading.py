@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import Config
+from ..model.hub import local_folder
 from ..model.tokenizer import Tokenizer
 from ..runtime import accel
 from ..runtime.build import make_tokenizer, match_vocab
@@ -84,6 +85,7 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
 
 def tokenizer_of(selection: ModelSelection, config: Config) -> Tokenizer:
     """The tokenizer of the selected model, unless --tokenizer names another. Raises ValueError."""
+    local_folder(str(selection.run))  # a model that is nowhere is named as such, not its tokenizer
     return make_tokenizer(with_own_tokenizer(config, str(selection.run)))
 
 
