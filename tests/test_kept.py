@@ -82,8 +82,9 @@ def test_a_block_keeps_what_the_plan_says(name: str, way: str, amp: bool) -> Non
         settings["lora_targets"] = SOME[name]
     config = Config.of(**settings, prompts_per_step=3, group_size=4)
     completions = make_completions(0, width=20, length=30)
-    # of two blocks more: the first one's input may have no gradient, and masks are shared
-    shapes = [replace(SHAPES[name], layers=layers) for layers in (1, 3)]
+    # of two blocks more: the first one's input may have no gradient, and masks and the tables of
+    # the rotation are shared
+    shapes = [replace(SHAPES[name], layers=layers) for layers in (2, 4)]
     few, many = (saved(config, shape, completions) for shape in shapes)
     small, large = (planned(config, shape, completions) for shape in shapes)
     kinds = ["activations"]
