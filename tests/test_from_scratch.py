@@ -103,9 +103,10 @@ def test_a_run_from_scratch_begins_another_run_and_its_plan_counts_its_parameter
         for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True):
             assert torch.equal(a, b)
     plan = Planner(Config.of(**{**TINY, **GROUPED}))
-    plan.scorer.close()
+    assert plan.job.scorer
+    plan.job.scorer.close()
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    assert plan.worst.parameters == trainer.estimate.parameters == parameters
+    assert plan.job.worst.parameters == trainer.estimate.parameters == parameters
 
 
 def test_a_run_is_not_resumed_with_another_kind_of_model(run: tuple[Trainer, Path]) -> None:
