@@ -82,16 +82,16 @@ def test_a_block_keeps_what_the_plan_says(name: str, way: str, amp: bool) -> Non
         settings["lora_targets"] = SOME[name]
     config = Config.of(**settings, prompts_per_step=3, group_size=4)
     completions = make_completions(0, width=20, length=30)
-    # of two blocks more: the first one's input may have no gradient, and masks and the tables of
-    # the rotation are shared
-    shapes = [replace(SHAPES[name], layers=layers) for layers in (2, 4)]
+    # the difference of one block: all share masks and positions, and the first one keeps less if
+    # its input has no gradient
+    shapes = [replace(SHAPES[name], layers=layers) for layers in (2, 3)]
     few, many = (saved(config, shape, completions) for shape in shapes)
     small, large = (planned(config, shape, completions) for shape in shapes)
     kinds = ["activations"]
     if not config.memory.gradient_checkpointing and amp:
         kinds.append("casts of weights")
     expected = sum(large[kind] - small[kind] for kind in kinds)
-    assert expected == pytest.approx(many - few, rel=0.02)
+    assert expected == pytest.approx(many - few, rel=0.005)
 
 
 def test_a_recomputed_block_keeps_what_it_keeps_without_checkpointing() -> None:
