@@ -141,7 +141,7 @@ def test_recorded_rounds_write_what_rounds_write(
             c = make_completions(turn % 2, prompts=6).to("cuda")
             u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, 9)).to("cuda")
             options: dict[str, Any] = {
-                "eos": EOS,
+                "stops": [EOS],
                 "max_new_tokens": 9,
                 "num_samples": 5,
                 "u": u,
