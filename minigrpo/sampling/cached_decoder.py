@@ -23,7 +23,7 @@ from .kv_cache import BLOCK, KVCache
 
 # Attention to a group of slots reads as many columns as its longest slot has. This many columns, in
 # all slots together, are worth the calls of one more group. None on a GPU, where calls cost more.
-WORTH_A_GROUP = {"cpu": 4096}
+WORTH_A_GROUP = {"cpu": 2048}
 Group = tuple[slice, int]  # slots, and how many columns of the cache they read
 
 
