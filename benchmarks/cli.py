@@ -36,12 +36,12 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, type[Benchmark]] = {
     "steps": Steps,
     "memory": Memory,
-    "length": Length,
     "plan": Plan,
     "rewards": Rewards,
     "scaling": Scaling,
     "precision": Precision,
     "peers": Peers,
+    "length": Length,
 }
 
 

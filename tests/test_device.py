@@ -62,7 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "loss": "gspo",
     },
     "fast": {"use_amp": True, "low_precision_weights": True, "kl_coef": 0.1},
-    "lean": {**LEAN, "micro_batch_size": 2, "kl_coef": 0.1},
+    "lean": {**LEAN, "micro_batch_size": 2, "rollout_batch_size": 2, "kl_coef": 0.1},
     "truncated": {
         "loss": "cispo",
         "sampler_correction": True,
@@ -70,7 +70,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "top_p": 0.9,
         "dynamic_sampling": 1,
     },
-    "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
+    "recorded": {
+        "use_amp": True,
+        "low_precision_weights": True,
+        "cuda_graphs": True,
+        "rollout_batch_size": 2,
+    },
     "half": {"use_amp": True, "amp_dtype": "float16"},
     "supervised": {"loss": "nll", "group_size": 1},
 }

@@ -286,7 +286,7 @@ class Probe:
 
         def run() -> None:
             sequences.lengths.fill_(done)
-            sequences.bounds[:] = done
+            sequences.length_bound = done
             with torch.no_grad(), self._autocast():
                 for _ in range(ROUNDS):
                     sequences.accept(decoder.step(*sequences.next_inputs()))

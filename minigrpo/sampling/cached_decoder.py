@@ -21,11 +21,6 @@ from ..model.packing_rows import pad_rows
 from ..model.transformer import PackedTokens, Transformer
 from .kv_cache import BLOCK, KVCache
 
-# Attention to a group of slots reads as many columns as its longest slot has. This many columns, in
-# all slots together, are worth the calls of one more group. None on a GPU, where calls cost more.
-WORTH_A_GROUP = {"cpu": 2048}
-Group = tuple[slice, int]  # slots, and how many columns of the cache they read
-
 
 class CachedDecoder(ABC):
     """Runs every prompt once, then a few tokens of every slot per round."""
@@ -36,11 +31,12 @@ class CachedDecoder(ABC):
         self.cache = KVCache()
         self.tokens_run = 0
         self.prompt_len = torch.zeros(0, dtype=torch.int64, device=model.device)  # [P]
-        self._set_prompts(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        none = np.zeros(0, dtype=np.int64)
+        self._set_prompts(none, none)
 
     def _set_prompts(self, prompt_of_slot: np.ndarray, prompt_len: np.ndarray) -> None:
-        """Set the prompt of each slot, `[B]`, and the tokens of each slot's prompt, `[B]`."""
-        self.prompt_of_slot, self.prompt_len_of_slot = prompt_of_slot, prompt_len  # on the host
+        """Set the prompt of each slot, `[B]`, and how many tokens it has, `[B]`; on the host."""
+        self.prompt_of_slot, self.prompt_len_of_slot = prompt_of_slot, prompt_len
         self.prompt = torch.from_numpy(prompt_of_slot).to(self.model.device)  # [B]
 
     @property
@@ -66,7 +62,7 @@ class CachedDecoder(ABC):
         )
         self.prompt_len = torch.cat([self.prompt_len, prompt_len])
         self.tokens_run += int(lengths.sum())
-        columns = max(self.cache.num_columns, self._prompt_columns(width))
+        columns = max(self.cache.num_columns, self._cache_columns(0))
         self._make_room(self.num_slots, columns)
         self.cache.extend(first, columns)
 
@@ -84,15 +80,15 @@ class CachedDecoder(ABC):
         logits = self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
         return logits.repeat_interleave(num_samples, dim=0)
 
-    def step(self, tokens: Tensor, columns: Tensor, reach: np.ndarray) -> Tensor:
+    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
         """Run W tokens of every slot.
 
         Args:
             tokens: `[B, W]`.
             columns: `[B]`, the column of each slot's first token. Columns may differ between slots;
                 what a slot wrote there before (a rejected proposal) is overwritten.
-            reach: `[B]`, more than any column that the slot has written so far or writes in this
-                step. On the host, which therefore need not wait for the device.
+            num_columns: more than any column that a slot has written so far or writes in this step.
+                An int, so that the host need not wait for the device.
 
         Returns:
             `[B, W, V]`, the logits that follow each token.
@@ -100,10 +96,9 @@ class CachedDecoder(ABC):
         self.tokens_run += tokens.numel()
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         self.columns = columns[:, None] + offsets  # [B, W]
-        reads = self._cache_columns(reach)
-        self._make_room(self.num_slots, int(reads.max()))
-        self.cache.extend(self.num_slots, int(reads.max()))
-        self.groups = group_by_length(reads, WORTH_A_GROUP.get(tokens.device.type, np.inf))
+        num_columns = self._cache_columns(num_columns)
+        self._make_room(self.num_slots, num_columns)
+        self.cache.extend(self.num_slots, num_columns)
         return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
 
     def _make_room(self, num_slots: int, num_columns: int) -> None:
@@ -112,8 +107,8 @@ class CachedDecoder(ABC):
         When columns are added, rows that no slot uses are freed.
         """
         if num_columns > self.cache.length:
-            longest = self._cache_columns(np.full(self.num_slots, self.length)).max()
-            self._resize(num_slots, min(num_columns + BLOCK, int(longest)))
+            longest = self._cache_columns(self.length)
+            self._resize(num_slots, min(num_columns + BLOCK, longest))
         elif num_slots > self.cache.capacity:
             self._resize(num_slots, self.cache.length)
 
@@ -148,11 +143,6 @@ class CachedDecoder(ABC):
         self.cache.reorder(sources)
         self._set_prompts(self.prompt_of_slot[sources], self.prompt_len_of_slot[sources])
 
-    def _join_groups(self, attend: Callable[[slice, int], Tensor]) -> Tensor:
-        """Concatenate `attend(slots, columns)` of all groups of slots."""
-        parts = [attend(slots, columns) for slots, columns in self.groups]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     # --- what subclasses implement ----------------------------------------------------------------
 
     @abstractmethod
@@ -160,12 +150,8 @@ class CachedDecoder(ABC):
         """Store a layer's keys and values of new prompts, `[P', K, Lp, E]`."""
 
     @abstractmethod
-    def _prompt_columns(self, width: int) -> int:
-        """How many columns of the cache a prompt of `width` tokens takes."""
-
-    @abstractmethod
-    def _cache_columns(self, reach: np.ndarray) -> np.ndarray:
-        """`[B]`, how many columns each slot reads, with `reach [B]` as in `step`."""
+    def _cache_columns(self, num_columns: int) -> int:
+        """How many columns of the cache prompts and `num_columns` columns of new tokens take."""
 
     @abstractmethod
     def _visible_keys(self) -> Tensor:
@@ -174,21 +160,6 @@ class CachedDecoder(ABC):
     @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: `q [B, H, W, E]`, new keys and values `[B, W, K, E]` -> `[B, H, W, E]`."""
-
-
-def group_by_length(lengths: np.ndarray, worth: float, first: int = 0) -> list[Group]:
-    """Split slots into groups of neighbours, each with the longest of its `lengths [B]`.
-
-    A slot costs as much as the longest of its group. A split must save at least `worth` in all.
-    It finds the most if slots are ordered from long to short.
-    """
-    longest_from = np.maximum.accumulate(lengths[::-1])[::-1]  # of a slot and all after it
-    saved = np.arange(len(lengths), 0, -1) * (longest_from[0] - longest_from)  # by a split there
-    split = int(saved.argmax())
-    if not split or saved[split] < worth:
-        return [(slice(first, first + len(lengths)), int(longest_from[0]))]
-    before = group_by_length(lengths[:split], worth, first)
-    return before + group_by_length(lengths[split:], worth, first + split)
 
 
 class PromptAttention:

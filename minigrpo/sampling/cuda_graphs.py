@@ -9,7 +9,6 @@ to capture, the same code runs every round: slower, but tests can cover it.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,15 +131,12 @@ class GraphedDecoder(ReplicatedPrefixDecoder):
         A cache that moves has another address, so captured rounds would use freed memory.
         """
         self.graphs.drop_captured()
-        longest = int(super()._cache_columns(np.full(self.num_slots, self.length)).max())
+        longest = self._cache_columns(self.length)
         capacity = max(self.cache.capacity, round_up(capacity, SLOT_MULTIPLE))
-        length = max(self.cache.length, round_up(longest, COLUMN_MULTIPLE))
-        self.cache.resize(capacity, length)
+        self.cache.resize(capacity, max(self.cache.length, longest))
 
-    def _cache_columns(self, reach: np.ndarray) -> np.ndarray:
-        """The same for all slots, because each number of columns is captured by itself."""
-        reads = super()._cache_columns(reach)
-        return np.full_like(reads, round_up(int(reads.max()), COLUMN_MULTIPLE))
+    def _cache_columns(self, num_columns: int) -> int:
+        return round_up(super()._cache_columns(num_columns), COLUMN_MULTIPLE)
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         num_slots, num_columns = round_up(len(tokens), SLOT_MULTIPLE), self.cache.num_columns
@@ -150,7 +146,6 @@ class GraphedDecoder(ReplicatedPrefixDecoder):
         tokens, positions = (torch.nn.functional.pad(x, surplus) for x in (tokens, positions))
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
-            self.groups = [(slice(num_slots), num_columns)]
             return super(GraphedDecoder, self)._run(tokens, positions)
 
         if key not in self.graphs.captured:

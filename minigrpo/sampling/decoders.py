@@ -28,7 +28,7 @@ class Decoder(Protocol):
 
     def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor: ...
 
-    def step(self, tokens: Tensor, columns: Tensor, reach: np.ndarray) -> Tensor: ...
+    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor: ...
 
     def reorder(self, sources: np.ndarray) -> None: ...
 
@@ -43,11 +43,8 @@ class ReplicatedPrefixDecoder(CachedDecoder):
         k, v = (x.repeat_interleave(num_samples, dim=0) for x in (k, v))
         self.cache.write_prompt(number, k, v, self.num_slots - len(k))
 
-    def _prompt_columns(self, width: int) -> int:
-        return width
-
-    def _cache_columns(self, reach: np.ndarray) -> np.ndarray:
-        return self.prompt_len_of_slot + reach
+    def _cache_columns(self, num_columns: int) -> int:
+        return int(self.prompt_len_of_slot.max()) + num_columns
 
     def _visible_keys(self) -> Tensor:
         columns = torch.arange(self.cache.num_columns, device=self.positions.device)
@@ -55,11 +52,7 @@ class ReplicatedPrefixDecoder(CachedDecoder):
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = self.cache.write(number, k, v, self.positions)
-        return self._join_groups(
-            lambda slots, n: sdpa(
-                q[slots], k[slots, :, :n], v[slots, :, :n], mask=self.mask[slots, ..., :n]
-            )
-        )
+        return sdpa(q, k, v, mask=self.mask)
 
 
 class SharedPrefixDecoder(CachedDecoder):
@@ -123,11 +116,8 @@ class SharedPrefixDecoder(CachedDecoder):
         empty_k, empty_v = (x.new_zeros(slots, x.shape[1], 0, x.shape[3]) for x in (k, v))
         self.cache.write_prompt(number, empty_k, empty_v, first)
 
-    def _prompt_columns(self, width: int) -> int:
-        return 0
-
-    def _cache_columns(self, reach: np.ndarray) -> np.ndarray:
-        return reach
+    def _cache_columns(self, num_columns: int) -> int:
+        return num_columns
 
     def _visible_keys(self) -> Tensor:
         device = self.columns.device
@@ -145,24 +135,12 @@ class SharedPrefixDecoder(CachedDecoder):
         width = q.shape[2]
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (own_k.shape[1], -1)).flatten(2, 3)
         prompt_scores = self._to_prompts(q) @ prompt_k.transpose(-1, -2)  # [P, K, G'*R*W, Lp]
-        own_scores = self._own_scores(q, own_k)  # [B, K, R*W, num_columns]
+        own_scores = q @ own_k.transpose(-1, -2)  # [B, K, R*W, num_columns]
         scores = torch.cat([self._to_slots(prompt_scores), own_scores], dim=-1)
         weights = scores.add_(self.mask).softmax(-1).to(v.dtype)
         prompt_weights, own_weights = weights.split([prompt_k.shape[2], own_k.shape[2]], dim=-1)
-        out = self._to_slots(self._to_prompts(prompt_weights) @ prompt_v)
-        out = out + self._join_groups(
-            lambda slots, n: own_weights[slots, ..., :n] @ own_v[slots, :, :n]
-        )
+        out = self._to_slots(self._to_prompts(prompt_weights) @ prompt_v) + own_weights @ own_v
         return out.unflatten(2, (-1, width)).flatten(1, 2)  # [B, H, W, E]
-
-    def _own_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """`q [B, K, R*W, E]` times `k [B, K, n, E]`; 0 in columns that a slot does not read."""
-
-        def scores(slots: slice, n: int) -> Tensor:
-            products = q[slots] @ k[slots, :, :n].transpose(-1, -2)
-            return pad(products, (0, k.shape[2] - n)) if n < k.shape[2] else products
-
-        return self._join_groups(scores)
 
     def _to_prompts(self, x: Tensor) -> Tensor:
         """Group slots by prompt, padded by repetition: `[B, H, W, E]` -> `[P, H, G'*W, E]`."""
@@ -203,7 +181,7 @@ class UncachedDecoder:
         self.prompt_len = torch.cat([self.prompt_len, new_len])
         return self._logits_after(self.prompt_len[:, None] - 1)[first:, 0]
 
-    def step(self, tokens: Tensor, columns: Tensor, reach: np.ndarray) -> Tensor:
+    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         places = (self.prompt_len + columns)[:, None] + offsets
         self.ids.scatter_(1, places, tokens)

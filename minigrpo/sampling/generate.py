@@ -29,8 +29,8 @@ P = ParamSpec("P")
 # How often the host checks which sequences have finished, unless it must check in every round. Each
 # check waits for the device; without checks, finished sequences waste rounds.
 ROUNDS_BETWEEN_CHECKS = 4
-# Of the prompts that are decoded together, the share that must have left before others enter. To
-# enter costs a forward pass of its own, and a copy of what has been sampled.
+# Waiting prompts enter when there is room for this share of the prompts that are decoded together.
+# An entry costs a forward pass of its own, and a copy of what has been sampled.
 SHARE_THAT_ENTERS = 0.125
 DEFAULT_PARAMS = SamplingParams()
 
@@ -60,16 +60,16 @@ def generate_parts(
     proposal. Without drafts, W is 1.
 
     With `prompts_at_once`, waiting prompts enter as completions end and make room (continuous
-    batching, as in Orca, Yu et al., OSDI 2022). A prompt enters with all of its completions. It
-    waits in `ids` until the prompts before it have finished, so the parts are those of batch after
-    batch.
+    batching, as in Orca, Yu et al., OSDI 2022). A prompt enters with all of its completions. A
+    prompt that has finished is kept until those before it have, so the parts are the same as if
+    one batch were decoded after the other.
 
     Args:
         prompt_ids: `[P, Lp]` int64, right-padded, on any device.
         prompt_len: `[P]` int64.
         stops: the tokens that end a completion.
-        prompts_at_once: there are never more completions side by side than those of so many
-            prompts, which is also the size of a part; 0: all. It changes no token.
+        prompts_at_once: prompts per part, 0: all. There are never more completions side by side
+            than those of so many prompts. It changes no token.
         u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely
             token each time.
         params: temperature, top-k, top-p and min-p.
@@ -115,8 +115,6 @@ def generate_parts(
             if not sequences.num_slots:  # a new decoder, so that the memory of the last is freed
                 tokens_run += slots.tokens_run
                 slots = decoder(model, sequences.width)
-            elif device.type == "cpu":
-                sequences.sort_slots(slots)
             new = start(prompts)
             ids, lengths = prompt_ids[prompts].to(device), prompt_len[prompts].to(device)
             new.accept(slots.prefill(ids, lengths, new.num_slots // len(ids))[:, None])
@@ -125,7 +123,7 @@ def generate_parts(
             sequences.accept(slots.step(*sequences.next_inputs()))
         if watch:
             watch(sequences.ids, sequences.lengths)
-        due = turn % ROUNDS_BETWEEN_CHECKS == 0 or sequences.longest >= max_new_tokens
+        due = turn % ROUNDS_BETWEEN_CHECKS == 0 or sequences.length_bound >= max_new_tokens
         if sequences.may_have_diverged or due:
             sequences.update_slots(slots)
         while taken < total and sequences.num_finished >= min(size, total - taken):
@@ -150,4 +148,5 @@ def _whole(parts: Callable[P, Iterator[Completions]]) -> Callable[P, Completions
     return join
 
 
+# `generate_parts` in one piece: it returns the completions of all prompts
 generate = _whole(generate_parts)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 KeysAndValues = tuple[Tensor, Tensor]
 
-# Columns by which a cache grows. Growing copies the cache, which costs about as much as two rounds
-# of attention, so it must be rare; what is allocated and not used is at most so many columns.
+# Columns by which a cache grows. Fewer would waste less memory, but each time the whole cache is
+# copied.
 BLOCK = 128
 
 

@@ -49,14 +49,14 @@ def assign_slots(slot: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.n
     return old[order], new[group], representative[order]
 
 
-# What `RunningSequences` keeps of every sequence that has entered and was not taken; None: unused.
+# Fields of RunningSequences with a row for every sequence that has joined and was not taken
 PER_SEQUENCE = ("lengths", "ended", "ids", "logp", "log_kept_mass", "u")
 
 
 class RunningSequences:
     """The state of `generate`: the completions of some prompts, from first token to last.
 
-    More prompts enter by `join`, those in front leave by `take`, and R changes with both.
+    `join` adds prompts, and `take` removes those in front when they have finished.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class RunningSequences:
         self.params, self.drafts, self.device = params, drafts, device
         self.stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         self.max_window = 1 if drafts is None else num_speculative_tokens + 1
-        # W spare columns, because proposals may go past the last column
+        # W spare columns, because proposals may go past the last column. All columns are allocated
+        # at once: a token takes 16 bytes or so here, and some kilobytes in the cache.
         self.width = max_new_tokens + self.max_window
         self.pauses = ProposalPauses()
         self.rounds, self.sequence_rounds = 0, 0  # of the batch; summed over sequences
         sequences = torch.arange(num_prompts * num_samples, device=device)
         sequences_per_slot = 1 if drafts is None else num_samples
         self.running = sequences  # [N] unfinished at the last check
-        self.running_on_host = np.arange(len(sequences))  # the same
+        self.running_on_host = np.arange(len(sequences))  # [N] the same numbers
         self.slot = sequences // sequences_per_slot  # [N] slot of each
         self.num_accepted = torch.zeros_like(sequences)  # [N] in the last round
         self.representatives = sequences[::sequences_per_slot]  # [B] sequence of each slot
-        # [B] on the host: an upper bound of the length of each slot's sequences
-        self.bounds = np.zeros(len(self.representatives), dtype=np.int64)
         self.lengths = torch.zeros_like(sequences)  # [R] tokens of each completion
+        self.length_bound = 0  # on the host: an upper bound of the lengths of running sequences
         self.ended = torch.zeros_like(sequences, dtype=torch.bool)  # [R] by a stop token
         self.ids = torch.zeros(len(sequences), self.width, dtype=torch.int64, device=device)
         self.logp = torch.zeros(self.ids.shape, dtype=torch.float32, device=device)
@@ -108,7 +108,7 @@ class RunningSequences:
 
     @property
     def num_slots(self) -> int:
-        return len(self.bounds)
+        return len(self.representatives)
 
     @property
     def num_finished(self) -> int:
@@ -118,12 +118,12 @@ class RunningSequences:
 
     # --- a round --------------------------------------------------------------------------------
 
-    def next_inputs(self) -> tuple[Tensor, Tensor, np.ndarray]:
+    def next_inputs(self) -> tuple[Tensor, Tensor, int]:
         """The tokens that the decoder runs next.
 
         Returns:
             `[B, W]`, the last token of each slot, followed by proposals; `[B]`, the column of that
-            last token; `[B]` on the host, more than any column that each slot uses.
+            last token; a number above every column in use, these tokens' included.
         """
         self.rounds += 1
         self.sequence_rounds += len(self.running)
@@ -137,8 +137,7 @@ class RunningSequences:
             proposals = propose(drafts, recent, columns, self.window - 1)
             tokens = torch.cat([tokens, proposals], dim=1)
         self.proposals = tokens[:, 1:]
-        reach = np.minimum(self.bounds - 1 + tokens.shape[1], self.width)
-        return tokens, columns - 1, reach
+        return tokens, columns - 1, min(self.length_bound - 1 + tokens.shape[1], self.width)
 
     def accept(self, logits: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
@@ -166,17 +165,12 @@ class RunningSequences:
         self.num_accepted = kept.sum(1)  # [N] of this round
         self.lengths[self.running] += self.num_accepted
         self.ended[self.running] |= (kept & stops).any(1)
-        self.bounds += logp.shape[1]
+        self.length_bound += logp.shape[1]
 
     @property
     def may_have_diverged(self) -> bool:
         """Whether sequences may need other slots, or have lengths that the host does not know."""
         return self.window > 1 or self.num_slots < len(self.running)
-
-    @property
-    def longest(self) -> int:
-        """An upper bound of the lengths of running sequences."""
-        return int(self.bounds.max())
 
     def update_slots(self, decoder: Decoder) -> None:
         """Drop finished sequences, and separate those of a slot that now differ."""
@@ -195,7 +189,7 @@ class RunningSequences:
             # Sequences of a slot were equal before this round and got the same proposals. So they
             # are equal now if they have the same length and the same last token.
             sources, slot, chosen = assign_slots(slot, np.stack([lengths_left, last_left]))
-        self.bounds = lengths_left[chosen]
+        self.length_bound = int(lengths_left.max(initial=0))
         joined = torch.from_numpy(np.concatenate([left, slot, chosen])).to(self.device)
         still_running, self.slot, representatives = joined.split(
             [len(left), len(left), len(chosen)]
@@ -210,18 +204,6 @@ class RunningSequences:
 
     # --- prompts enter and leave ----------------------------------------------------------------
 
-    def sort_slots(self, decoder: Decoder) -> None:
-        """Order the slots from long to short, for attention in groups of similar lengths."""
-        if (self.bounds[1:] <= self.bounds[:-1]).all():
-            return
-        order = np.argsort(-self.bounds, kind="stable")
-        places = np.argsort(order)  # the new place of each slot
-        decoder.reorder(order)
-        on_device = torch.from_numpy(np.stack([order, places])).to(self.device)
-        self.representatives = self.representatives[on_device[0]]
-        self.slot = on_device[1][self.slot]
-        self.bounds = self.bounds[order]
-
     def join(self, new: "RunningSequences") -> None:
         """Add sequences that have their first token; their slots come after the others'."""
         sequences, slots = len(self.lengths), self.num_slots
@@ -232,7 +214,7 @@ class RunningSequences:
         self.running_on_host = np.append(self.running_on_host, new.running_on_host + sequences)
         self.slot = torch.cat([self.slot, new.slot + slots])
         self.representatives = torch.cat([self.representatives, new.representatives + sequences])
-        self.bounds = np.append(self.bounds, new.bounds)
+        self.length_bound = max(self.length_bound, new.length_bound)
         self.num_accepted = torch.cat([torch.zeros_like(self.num_accepted), new.num_accepted])
         self.proposals = self.ids[self.representatives, :0]
         self.pauses.paused = False  # the drafts of new prompts may be better
