@@ -24,6 +24,7 @@ from minigrpo.types import Completions
 
 from .conftest import EOS, SHAPES, make_completions
 from .gradients import make_trainer
+from .pretend import pretend_cuda
 
 LENGTH, SAMPLES = 20, 3
 STOPS = (EOS, 4)
@@ -130,6 +131,25 @@ def test_prompts_enter_as_others_leave_and_the_tokens_stay(
                 assert difference < 1e-6
 
 
+def test_prompts_that_enter_have_nothing_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured rounds too: some are captured with other numbers of slots, as prompts enter."""
+    plain, found = list[torch.Tensor](), list[torch.Tensor]()
+    with pretend_cuda(monkeypatch):
+        model = Transformer(SHAPES["gpt2"], seed=1).cuda()
+        prompts = make_completions(0, prompts=6)  # on the host
+        u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), SAMPLES, LENGTH))
+        options = {"stops": STOPS, "max_new_tokens": LENGTH, "num_samples": SAMPLES, "u": u}
+        ids, lengths, drafts = prompts.prompt_ids, prompts.prompt_len, prompts.completion_ids[:, 0]
+        plain.append(generate(model, ids, lengths, **options).completion_ids.cpu())
+        graphs = CUDAGraphCache()
+        for decoder in (SharedPrefixDecoder, graphs.decoder, graphs.decoder):
+            options |= {"decoder": decoder, "drafts": drafts}
+            out = generate(model, ids, lengths, prompts_at_once=2, **options)
+            found.append(out.completion_ids.cpu())
+        assert graphs.captured
+    assert all(torch.equal(ids, plain[0]) for ids in found)
+
+
 def test_waiting_prompts_take_fewer_rounds_than_batch_after_batch(
     model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +249,9 @@ def test_a_rollout_in_parts_survives_running_out_of_memory_halfway(
 
     monkeypatch.setattr(CachedDecoder, "prefill", small)
     monkeypatch.setattr(Sampler, "complete", watched)
-    assert trainer.source.batch(0).texts == whole.texts
+    cut = trainer.source.batch(0)
+    assert cut.texts == whole.texts
+    assert cut.metrics["rollout/rounds"] > whole.metrics["rollout/rounds"] > 0
     assert parts == [2, 1, 1, 1, 1] and sum(entered) > 6
     assert trainer.sampler.backoffs[4].size == 1
 

@@ -70,12 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "top_p": 0.9,
         "dynamic_sampling": 1,
     },
-    "recorded": {
-        "use_amp": True,
-        "low_precision_weights": True,
-        "cuda_graphs": True,
-        "rollout_batch_size": 2,
-    },
+    "recorded": {"use_amp": True, "low_precision_weights": True, "cuda_graphs": True},
     "half": {"use_amp": True, "amp_dtype": "float16"},
     "supervised": {"loss": "nll", "group_size": 1},
 }

@@ -91,7 +91,7 @@ def encode_answers(tokenizer: Tokenizer, examples: Sequence[Example]) -> tuple[T
 
 
 def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
-    """Return the texts of completions, `[P][G]`, without stop tokens."""
+    """Return the texts of completions, `[P][G]`, without the end-of-text token."""
     ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
     return [
         [tokenizer.decode(row[:n].tolist()) for row, n in zip(group, ns, strict=True)]

@@ -129,13 +129,12 @@ def generate_parts(
         while taken < total and sequences.num_finished >= min(size, total - taken):
             prompts = slice(taken, min(taken + size, total))
             taken = prompts.stop
+            if taken == total and work is not None:  # now, because nobody asks after the last part
+                rows = {"row_rounds": sequences.sequence_rounds, "rows": total * num_samples}
+                work.update(rounds=sequences.rounds, tokens=tokens_run + slots.tokens_run, **rows)
             yield sequences.take(prompt_ids[prompts].to(device), prompt_len[prompts].to(device))
         if taken == total:
-            break
-
-    if work is not None:
-        rows = {"row_rounds": sequences.sequence_rounds, "rows": total * num_samples}
-        work.update(rounds=sequences.rounds, tokens=tokens_run + slots.tokens_run, **rows)
+            return
 
 
 def _whole(parts: Callable[P, Iterator[Completions]]) -> Callable[P, Completions]:
