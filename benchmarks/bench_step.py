@@ -70,8 +70,7 @@ class BenchStep:
         self.sampler = sampler(config, self.model, work.tokenizer, self.learner.autocast)
         self.sampler.backoffs.default_factory = lambda: NoBackoff("sampling", "", 0)
         if work.forced:
-            # no token has this id, so no completion ends early
-            self.sampler.eos = -1
+            self.sampler.stops = ()  # no token ends a completion
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
         self.source = RolloutBatches(

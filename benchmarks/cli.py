@@ -11,6 +11,7 @@ from rich.console import Console
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
 from minigrpo.runtime.outputs import check_output_file, check_output_folder, write_output
 
+from .length import Length
 from .memory import Memory
 from .peers import Peers
 from .plan import Plan
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "scaling": Scaling,
     "precision": Precision,
     "peers": Peers,
+    "length": Length,
 }
 
 

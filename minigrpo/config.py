@@ -222,7 +222,7 @@ class MemoryConfig(Group):
     micro_batch_size: CountOrZero = 0
     """Prompts per forward and backward pass; 0: all of them."""
     rollout_batch_size: CountOrZero = 0
-    """Prompts sampled together; 0: all of them."""
+    """Prompts sampled together, others enter as completions end; 0: all of them."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     chunked_logprobs: bool = False

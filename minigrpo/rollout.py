@@ -5,7 +5,7 @@ for the warm start. The trainer treats both alike. Decoding itself is in samplin
 rewards.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,7 +81,6 @@ class RolloutBatches:
     ) -> None:
         self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer
-        self.eos = sampler.tokenizer.eot
 
     def batch(self, step: int) -> RolloutBatch:
         metrics = dict[str, float]()
@@ -95,7 +94,7 @@ class RolloutBatches:
         else:
             ref_logp = self._ref_logp(rollout.completions)  # while the pool scores
             rewards = self._rewards(rollout)
-        mask_overlong = self.config.loss.overlong == "mask"
+        mask_overlong, stops = self.config.loss.overlong == "mask", self.sampler.stops
         return RolloutBatch(
             examples=rollout.examples,
             completions=rollout.completions,
@@ -103,7 +102,7 @@ class RolloutBatches:
             rewards=rewards,
             advantages=self._advantages(rollout, rewards, ref_logp, step),
             ref_logp=ref_logp,
-            loss_mask=has_ended(rollout.completions, self.eos) if mask_overlong else None,
+            loss_mask=has_ended(rollout.completions, stops) if mask_overlong else None,
             metrics=metrics | self._work(),
         )
 
@@ -232,10 +231,11 @@ def has_zero_variance(rewards: RewardTable) -> np.ndarray:
     return rewards.total.max(1) == rewards.total.min(1)
 
 
-def has_ended(completions: Completions, eos: int) -> Tensor:
-    """`[P, G]` bool: the completion ends with end of text; otherwise it was cut off."""
+def has_ended(completions: Completions, stops: Collection[int]) -> Tensor:
+    """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
     last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
-    return completions.completion_ids.gather(-1, last)[..., 0] == eos
+    ends = torch.tensor(sorted(stops), dtype=torch.int64)
+    return torch.isin(completions.completion_ids.gather(-1, last)[..., 0], ends)
 
 
 def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
@@ -246,7 +246,7 @@ def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-def rollout_metrics(batch: RolloutBatch, eos: int) -> dict[str, float]:
+def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, float]:
     """Metrics of a batch as it was sampled, under TRL's names where TRL has one.
 
     They are means over this process's prompts, or counts: `DistContext.combine` tells them apart.
@@ -270,7 +270,7 @@ def rollout_metrics(batch: RolloutBatch, eos: int) -> dict[str, float]:
         "frac_reward_zero_std": float(has_zero_variance(rewards).mean()),
         **{f"rewards/{name}/mean": float(x.mean()) for name, x in rewards.parts.items()},
         **{f"rewards/{name}/failures": float(n) for name, n in rewards.failures.items()},
-        "completions/clipped_ratio": 1 - float(has_ended(batch.completions, eos).float().mean()),
+        "completions/clipped_ratio": 1 - float(has_ended(batch.completions, stops).float().mean()),
         **values,
         **batch.metrics,
     }

@@ -152,7 +152,7 @@ class Trainer:
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
         self.step, self.in_update = self.step + 1, False
-        own = rollout_metrics(batch, self.tokenizer.eot)
+        own = rollout_metrics(batch, self.sampler.stops)
         rolled = self.dist.combine(own | {"memory/peak_mib": peak_memory_mib(self.device)})
         metrics = {**rolled, **learnt}
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}

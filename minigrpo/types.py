@@ -51,7 +51,7 @@ class Completions:
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row per prompt
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
-    completion_mask: Tensor  # [P, G, S] bool, true up to and including EOS
+    completion_mask: Tensor  # [P, G, S] bool, true up to and including the stop token
     sampler_logp: Tensor | None = None  # [P, G, S] float32, from the sampler's forward
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
 
@@ -120,7 +120,7 @@ class RolloutBatch:
 
     examples: Sequence[Example]  # [P]
     completions: Completions
-    texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without EOS
+    texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without stop tokens
     rewards: RewardTable | None = None  # None in the supervised warm start
     advantages: Tensor | None = None  # [P, G] float32, one per completion
     old_logp: Tensor | None = None  # [P, G, S] float32, before the first update; None: ratio 1

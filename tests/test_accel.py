@@ -53,7 +53,7 @@ def test_captured_rounds_write_the_same_tokens_rollout_after_rollout(
             else None
         )
         options = {
-            "eos": EOS,
+            "stops": [EOS],
             "max_new_tokens": LENGTH,
             "num_samples": 5,
             "u": u,
@@ -79,7 +79,7 @@ def test_a_round_is_captured_once_per_shape(
     c = make_completions(0, prompts=6)
     for turn in range(3):
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH))
-        options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+        options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
         generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
         if not turn:
             captured.clear()
@@ -95,7 +95,7 @@ def test_captured_rounds_on_cuda(shape: ModelShape) -> None:
         c = make_completions(turn, prompts=6).to("cuda")
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH)).cuda()
         options = {
-            "eos": EOS,
+            "stops": [EOS],
             "max_new_tokens": LENGTH,
             "num_samples": 5,
             "u": u,
@@ -313,7 +313,7 @@ def test_without_a_compiler_nothing_is_begun(
 def test_an_overflow_in_one_rollout_does_not_reach_the_next(model: Transformer) -> None:
     graphs, c = CUDAGraphCache(), make_completions(0, prompts=6)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 5, LENGTH))
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+    options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, c.prompt_ids, c.prompt_len, **options)
     weight = next(model.h[0].attn.parameters())  # of the queries
     with torch.no_grad():
@@ -335,17 +335,15 @@ def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_s
     trainer.source.batch(1)
     assert {k.dtype for k, _ in trainer.sampler.graphs.cache.pairs} == {torch.float32}
 
-    write_prompt, capacities = KVCache.write_prompt, list[int]()
+    resize, capacities = KVCache.resize, list[int]()
 
-    def small(
-        self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, *, capacity: int, length: int
-    ) -> None:
+    def small(self: KVCache, capacity: int, length: int) -> None:
         capacities.append(capacity)
         if capacity > 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        write_prompt(self, layer, k, v, capacity=capacity, length=length)
+        resize(self, capacity, length)
 
-    monkeypatch.setattr(KVCache, "write_prompt", small)
+    monkeypatch.setattr(KVCache, "resize", small)
     trainer = Trainer(
         options_of(tmp_path / "small", cuda_graphs=True, speculative_decoding=False, group_size=8),
         quiet=True,

@@ -27,6 +27,7 @@ from benchmarks.layers import (
     alone,
     stacked,
 )
+from benchmarks.length import BATCHES, CONTINUOUS, FORCED, fit
 from benchmarks.memory import WAYS, Memory
 from benchmarks.report import remarks
 from benchmarks.rows import Comparisons, Row
@@ -53,6 +54,7 @@ TINY_SIZES = {
 }
 TINY = [word for name, size in TINY_SIZES.items() for word in (flag(name), str(size))]
 TINY += ["--repeats", "1", "--device", "cpu"]
+LENGTH_ROWS = (FORCED, BATCHES, CONTINUOUS)
 TOO_FEW = "too few turns for an interval"
 CPU = torch.device("cpu")
 
@@ -366,6 +368,8 @@ def test_running_out_of_memory_is_a_status_and_the_rest_goes_on(
         (["scaling", "--steps", "3"], "--steps must be at least 4, got 3"),
         (["scaling", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["scaling", "--config", "nope"], "--config nope: no such file or preset; presets: "),
+        (["length", "--lengths", "4"], "--lengths must be at least 8, got 4"),
+        (["length", "--width", "16"], "--width must be at least 32, got 16"),
         (["--json", "/"], "--json must name a file, got '/'"),
         (["--json", "/proc/nope/x.json"], "--json /proc/nope/x.json: cannot be written"),
         (["memory", "--out-dir", "/proc/nope"], "--out-dir /proc/nope: cannot be written"),
@@ -381,6 +385,33 @@ def test_bad_input_is_one_line(
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1
+
+
+def test_length_measures_forced_and_ragged_completions(tmp_path: Path) -> None:
+    file, small = tmp_path / "length.json", {"layers": 1, "width": 32, "group_size": 2}
+    sizes = {**small, "prompts_at_once": 2, "prompt_len": 9, "vocab_size": 64}
+    words = [word for name, size in sizes.items() for word in (flag(name), str(size))]
+    cli.main(["length", "--lengths", "16", "32", *words, "--device", "cpu", "--json", str(file)])
+    found = json.loads(file.read_text())
+    rows = {(row["length"], row["name"]): row for row in found["rows"]}
+    assert [length for length, _ in rows] == [16] * 3 + [32] * 3
+    for length in (16, 32):
+        forced, batches, continuous = (rows[length, name] for name in LENGTH_ROWS)
+        assert forced["tokens"] == 4 * length and forced["rounds"] == length - 1
+        assert forced["keys_per_token"] == 9 + (length - 1) / 2
+        assert batches["tokens"] == continuous["tokens"] < 3 * forced["tokens"]
+        assert continuous["rounds"] < batches["rounds"]
+    assert found["made_by"].startswith("Made by `python benchmark.py length --lengths 16 32 ")
+
+
+def test_a_line_is_fitted_through_the_time_per_token() -> None:
+    rows = [{"keys_per_token": keys, "us_per_token": 5 + 0.5 * keys} for keys in (10, 20, 40)]
+    line = fit(rows)
+    assert (line["fixed"], line["per_key"]) == pytest.approx((5, 0.5))
+    assert line["deviation"] == pytest.approx(0, abs=1e-12)
+    rows[1]["us_per_token"] *= 1.5
+    assert fit(rows)["deviation"] > 0.1
+    assert fit(rows[:1])["fixed"] == rows[0]["us_per_token"]
 
 
 @pytest.mark.parametrize("setting", ["temperature = 0.8", 'loss = "dapo"', "num_iterations = 2"])

@@ -61,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "loss": "gspo",
     },
     "fast": {"use_amp": True, "low_precision_weights": True, "kl_coef": 0.1},
-    "lean": {**LEAN, "micro_batch_size": 2, "kl_coef": 0.1},
+    "lean": {**LEAN, "micro_batch_size": 2, "rollout_batch_size": 2, "kl_coef": 0.1},
     "truncated": {
         "loss": "cispo",
         "sampler_correction": True,
@@ -141,7 +141,7 @@ def test_recorded_rounds_write_what_rounds_write(
             c = make_completions(turn % 2, prompts=6).to("cuda")
             u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, 9)).to("cuda")
             options: dict[str, Any] = {
-                "eos": EOS,
+                "stops": [EOS],
                 "max_new_tokens": 9,
                 "num_samples": 5,
                 "u": u,

@@ -149,7 +149,7 @@ def test_greedy_generation_is_theirs_token_for_token(
     ours = Transformer.from_pretrained(tmp_path)
     lengths = torch.arange(2, 8)
     new = generate(
-        ours, IDS[:1, :8].expand(6, -1), lengths, eos=3, max_new_tokens=12, decoder=decoder
+        ours, IDS[:1, :8].expand(6, -1), lengths, stops=[3], max_new_tokens=12, decoder=decoder
     )
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 3, "eos_token_id": 3}
     for i, length in enumerate(lengths):

@@ -75,11 +75,11 @@ def test_out_of_memory_in_a_rollout_leaves_the_tokens_as_they_are(
     whole = make_trainer(tmp_path / "whole").source.batch(0)
     prefill, sizes = CachedDecoder.prefill, list[int]()
 
-    def small(self: CachedDecoder) -> torch.Tensor:
-        sizes.append(len(self.prompt_len))
+    def small(self: CachedDecoder, ids: torch.Tensor, *args: object) -> torch.Tensor:
+        sizes.append(len(ids))
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return prefill(self)
+        return prefill(self, ids, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CachedDecoder, "prefill", small)
     trainer = make_trainer(tmp_path / "cut")

@@ -44,7 +44,7 @@ def test_rollout_metrics_by_hand() -> None:
         rewards=RewardTable(total, {"one": total / 2}, {"one": 3}),
         metrics={"rollout/rounds": 7.0},
     )
-    assert rollout_metrics(batch, EOS) == pytest.approx(
+    assert rollout_metrics(batch, [EOS]) == pytest.approx(
         {
             "reward": 2.0,
             "reward_std": 2**0.5 / 2,  # of 1 and 3 with n - 1, and of two equal ones

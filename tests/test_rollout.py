@@ -30,12 +30,12 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
             tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0
         )
         batches[overlong] = trainer.source.batch(0)
-        eos = trainer.tokenizer.eot
+        stops = trainer.tokenizer.stops
         metrics = trainer.learner.learn(batches[overlong], 0)
         assert np.isfinite(metrics["loss"])
     keep, mask, punish = batches["keep"], batches["mask"], batches["punish"]
     assert keep.texts == mask.texts == punish.texts
-    ended = has_ended(keep.completions, eos)
+    ended = has_ended(keep.completions, stops)
     assert 0 < ended.sum() < ended.numel()
     assert keep.loss_mask is None and mask.loss_mask is not None
     assert torch.equal(mask.loss_mask, ended)
@@ -48,7 +48,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     torch.testing.assert_close(
         punish.advantages, total - total.mean(1, keepdim=True), check_dtype=False
     )
-    assert rollout_metrics(mask, eos)["completions/clipped_ratio"] == pytest.approx(
+    assert rollout_metrics(mask, stops)["completions/clipped_ratio"] == pytest.approx(
         1 - float(ended.double().mean())
     )
 
@@ -148,9 +148,9 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     assert (batch.rewards.total[[0, 2, 4, 5]] == plain.rewards.total[[0, 2, 4, 5]]).all()
     assert batch.advantages[1].any()
     assert not batch.advantages[3].any()
-    eos = trainer.tokenizer.eot
-    assert rollout_metrics(batch, eos)["frac_reward_zero_std"] == pytest.approx(1 / 6)
-    assert rollout_metrics(batch, eos)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
+    stops = trainer.tokenizer.stops
+    assert rollout_metrics(batch, stops)["frac_reward_zero_std"] == pytest.approx(1 / 6)
+    assert rollout_metrics(batch, stops)["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     for group, mask, texts in zip(
         batch.completions.completion_ids,
         batch.completions.completion_mask,
@@ -158,7 +158,7 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
         strict=True,
     ):
         decoded = [
-            trainer.tokenizer.decode([t for t in row[m].tolist() if t != eos])
+            trainer.tokenizer.decode([t for t in row[m].tolist() if t not in stops])
             for row, m in zip(group, mask, strict=True)
         ]
         assert decoded == texts

@@ -37,7 +37,7 @@ def sample(
         model,
         prompts.prompt_ids[rows],
         prompts.prompt_len[rows],
-        eos=EOS,
+        stops=[EOS],
         max_new_tokens=LENGTH,
         num_samples=3,
         u=u,
@@ -105,7 +105,7 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         rounds.clear()
         text = plain.completion_ids[p, :1]
         u = torch.from_numpy(uniforms(0, "test", 0, np.array([p]), 1, LENGTH))
-        options = {"eos": EOS, "max_new_tokens": LENGTH, "u": u, "decoder": kind}
+        options = {"stops": [EOS], "max_new_tokens": LENGTH, "u": u, "decoder": kind}
         again = generate(
             model,
             prompts.prompt_ids[[p]],
@@ -140,8 +140,8 @@ def test_a_round_of_several_tokens_at_different_columns_equals_the_full_forward(
 ) -> None:
     """Speculative decoding needs it: slots stand at different columns and run W tokens at once."""
     tokens = torch.randint(0, EOS, (12, 8), generator=torch.Generator().manual_seed(0))
-    decoders = [kind(model, prompts.prompt_ids, prompts.prompt_len, 2, 10) for kind in DECODERS]
-    first = [decoder.prefill() for decoder in decoders]
+    decoders = [kind(model, 10) for kind in DECODERS]
+    first = [decoder.prefill(prompts.prompt_ids, prompts.prompt_len, 2) for decoder in decoders]
     for other in first[1:]:
         torch.testing.assert_close(first[0], other, rtol=1e-10, atol=1e-12)
     columns = torch.zeros(12, dtype=torch.int64)
@@ -162,7 +162,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_fp32(device: str) -> Non
     prompts = make_completions(0, prompts=6).to(device)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)).to(device)
     options = {
-        "eos": EOS,
+        "stops": [EOS],
         "max_new_tokens": LENGTH,
         "num_samples": 3,
         "u": u,
@@ -199,7 +199,7 @@ def test_a_completion_ends_with_its_first_end_of_text(
 
 
 def test_greedy_takes_the_most_likely_token(model: Transformer, prompts: Completions) -> None:
-    c = generate(model, prompts.prompt_ids, prompts.prompt_len, eos=EOS, max_new_tokens=6)
+    c = generate(model, prompts.prompt_ids, prompts.prompt_len, stops=[EOS], max_new_tokens=6)
     for p in range(6):
         ids = prompts.prompt_ids[p, : prompts.prompt_len[p]].tolist()
         for token in c.completion_ids[p, 0][c.completion_mask[p, 0]].tolist():
@@ -307,7 +307,7 @@ def test_with_truncation_the_log_probs_stay_untruncated_and_the_kept_mass_is_rec
     model: Transformer, prompts: Completions, params: SamplingParams
 ) -> None:
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(len(prompts)), 3, LENGTH))
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "params": params}
+    options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 3, "u": u, "params": params}
     out = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     packing = PACKINGS["shared-prompt"](out)
     logp, _ = model(packing.tokens, packing, 0.9)
@@ -390,7 +390,7 @@ def test_completions_of_a_prompt_share_a_slot_while_they_agree(
     monkeypatch.setattr(
         CachedDecoder, "step", lambda self, *args: slots.append(self.num_slots) or step(self, *args)
     )
-    options = {"eos": EOS, "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+    options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
     plain = generate(model, prompts.prompt_ids, prompts.prompt_len, **options)
     slots.clear()
     drafts = torch.zeros(2, 1, dtype=torch.int64)

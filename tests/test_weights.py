@@ -218,7 +218,9 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
     model = start(384)  # 360 tokens, padded to a multiple of 128
     assert "24 tokens more than --tokenizer chess has are padding" in said[0]
     prompts = torch.arange(30).view(3, 10)
-    sampled = generate(model, prompts, torch.full((3,), 10), eos=tokenizer.eot, max_new_tokens=8)
+    sampled = generate(
+        model, prompts, torch.full((3,), 10), stops=tokenizer.stops, max_new_tokens=8
+    )
     assert sampled.completion_ids.max() < tokenizer.n_vocab
     with pytest.raises(ConfigError, match="has 512 tokens, --tokenizer chess has 360"):
         start(512)
@@ -285,7 +287,7 @@ def test_greedy_generation_is_theirs_token_for_token(tmp_path: Path, decoder: ty
         torch.randint(0, 60, (8, 9), generator=torch.Generator().manual_seed(1)),
         torch.arange(2, 10),
     )
-    new = generate(ours, prompts, lengths, eos=60, max_new_tokens=20, decoder=decoder)
+    new = generate(ours, prompts, lengths, stops=[60], max_new_tokens=20, decoder=decoder)
     for i, length in enumerate(lengths):
         alone = prompts[i : i + 1, :length]
         options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 60}

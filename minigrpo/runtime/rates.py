@@ -266,7 +266,7 @@ class Probe:
             slots,
             1,
             max_new_tokens=length,
-            eos=-1,
+            stops=(),
             params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
             u=torch.rand(slots, 1, length, device=device),
             drafts=prompt_ids.expand(slots, -1) if window > 1 else None,
@@ -275,19 +275,15 @@ class Probe:
         )
         sequences.pauses = AlwaysProposes()
         with torch.no_grad(), self._autocast():
-            decoder = sampler.decoder(
-                sampler.low_precision, prompt_ids, prompt_len, slots, length + window
-            )
-            decoder.prefill()
+            decoder = sampler.decoder(sampler.low_precision, length + window)
+            decoder.prefill(prompt_ids, prompt_len, slots)
 
         def run() -> None:
             sequences.lengths.fill_(done)
             sequences.length_bound = done
             with torch.no_grad(), self._autocast():
                 for _ in range(ROUNDS):
-                    tokens, columns = sequences.next_inputs()
-                    reach = sequences.length_bound - 1 + window
-                    sequences.accept(decoder.step(tokens, columns, reach))
+                    sequences.accept(decoder.step(*sequences.next_inputs()))
                     sequences.update_slots(decoder)
 
         return run

@@ -19,54 +19,66 @@ from ..model.attention import Attend, sdpa
 from ..model.packed_attention import additive_mask, rows_of
 from ..model.packing_rows import pad_rows
 from ..model.transformer import PackedTokens, Transformer
-from .kv_cache import KVCache
+from .kv_cache import BLOCK, KVCache
 
 
 class CachedDecoder(ABC):
     """Runs every prompt once, then a few tokens of every slot per round."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        prompt_ids: Tensor,
-        prompt_len: Tensor,
-        num_samples: int,
-        length: int,
-    ) -> None:
-        """Make `num_samples` slots per prompt, with room for `length` new tokens each.
-
-        Args:
-            prompt_ids: `[P, Lp]` int64, right-padded.
-            prompt_len: `[P]` int64.
-        """
+    def __init__(self, model: Transformer, length: int) -> None:
+        """No slots yet; each will have room for `length` new tokens, proposals included."""
         self.model, self.length = model, length
-        self.prompt_ids, self.prompt_len = prompt_ids[:, : int(prompt_len.max())], prompt_len
         self.cache = KVCache()
-        self.num_columns = 0  # columns of new tokens in use
-        self.tokens_run = int(prompt_len.sum())
-        self._set_prompts(np.repeat(np.arange(len(prompt_ids)), num_samples))
+        self.tokens_run = 0
+        self.prompt_len = torch.zeros(0, dtype=torch.int64, device=model.device)  # [P]
+        none = np.zeros(0, dtype=np.int64)
+        self._set_prompts(none, none)
 
-    def _set_prompts(self, prompt_of_slot: np.ndarray) -> None:
-        self.prompt_of_slot = prompt_of_slot  # [B] on the host
-        self.prompt = torch.from_numpy(prompt_of_slot).to(self.model.device)  # [B] on the device
+    def _set_prompts(self, prompt_of_slot: np.ndarray, prompt_len: np.ndarray) -> None:
+        """Set the prompt of each slot, `[B]`, and how many tokens it has, `[B]`; on the host."""
+        self.prompt_of_slot, self.prompt_len_of_slot = prompt_of_slot, prompt_len
+        self.prompt = torch.from_numpy(prompt_of_slot).to(self.model.device)  # [B]
 
     @property
     def num_slots(self) -> int:
         return len(self.prompt_of_slot)
 
-    def prefill(self) -> Tensor:
-        """Run each prompt once; return the logits of the first new token, `[B, V]`."""
-        lengths, width = self.prompt_len.cpu().numpy(), self.prompt_ids.shape[1]
-        rows, unpad = (
-            torch.from_numpy(x).to(self.model.device)
-            for x in pad_rows(np.cumsum(lengths) - lengths, lengths)
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor:
+        """Run new prompts once each, and add `num_samples` slots for each, after the others.
+
+        Args:
+            prompt_ids: `[P', Lp]` int64, right-padded.
+            prompt_len: `[P']` int64.
+
+        Returns:
+            `[P' * num_samples, V]`, the logits of the first new tokens.
+        """
+        lengths, first = prompt_len.cpu().numpy(), self.num_slots
+        width, device = int(lengths.max()), self.model.device
+        prompts = np.repeat(np.arange(len(lengths)), num_samples)
+        self._set_prompts(
+            np.append(self.prompt_of_slot, len(self.prompt_len) + prompts),
+            np.append(self.prompt_len_of_slot, lengths[prompts]),
         )
-        columns = torch.arange(width, device=self.model.device)
-        in_prompt = columns < self.prompt_len[:, None]
-        positions = columns.expand_as(self.prompt_ids)[in_prompt]
-        tokens = PackedTokens(self.prompt_ids[in_prompt], positions)
-        hidden = self.model.forward_hidden(tokens, PromptAttention(self._store_prompt, rows, unpad))
-        return self.model.lm_head(hidden[self.prompt_len.cumsum(0) - 1])[self.prompt]
+        self.prompt_len = torch.cat([self.prompt_len, prompt_len])
+        self.tokens_run += int(lengths.sum())
+        columns = max(self.cache.num_columns, self._cache_columns(0))
+        self._make_room(self.num_slots, columns)
+        self.cache.extend(first, columns)
+
+        rows, unpad = (
+            torch.from_numpy(x).to(device) for x in pad_rows(np.cumsum(lengths) - lengths, lengths)
+        )
+        positions = torch.arange(width, device=device).expand(len(lengths), -1)
+        in_prompt = positions < prompt_len[:, None]
+        tokens = PackedTokens(prompt_ids[:, :width][in_prompt], positions[in_prompt])
+
+        def store(number: int, k: Tensor, v: Tensor) -> None:
+            self._store_prompts(number, k, v, num_samples)
+
+        hidden = self.model.forward_hidden(tokens, PromptAttention(store, rows, unpad))
+        logits = self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
+        return logits.repeat_interleave(num_samples, dim=0)
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
         """Run W tokens of every slot.
@@ -75,8 +87,8 @@ class CachedDecoder(ABC):
             tokens: `[B, W]`.
             columns: `[B]`, the column of each slot's first token. Columns may differ between slots;
                 what a slot wrote there before (a rejected proposal) is overwritten.
-            num_columns: how many columns of the cache attention reads: more than any column written
-                so far or in this step. An int, so that the host need not wait for the device.
+            num_columns: more than any column that a slot has written so far or writes in this step.
+                An int, so that the host need not wait for the device.
 
         Returns:
             `[B, W, V]`, the logits that follow each token.
@@ -84,9 +96,24 @@ class CachedDecoder(ABC):
         self.tokens_run += tokens.numel()
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         self.columns = columns[:, None] + offsets  # [B, W]
-        self.num_columns = num_columns
-        self.cache.extend(self.num_slots, self._num_cache_columns())
+        num_columns = self._cache_columns(num_columns)
+        self._make_room(self.num_slots, num_columns)
+        self.cache.extend(self.num_slots, num_columns)
         return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
+
+    def _make_room(self, num_slots: int, num_columns: int) -> None:
+        """Let the cache hold so many slots and columns.
+
+        When columns are added, rows that no slot uses are freed.
+        """
+        if num_columns > self.cache.length:
+            longest = self._cache_columns(self.length)
+            self._resize(num_slots, min(num_columns + BLOCK, longest))
+        elif num_slots > self.cache.capacity:
+            self._resize(num_slots, self.cache.length)
+
+    def _resize(self, capacity: int, length: int) -> None:
+        self.cache.resize(capacity, length)
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits `[B, W, V]` that follow tokens `[B, W]` at positions `[B, W]`."""
@@ -110,18 +137,22 @@ class CachedDecoder(ABC):
 
     def reorder(self, sources: np.ndarray) -> None:
         """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`."""
+        capacity = self.cache.capacity
+        if len(sources) > capacity:
+            # twice as many, because slots separate one by one
+            self._make_room(max(len(sources), 2 * capacity), self.cache.num_columns)
         self.cache.reorder(sources)
-        self._set_prompts(self.prompt_of_slot[sources])
+        self._set_prompts(self.prompt_of_slot[sources], self.prompt_len_of_slot[sources])
 
     # --- what subclasses implement ----------------------------------------------------------------
 
     @abstractmethod
-    def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
-        """Store a layer's keys and values of the prompts, `[P, K, Lp, E]`."""
+    def _store_prompts(self, number: int, k: Tensor, v: Tensor, num_samples: int) -> None:
+        """Store a layer's keys and values of new prompts, `[P', K, Lp, E]`."""
 
     @abstractmethod
-    def _num_cache_columns(self) -> int:
-        """How many columns of the cache are in use."""
+    def _cache_columns(self, num_columns: int) -> int:
+        """How many columns of the cache prompts and `num_columns` columns of new tokens take."""
 
     @abstractmethod
     def _visible_keys(self) -> Tensor:

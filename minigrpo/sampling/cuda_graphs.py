@@ -9,7 +9,6 @@ to capture, the same code runs every round: slower, but tests can cover it.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class CUDAGraphCache:
 
     def reset(self) -> None:
         """Free all memory, the pool included: it must not be used once its graphs are gone."""
-        self.cache, self.shape = KVCache(), (0, 0)  # shape: slots and columns
+        self.cache = KVCache()
         self.model_key = tuple[object, ...]()
         self.drop_captured()
 
@@ -53,27 +52,15 @@ class CUDAGraphCache:
             self.output = logits.new_empty(logits.numel())
         return self.output[: logits.numel()].view(logits.shape)
 
-    def prepare(self, num_slots: int, num_columns: int, model_key: tuple[object, ...]) -> None:
-        """Make sure that the cache has room for `num_slots` slots of `num_columns` columns.
-
-        Reset everything if the cache has to grow, or if rounds were captured with another model
-        or another precision (`model_key`).
-        """
-        shape = max(num_slots, self.shape[0]), max(num_columns, self.shape[1])
-        if model_key != self.model_key or shape != self.shape:
+    def prepare(self, model_key: tuple[object, ...]) -> None:
+        """Reset everything if rounds were captured with another model or another precision."""
+        if model_key != self.model_key:
             self.reset()
-            self.shape, self.model_key = shape, model_key
+            self.model_key = model_key
 
-    def decoder(
-        self,
-        model: Transformer,
-        prompt_ids: Tensor,
-        prompt_len: Tensor,
-        num_samples: int,
-        length: int,
-    ) -> "GraphedDecoder":
+    def decoder(self, model: Transformer, length: int) -> "GraphedDecoder":
         """A decoder that uses this cache; the arguments are those of CachedDecoder."""
-        return GraphedDecoder(self, model, prompt_ids, prompt_len, num_samples, length)
+        return GraphedDecoder(self, model, length)
 
 
 class CapturedStep:
@@ -130,51 +117,35 @@ class CapturedStep:
 class GraphedDecoder(ReplicatedPrefixDecoder):
     """A `ReplicatedPrefixDecoder` whose rounds are captured and replayed."""
 
-    def __init__(
-        self,
-        graphs: CUDAGraphCache,
-        model: Transformer,
-        prompt_ids: Tensor,
-        prompt_len: Tensor,
-        num_samples: int,
-        length: int,
-    ) -> None:
-        super().__init__(model, prompt_ids, prompt_len, num_samples, length)
+    def __init__(self, graphs: CUDAGraphCache, model: Transformer, length: int) -> None:
+        super().__init__(model, length)
         kind = model.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        num_slots = round_up(self.num_slots, SLOT_MULTIPLE)
-        num_columns = round_up(self.prompt_ids.shape[1] + length, COLUMN_MULTIPLE)
-        graphs.prepare(num_slots, num_columns, (id(model), dtype))
+        graphs.prepare((id(model), dtype))
         self.graphs, self.cache = graphs, graphs.cache
+        self.cache.num_columns = 0  # what earlier rollouts wrote is not read
 
-    def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
-        capacity, length = self.graphs.shape
-        k, v = k[self.prompt], v[self.prompt]
-        self.cache.write_prompt(number, k, v, capacity=capacity, length=length)
+    def _resize(self, capacity: int, length: int) -> None:
+        """Make room for the longest completion at once, and give nothing back.
 
-    def reorder(self, sources: np.ndarray) -> None:
-        capacity, length = self.graphs.shape
-        if len(sources) > capacity:
-            # a larger cache has another address, so captured rounds would use freed memory
-            self.graphs.drop_captured()
-            capacity = round_up(max(len(sources), 2 * capacity), SLOT_MULTIPLE)
-            self.cache.grow(capacity)
-            self.graphs.shape = capacity, length
-        super().reorder(sources)
+        A cache that moves has another address, so captured rounds would use freed memory.
+        """
+        self.graphs.drop_captured()
+        longest = self._cache_columns(self.length)
+        capacity = max(self.cache.capacity, round_up(capacity, SLOT_MULTIPLE))
+        self.cache.resize(capacity, max(self.cache.length, longest))
 
-    def _num_cache_columns(self) -> int:
-        in_use = round_up(super()._num_cache_columns(), COLUMN_MULTIPLE)
-        return min(in_use, self.graphs.shape[1])
+    def _cache_columns(self, num_columns: int) -> int:
+        return round_up(super()._cache_columns(num_columns), COLUMN_MULTIPLE)
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        num_slots, num_columns = round_up(len(tokens), SLOT_MULTIPLE), self.num_columns
-        key = (num_slots, tokens.shape[1], self._num_cache_columns())
+        num_slots, num_columns = round_up(len(tokens), SLOT_MULTIPLE), self.cache.num_columns
+        key = (num_slots, tokens.shape[1], num_columns)
         # surplus slots write to the first columns of cache rows that no sequence uses
         surplus = (0, 0, 0, num_slots - len(tokens))
         tokens, positions = (torch.nn.functional.pad(x, surplus) for x in (tokens, positions))
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
-            self.num_columns = num_columns
             return super(GraphedDecoder, self)._run(tokens, positions)
 
         if key not in self.graphs.captured:

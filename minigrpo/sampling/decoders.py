@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..model.attention import Causal, sdpa
 from ..model.transformer import PackedTokens, Transformer
@@ -25,7 +26,7 @@ class Decoder(Protocol):
     @property
     def num_slots(self) -> int: ...
 
-    def prefill(self) -> Tensor: ...
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor: ...
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor: ...
 
@@ -38,16 +39,15 @@ class ReplicatedPrefixDecoder(CachedDecoder):
     This takes more memory than a shared prefix, but attention is a single call.
     """
 
-    def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
-        length = self.prompt_ids.shape[1] + self.length
-        k, v = k[self.prompt], v[self.prompt]
-        self.cache.write_prompt(number, k, v, capacity=self.num_slots, length=length)
+    def _store_prompts(self, number: int, k: Tensor, v: Tensor, num_samples: int) -> None:
+        k, v = (x.repeat_interleave(num_samples, dim=0) for x in (k, v))
+        self.cache.write_prompt(number, k, v, self.num_slots - len(k))
 
-    def _num_cache_columns(self) -> int:
-        return self.prompt_ids.shape[1] + self.num_columns
+    def _cache_columns(self, num_columns: int) -> int:
+        return int(self.prompt_len_of_slot.max()) + num_columns
 
     def _visible_keys(self) -> Tensor:
-        columns = torch.arange(self._num_cache_columns(), device=self.positions.device)
+        columns = torch.arange(self.cache.num_columns, device=self.positions.device)
         return (columns <= self.positions[..., None])[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,17 +62,14 @@ class SharedPrefixDecoder(CachedDecoder):
     prompt and the slot's own tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        prompt_ids: Tensor,
-        prompt_len: Tensor,
-        num_samples: int,
-        length: int,
-    ) -> None:
-        super().__init__(model, prompt_ids, prompt_len, num_samples, length)
+    def __init__(self, model: Transformer, length: int) -> None:
+        super().__init__(model, length)
         self.prompt_kv: list[KeysAndValues] = []  # per layer, [P, K, Lp, E]
+
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor:
+        logits = super().prefill(prompt_ids, prompt_len, num_samples)
         self._group_slots()
+        return logits
 
     def _group_slots(self) -> None:
         """Arrange the slots in a grid with one row per prompt.
@@ -101,26 +98,32 @@ class SharedPrefixDecoder(CachedDecoder):
         if len(alive) < len(self.prompt_len):  # drop prompts without slots
             prompts = torch.from_numpy(alive).to(self.model.device)
             self.prompt_len = self.prompt_len[prompts]
-            self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
-            self._set_prompts(renumbered)
+            width = int(self.prompt_len_of_slot.max())
+            self.prompt_kv = [
+                (k[prompts, :, :width], v[prompts, :, :width]) for k, v in self.prompt_kv
+            ]
+            self._set_prompts(renumbered, self.prompt_len_of_slot)
         self._group_slots()
 
-    def _store_prompt(self, number: int, k: Tensor, v: Tensor) -> None:
-        # contiguous, because matmul would otherwise copy them in every round
-        self.prompt_kv.append((k.contiguous(), v.contiguous()))
-        empty_k, empty_v = (x.new_zeros(self.num_slots, x.shape[1], 0, x.shape[3]) for x in (k, v))
-        self.cache.write_prompt(
-            number, empty_k, empty_v, capacity=self.num_slots, length=self.length
-        )
+    def _store_prompts(self, number: int, k: Tensor, v: Tensor, num_samples: int) -> None:
+        if number == len(self.prompt_kv):
+            # contiguous, because matmul would otherwise copy them in every round
+            self.prompt_kv.append((k.contiguous(), v.contiguous()))
+        else:
+            old_k, old_v = self.prompt_kv[number]
+            self.prompt_kv[number] = joined_prompts(old_k, k), joined_prompts(old_v, v)
+        first, slots = self.num_slots - len(k) * num_samples, len(k) * num_samples
+        empty_k, empty_v = (x.new_zeros(slots, x.shape[1], 0, x.shape[3]) for x in (k, v))
+        self.cache.write_prompt(number, empty_k, empty_v, first)
 
-    def _num_cache_columns(self) -> int:
-        return self.num_columns
+    def _cache_columns(self, num_columns: int) -> int:
+        return num_columns
 
     def _visible_keys(self) -> Tensor:
         device = self.columns.device
-        in_prompt = torch.arange(self.prompt_ids.shape[1], device=device)
+        in_prompt = torch.arange(self.prompt_kv[0][0].shape[2], device=device)
         in_prompt = in_prompt < self.prompt_len[self.prompt, None]  # [B, Lp]
-        own = torch.arange(self.num_columns, device=device) <= self.columns[..., None]
+        own = torch.arange(self.cache.num_columns, device=device) <= self.columns[..., None]
         prompt = in_prompt[:, None].expand(-1, self.columns.shape[1], -1)
         return torch.cat([prompt, own], dim=-1)[:, None]
 
@@ -133,7 +136,7 @@ class SharedPrefixDecoder(CachedDecoder):
         own_scores = q @ own_k.transpose(-1, -2)  # [B, K, R*W, num_columns]
         scores = torch.cat([self._to_slots(prompt_scores), own_scores], dim=-1)
         weights = scores.add_(self.mask).softmax(-1).to(v.dtype)
-        prompt_weights, own_weights = weights.split([prompt_k.shape[2], self.num_columns], dim=-1)
+        prompt_weights, own_weights = weights.split([prompt_k.shape[2], own_k.shape[2]], dim=-1)
         out = self._to_slots(self._to_prompts(prompt_weights) @ prompt_v) + own_weights @ own_v
         return out.unflatten(2, (-1, width)).flatten(1, 2)  # [B, H, W, E]
 
@@ -148,31 +151,33 @@ class SharedPrefixDecoder(CachedDecoder):
         return grouped.flatten(0, 1) if self.is_grid_in_order else grouped[self.place]
 
 
+def joined_prompts(old: Tensor, new: Tensor) -> Tensor:
+    """Concatenate keys or values of prompts, `[P, K, Lp, E]`, padded to the longest prompt."""
+    width = max(old.shape[2], new.shape[2])
+    return torch.cat([pad(x, (0, 0, 0, width - x.shape[2])) for x in (old, new)])
+
+
 class UncachedDecoder:
     """Runs every slot from its first token in every round. Slow, but too simple to be wrong."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        prompt_ids: Tensor,
-        prompt_len: Tensor,
-        num_samples: int,
-        length: int,
-    ) -> None:
+    def __init__(self, model: Transformer, length: int) -> None:
         """The arguments are those of CachedDecoder."""
-        self.model = model
-        self.prompt_len = prompt_len.repeat_interleave(num_samples)  # [B]
-        empty = prompt_ids.new_zeros(len(prompt_ids), length)
-        ids = torch.cat([prompt_ids, empty], dim=1)
-        self.ids = ids.repeat_interleave(num_samples, dim=0)  # [B, Lp + length]
-        self.tokens_run = 0
+        self.model, self.length, self.tokens_run = model, length, 0
+        self.ids = torch.zeros(0, 0, dtype=torch.int64, device=model.device)  # [B, Lp + length]
+        self.prompt_len = self.ids[:, 0:0].flatten()  # [B]
 
     @property
     def num_slots(self) -> int:
         return len(self.ids)
 
-    def prefill(self) -> Tensor:
-        return self._logits_after(self.prompt_len[:, None] - 1)[:, 0]
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor:
+        first, width = self.num_slots, prompt_ids.shape[1] + self.length
+        width = max(width, self.ids.shape[1])
+        both = self.ids, prompt_ids.repeat_interleave(num_samples, dim=0)
+        self.ids = torch.cat([pad(ids, (0, width - ids.shape[1])) for ids in both])
+        new_len = prompt_len.repeat_interleave(num_samples)
+        self.prompt_len = torch.cat([self.prompt_len, new_len])
+        return self._logits_after(self.prompt_len[:, None] - 1)[first:, 0]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
         offsets = torch.arange(tokens.shape[1], device=tokens.device)

@@ -8,9 +8,11 @@ The model runs in decoders.py, running.py keeps the state of the completions, pa
 tokens, and sampler.py turns examples into calls of `generate`.
 """
 
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -21,41 +23,53 @@ from .decoders import Decoder, ReplicatedPrefixDecoder
 from .params import SamplingParams
 from .running import RunningSequences
 
-__all__ = ["SamplingParams", "generate"]
+__all__ = ["SamplingParams", "generate", "generate_parts"]
 
+P = ParamSpec("P")
 # How often the host checks which sequences have finished, unless it must check in every round. Each
 # check waits for the device; without checks, finished sequences waste rounds.
 ROUNDS_BETWEEN_CHECKS = 4
+# Waiting prompts enter when there is room for this share of the prompts that are decoded together.
+# An entry costs a forward pass of its own, and a copy of what has been sampled.
+SHARE_THAT_ENTERS = 0.125
 DEFAULT_PARAMS = SamplingParams()
 
 
 @torch.no_grad()
-def generate(
+def generate_parts(
     model: Transformer,
     prompt_ids: Tensor,
     prompt_len: Tensor,
     *,
-    eos: int,
+    stops: Collection[int],
     max_new_tokens: int,
     num_samples: int = 1,
+    prompts_at_once: int = 0,
     u: Tensor | None = None,
     params: SamplingParams = DEFAULT_PARAMS,
-    decoder: Callable[..., Decoder] = ReplicatedPrefixDecoder,
+    decoder: Callable[[Transformer, int], Decoder] = ReplicatedPrefixDecoder,
     drafts: Tensor | None = None,
     num_speculative_tokens: int = 7,
     work: Counter[str] | None = None,
     watch: Callable[[Tensor, Tensor], object] | None = None,
-) -> Completions:
-    """Complete each prompt `num_samples` times.
+) -> Iterator[Completions]:
+    """Complete each prompt `num_samples` times; yield the prompts in order, in parts.
 
     A round runs W = 1 + `num_speculative_tokens` tokens per slot: the last token, and proposals
     read off the draft. It keeps the picks up to and including the first that differs from its
     proposal. Without drafts, W is 1.
 
+    With `prompts_at_once`, waiting prompts enter as completions end and make room (continuous
+    batching, as in Orca, Yu et al., OSDI 2022). A prompt enters with all of its completions. A
+    prompt that has finished is kept until those before it have, so the parts are the same as if
+    one batch were decoded after the other.
+
     Args:
-        prompt_ids: `[P, Lp]` int64, right-padded, on the model's device.
+        prompt_ids: `[P, Lp]` int64, right-padded, on any device.
         prompt_len: `[P]` int64.
-        eos: the token that ends a completion.
+        stops: the tokens that end a completion.
+        prompts_at_once: prompts per part, 0: all. There are never more completions side by side
+            than those of so many prompts. It changes no token.
         u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely
             token each time.
         params: temperature, top-k, top-p and min-p.
@@ -65,40 +79,73 @@ def generate(
         work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran; `rows`,
             the number of completions; `row_rounds`, the sum over completions of the rounds until
             each was found to be finished.
-        watch: called after each round with the tokens so far, `[R, S]`, and how many of them each
-            of the R = P * G completions has, `[R]`, both on the model's device.
+        watch: called with `ids [R, S]` and `lengths [R]` of the sequences of all prompts that have
+            entered and were not yielded, after each round, on the model's device.
 
-    Returns:
+    Yields:
         Completions on the model's device with G = num_samples and S the longest completion. A
-        completion ends with EOS, or after max_new_tokens without one.
+        completion ends with a stop token, or after max_new_tokens without one.
     """
-    num_prompts, capacity = len(prompt_ids), max_new_tokens + num_speculative_tokens + 1
-    sequences = RunningSequences(
-        num_prompts,
-        num_samples,
-        max_new_tokens=max_new_tokens,
-        eos=eos,
-        params=params,
-        u=u,
-        drafts=drafts,
-        num_speculative_tokens=num_speculative_tokens,
-        device=prompt_ids.device,
-    )
-    slots_per_prompt = len(sequences.representatives) // num_prompts
-    slots = decoder(model, prompt_ids, prompt_len, slots_per_prompt, capacity)
-    logits = slots.prefill()[:, None]
+    device, total = model.device, len(prompt_ids)
+    size = min(prompts_at_once or total, total)
+    enough = max(1, int(size * SHARE_THAT_ENTERS))
+
+    def start(prompts: slice) -> RunningSequences:
+        return RunningSequences(
+            len(prompt_ids[prompts]),
+            num_samples,
+            max_new_tokens=max_new_tokens,
+            stops=stops,
+            params=params,
+            u=None if u is None else u[prompts].to(device),
+            drafts=None if drafts is None else drafts[prompts].to(device),
+            num_speculative_tokens=num_speculative_tokens,
+            device=device,
+        )
+
+    sequences = start(slice(0))
+    slots = decoder(model, sequences.width)
+    entered = taken = tokens_run = 0
     for turn in itertools.count(1):
-        sequences.accept(logits)
-        if watch is not None:
+        room = size - -(-len(sequences.running) // num_samples)
+        waiting = total - entered
+        if waiting and room >= min(enough, waiting):
+            prompts = slice(entered, entered + min(room, waiting))
+            entered = prompts.stop
+            if not sequences.num_slots:  # a new decoder, so that the memory of the last is freed
+                tokens_run += slots.tokens_run
+                slots = decoder(model, sequences.width)
+            new = start(prompts)
+            ids, lengths = prompt_ids[prompts].to(device), prompt_len[prompts].to(device)
+            new.accept(slots.prefill(ids, lengths, new.num_slots // len(ids))[:, None])
+            sequences.join(new)
+        else:
+            sequences.accept(slots.step(*sequences.next_inputs()))
+        if watch:
             watch(sequences.ids, sequences.lengths)
         due = turn % ROUNDS_BETWEEN_CHECKS == 0 or sequences.length_bound >= max_new_tokens
-        if (sequences.may_have_diverged or due) and not sequences.update_slots(slots):
-            break
-        tokens, columns = sequences.next_inputs()
-        num_columns = min(sequences.length_bound - 1 + sequences.window, capacity)
-        logits = slots.step(tokens, columns, num_columns)
+        if sequences.may_have_diverged or due:
+            sequences.update_slots(slots)
+        while taken < total and sequences.num_finished >= min(size, total - taken):
+            prompts = slice(taken, min(taken + size, total))
+            taken = prompts.stop
+            if taken == total and work is not None:  # now, because nobody asks after the last part
+                rows = {"row_rounds": sequences.sequence_rounds, "rows": total * num_samples}
+                work.update(rounds=sequences.rounds, tokens=tokens_run + slots.tokens_run, **rows)
+            yield sequences.take(prompt_ids[prompts].to(device), prompt_len[prompts].to(device))
+        if taken == total:
+            return
 
-    if work is not None:
-        rows = {"row_rounds": sequences.sequence_rounds, "rows": num_prompts * num_samples}
-        work.update(rounds=turn - 1, tokens=slots.tokens_run, **rows)
-    return sequences.to_completions(prompt_ids, prompt_len)
+
+def _whole(parts: Callable[P, Iterator[Completions]]) -> Callable[P, Completions]:
+    """The same function, which joins its parts."""
+
+    @functools.wraps(parts)
+    def join(*args: P.args, **options: P.kwargs) -> Completions:
+        return Completions.join(list(parts(*args, **options)))
+
+    return join
+
+
+# `generate_parts` in one piece: it returns the completions of all prompts
+generate = _whole(generate_parts)

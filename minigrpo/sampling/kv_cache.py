@@ -1,4 +1,4 @@
-"""The preallocated KV cache; the decoder that uses it decides what its columns mean."""
+"""The KV cache, which grows with what is decoded; its decoder decides what its columns mean."""
 
 import itertools
 
@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 KeysAndValues = tuple[Tensor, Tensor]
+
+# Columns by which a cache grows. Fewer would waste less memory, but each time the whole cache is
+# copied.
+BLOCK = 128
 
 
 class KVCache:
@@ -19,22 +23,41 @@ class KVCache:
 
     def __init__(self) -> None:
         self.pairs: list[KeysAndValues] = []
+        self.capacity, self.length = 0, 0
         self.num_columns = 0  # in use; memory beyond them is uninitialised
 
-    def write_prompt(self, layer: int, k: Tensor, v: Tensor, *, capacity: int, length: int) -> None:
-        """Write the prompts `[B, K, Lp, E]` into the first columns of slots 0 to B - 1.
+    def resize(self, capacity: int, length: int) -> None:
+        """Move to tensors of `capacity` slots and `length` columns.
 
-        The first call for a layer allocates `capacity` slots of `length` columns.
+        Slots from `capacity` on are lost, and so are columns that are not in use.
+        """
+        self.capacity, self.length = capacity, length
+        # one layer after the other, so that no more than one exists twice
+        for layer in range(len(self.pairs)):
+            k, v = self.pairs[layer]
+            self.pairs[layer] = self._resized(k), self._resized(v)
+
+    def _resized(self, cache: Tensor) -> Tensor:
+        new = cache.new_empty(self.capacity, cache.shape[1], self.length, cache.shape[3])
+        slots = min(len(cache), self.capacity)
+        new[:slots, :, : self.num_columns] = cache[:slots, :, : self.num_columns]
+        return new
+
+    def write_prompt(self, layer: int, k: Tensor, v: Tensor, first: int) -> None:
+        """Write prompts `[B, K, Lp, E]` into the first columns of slots `first` to first + B - 1.
+
+        Their other columns in use are filled with zeros: see `extend`.
         """
         if layer == len(self.pairs):
-            shape = capacity, k.shape[1], length, k.shape[3]
+            shape = self.capacity, k.shape[1], self.length, k.shape[3]
             self.pairs.append((k.new_empty(shape), v.new_empty(shape)))
         for cache, new in zip(self.pairs[layer], (k, v), strict=True):
-            cache[: len(new), :, : new.shape[2]] = new
-        self.num_columns = k.shape[2]
+            slots, width = cache[first : first + len(new)], new.shape[2]
+            slots[:, :, :width] = new
+            slots[:, :, width : self.num_columns] = 0
 
     def extend(self, num_slots: int, num_columns: int) -> None:
-        """Bring the columns up to `num_columns` into use, filled with zeros.
+        """Let the slots use `num_columns` columns, of which new ones are filled with zeros.
 
         Attention masks the columns that a slot has not written, but uninitialised memory may hold
         NaN, and a masked weight of 0 times NaN is NaN.
@@ -55,20 +78,8 @@ class KVCache:
         keys, values = (cache[: len(columns), :, : self.num_columns] for cache in self.pairs[layer])
         return keys, values
 
-    def grow(self, capacity: int) -> None:
-        """Move the cache to tensors of `capacity` slots."""
-        self.pairs = [(self._grown(k, capacity), self._grown(v, capacity)) for k, v in self.pairs]
-
-    def _grown(self, cache: Tensor, capacity: int) -> Tensor:
-        new = cache.new_empty(capacity, *cache.shape[1:])
-        new[: len(cache), :, : self.num_columns] = cache[:, :, : self.num_columns]
-        return new
-
     def reorder(self, sources: np.ndarray) -> None:
         """Slot i continues the former slot `sources[i]`; slots that stay are not copied."""
-        capacity = len(self.pairs[0][0])
-        if len(sources) > capacity:
-            self.grow(max(len(sources), 2 * capacity))
         moved = np.flatnonzero(sources != np.arange(len(sources)))
         if not len(moved):
             return

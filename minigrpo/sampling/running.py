@@ -8,6 +8,8 @@ slot's *representative*.
 Shapes: R = P * G sequences, of which N are running; B slots; W tokens per slot and round.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,8 +49,15 @@ def assign_slots(slot: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.n
     return old[order], new[group], representative[order]
 
 
+# Fields of RunningSequences with a row for every sequence that has joined and was not taken
+PER_SEQUENCE = ("lengths", "ended", "ids", "logp", "log_kept_mass", "u")
+
+
 class RunningSequences:
-    """The state of `generate`: P * G completions, from their first token to their last."""
+    """The state of `generate`: the completions of some prompts, from first token to last.
+
+    `join` adds prompts, and `take` removes those in front when they have finished.
+    """
 
     def __init__(
         self,
@@ -56,7 +65,7 @@ class RunningSequences:
         num_samples: int,
         *,
         max_new_tokens: int,
-        eos: int,
+        stops: Collection[int],
         params: SamplingParams,
         u: Tensor | None,
         drafts: Tensor | None,
@@ -64,21 +73,26 @@ class RunningSequences:
         device: torch.device,
     ) -> None:
         """For the arguments, see `generate`."""
-        self.grid, self.max_new_tokens, self.eos = (num_prompts, num_samples), max_new_tokens, eos
+        self.num_samples, self.max_new_tokens = num_samples, max_new_tokens
         self.params, self.drafts, self.device = params, drafts, device
+        self.stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         self.max_window = 1 if drafts is None else num_speculative_tokens + 1
+        # W spare columns, because proposals may go past the last column. All columns are allocated
+        # at once: a token takes 16 bytes or so here, and some kilobytes in the cache.
+        self.width = max_new_tokens + self.max_window
         self.pauses = ProposalPauses()
         self.rounds, self.sequence_rounds = 0, 0  # of the batch; summed over sequences
         sequences = torch.arange(num_prompts * num_samples, device=device)
         sequences_per_slot = 1 if drafts is None else num_samples
         self.running = sequences  # [N] unfinished at the last check
+        self.running_on_host = np.arange(len(sequences))  # [N] the same numbers
         self.slot = sequences // sequences_per_slot  # [N] slot of each
+        self.num_accepted = torch.zeros_like(sequences)  # [N] in the last round
         self.representatives = sequences[::sequences_per_slot]  # [B] sequence of each slot
         self.lengths = torch.zeros_like(sequences)  # [R] tokens of each completion
-        self.length_bound = 0  # on the host: an upper bound of lengths
-        # W spare columns, because proposals may go past the last column
-        width = max_new_tokens + self.max_window
-        self.ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=device)
+        self.length_bound = 0  # on the host: an upper bound of the lengths of running sequences
+        self.ended = torch.zeros_like(sequences, dtype=torch.bool)  # [R] by a stop token
+        self.ids = torch.zeros(len(sequences), self.width, dtype=torch.int64, device=device)
         self.logp = torch.zeros(self.ids.shape, dtype=torch.float32, device=device)
         self.log_kept_mass = torch.zeros_like(self.logp) if params.truncates else None
         self.u = u
@@ -92,12 +106,24 @@ class RunningSequences:
         """W: the last token, and the tokens that may be proposed after it."""
         return 1 if self.pauses.paused else self.max_window
 
-    def next_inputs(self) -> tuple[Tensor, Tensor]:
+    @property
+    def num_slots(self) -> int:
+        return len(self.representatives)
+
+    @property
+    def num_finished(self) -> int:
+        """How many prompts in front have only completions that were finished at the last check."""
+        still = self.running_on_host
+        return int(still[0] if len(still) else len(self.lengths)) // self.num_samples
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def next_inputs(self) -> tuple[Tensor, Tensor, int]:
         """The tokens that the decoder runs next.
 
         Returns:
             `[B, W]`, the last token of each slot, followed by proposals; `[B]`, the column of that
-            last token.
+            last token; a number above every column in use, these tokens' included.
         """
         self.rounds += 1
         self.sequence_rounds += len(self.running)
@@ -107,11 +133,11 @@ class RunningSequences:
             back = torch.arange(-NUM_MATCHED_TOKENS, 0, device=self.device)
             recent_columns = (columns[:, None] + back).clamp(min=0)
             recent = self.ids[self.representatives[:, None], recent_columns]
-            drafts = self.drafts[self.representatives // self.grid[1]]
+            drafts = self.drafts[self.representatives // self.num_samples]
             proposals = propose(drafts, recent, columns, self.window - 1)
             tokens = torch.cat([tokens, proposals], dim=1)
         self.proposals = tokens[:, 1:]
-        return tokens, columns - 1
+        return tokens, columns - 1, min(self.length_bound - 1 + tokens.shape[1], self.width)
 
     def accept(self, logits: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
@@ -125,11 +151,11 @@ class RunningSequences:
         offsets = torch.arange(logp.shape[1], device=self.device)
         columns = starts + offsets  # [N, W]
         picks = pick_token(allowed, None if self.u is None else self.u[rows, columns], self.slot)
-        right = (picks[:, :-1] == self.proposals[self.slot]) & (picks[:, :-1] != self.eos)
+        stops = torch.isin(picks, self.stops)
+        right = (picks[:, :-1] == self.proposals[self.slot]) & ~stops[:, :-1]
         right = torch.cat([torch.ones_like(starts, dtype=torch.bool), right], dim=1)
         # a sequence that has ended since the last check gets no more tokens
-        unfinished = (starts == 0) | (self.ids[rows, starts - 1] != self.eos)
-        kept = right.cumprod(1).bool() & (columns < self.max_new_tokens) & unfinished
+        kept = right.cumprod(1).bool() & (columns < self.max_new_tokens) & ~self.ended[rows]
         picked_logp = logp[self.slot[:, None], offsets, picks].float()
         self.ids[rows, columns] = torch.where(kept, picks, 0)
         self.logp[rows, columns] = torch.where(kept, picked_logp, 0.0)
@@ -138,55 +164,88 @@ class RunningSequences:
             self.log_kept_mass[rows, columns] = torch.where(kept, log_mass, 0.0)
         self.num_accepted = kept.sum(1)  # [N] of this round
         self.lengths[self.running] += self.num_accepted
+        self.ended[self.running] |= (kept & stops).any(1)
         self.length_bound += logp.shape[1]
 
     @property
     def may_have_diverged(self) -> bool:
         """Whether sequences may need other slots, or have lengths that the host does not know."""
-        return self.window > 1 or len(self.representatives) < len(self.running)
+        return self.window > 1 or self.num_slots < len(self.running)
 
-    def update_slots(self, decoder: Decoder) -> bool:
-        """Drop finished sequences, and separate those of a slot that now differ.
-
-        Returns:
-            False when all sequences have finished.
-        """
+    def update_slots(self, decoder: Decoder) -> None:
+        """Drop finished sequences, and separate those of a slot that now differ."""
         lengths = self.lengths[self.running]
         last = self.ids[self.running, lengths - 1]
-        unfinished = (lengths < self.max_new_tokens) & (last != self.eos)
+        unfinished = (lengths < self.max_new_tokens) & ~self.ended[self.running]
         # a single copy to the host and back, because each makes the host wait for the device
         numbers = [self.slot, lengths, last, self.num_accepted, unfinished.long()]
         on_host = torch.stack(numbers).cpu().numpy()
         left = np.flatnonzero(on_host[4])
-        if not len(left):
-            return False
         slot, lengths_left, last_left, num_accepted, _ = on_host[:, left]
-        proposed = self.proposals.shape[1] > 0
-        self.pauses.update(self.rounds, float(num_accepted.mean()), proposed=proposed)
-        # Sequences of a slot were equal before this round and got the same proposals. So they are
-        # equal now if they have the same length and the same last token.
-        sources, slot, chosen = assign_slots(slot, np.stack([lengths_left, last_left]))
+        sources, chosen = left, left  # none if no sequence is left
+        if len(left):
+            proposed = self.proposals.shape[1] > 0
+            self.pauses.update(self.rounds, float(num_accepted.mean()), proposed=proposed)
+            # Sequences of a slot were equal before this round and got the same proposals. So they
+            # are equal now if they have the same length and the same last token.
+            sources, slot, chosen = assign_slots(slot, np.stack([lengths_left, last_left]))
+        self.length_bound = int(lengths_left.max(initial=0))
         joined = torch.from_numpy(np.concatenate([left, slot, chosen])).to(self.device)
         still_running, self.slot, representatives = joined.split(
             [len(left), len(left), len(chosen)]
         )
-        self.running = self.running[still_running]
+        self.running, self.num_accepted = (
+            x[still_running] for x in (self.running, self.num_accepted)
+        )
+        self.running_on_host = self.running_on_host[left]
         self.representatives = self.running[representatives]
-        if not np.array_equal(sources, np.arange(decoder.num_slots)):
+        if len(left) and not np.array_equal(sources, np.arange(decoder.num_slots)):
             decoder.reorder(sources)
-        self.length_bound = int(lengths_left.max())
-        return True
 
-    def to_completions(self, prompt_ids: Tensor, prompt_len: Tensor) -> Completions:
-        """The finished completions, `[P, G, S]` with S the longest."""
-        longest = int(self.lengths.max())
-        mask = torch.arange(longest, device=self.device) < self.lengths[:, None]
+    # --- prompts enter and leave ----------------------------------------------------------------
+
+    def join(self, new: "RunningSequences") -> None:
+        """Add sequences that have their first token; their slots come after the others'."""
+        sequences, slots = len(self.lengths), self.num_slots
+        for name in (*PER_SEQUENCE, "drafts"):
+            old, added = getattr(self, name), getattr(new, name)
+            setattr(self, name, None if old is None else torch.cat([old, added]))
+        self.running = torch.cat([self.running, new.running + sequences])
+        self.running_on_host = np.append(self.running_on_host, new.running_on_host + sequences)
+        self.slot = torch.cat([self.slot, new.slot + slots])
+        self.representatives = torch.cat([self.representatives, new.representatives + sequences])
+        self.length_bound = max(self.length_bound, new.length_bound)
+        self.num_accepted = torch.cat([torch.zeros_like(self.num_accepted), new.num_accepted])
+        self.proposals = self.ids[self.representatives, :0]
+        self.pauses.paused = False  # the drafts of new prompts may be better
+
+    def take(self, prompt_ids: Tensor, prompt_len: Tensor) -> Completions:
+        """Remove the prompts in front, which must have finished.
+
+        Args:
+            prompt_ids: `[P, Lp]`, the prompts that are taken.
+            prompt_len: `[P]`.
+
+        Returns:
+            Their completions, `[P, G, S]` with S the longest.
+        """
+        grid = len(prompt_ids), self.num_samples
+        rows = len(prompt_ids) * self.num_samples
+        longest = int(self.lengths[:rows].max())
+        mask = torch.arange(longest, device=self.device) < self.lengths[:rows, None]
         mass = self.log_kept_mass
-        return Completions(
+        taken = Completions(
             prompt_ids=prompt_ids,
             prompt_len=prompt_len,
-            completion_ids=self.ids[:, :longest].unflatten(0, self.grid),
-            completion_mask=mask.unflatten(0, self.grid),
-            sampler_logp=self.logp[:, :longest].unflatten(0, self.grid),
-            log_kept_mass=None if mass is None else mass[:, :longest].unflatten(0, self.grid),
+            completion_ids=self.ids[:rows, :longest].unflatten(0, grid),
+            completion_mask=mask.unflatten(0, grid),
+            sampler_logp=self.logp[:rows, :longest].unflatten(0, grid),
+            log_kept_mass=None if mass is None else mass[:rows, :longest].unflatten(0, grid),
         )
+        for name in PER_SEQUENCE:
+            setattr(self, name, None if (x := getattr(self, name)) is None else x[rows:])
+        if self.drafts is not None:
+            self.drafts = self.drafts[len(prompt_ids) :]
+        self.running, self.representatives = self.running - rows, self.representatives - rows
+        self.running_on_host = self.running_on_host - rows
+        return taken

@@ -5,7 +5,7 @@ splits the batch if memory runs out.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..runtime.oom import OOMBackoff
 from ..types import Completions, Example
 from .cuda_graphs import CUDAGraphCache
 from .decoders import Decoder, ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
-from .generate import SamplingParams, generate
+from .generate import SamplingParams, generate_parts
 
 GREEDY = SamplingParams()  # with u=None; with u it samples from the model's own distribution
 
@@ -39,7 +39,7 @@ class Sampler:
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding."""
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
-        self.eos = tokenizer.eot
+        self.stops: Collection[int] = tokenizer.stops
         self.graphs = CUDAGraphCache()
         self.decoder = self._choose_decoder()
         self.low_precision = accel.low_precision_copy(config.speed, model)
@@ -72,7 +72,8 @@ class Sampler:
         Args:
             u: uniform numbers `[P, G, S]`; None picks the most likely token each time.
             batch_size: prompts decoded together, 0: all. It affects memory and time only.
-            watch: called after each round of decoding, see `generate`.
+            watch: called with `ids [R, S]` and `lengths [R]` on the model's device after each
+                decoding round: see `generate_parts`.
 
         Raises ConfigError for a prompt that leaves no room for --max-new-tokens.
         """
@@ -84,32 +85,41 @@ class Sampler:
             # what lies far beyond the longest completion is never proposed, and costs memory
             drafts = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
         accel.refresh(self.low_precision, self.model)
-        device = self.model.device
         done = 0
+        parts: Iterator[Completions] = iter(())  # the examples from `done` on
 
-        def generate_some(size: int) -> Completions:
-            part = slice(done, done + size)
+        def generate_rest(size: int) -> Iterator[Completions]:
+            rest = slice(done, None)
+            low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
+            return generate_parts(
+                self.low_precision if low else self.model,
+                prompt_ids[rest],
+                prompt_len[rest],
+                stops=self.stops,
+                max_new_tokens=longest,
+                num_samples=num_samples,
+                prompts_at_once=size,
+                u=None if u is None else torch.from_numpy(u[rest]),
+                params=params,
+                decoder=self.decoder,
+                drafts=None if drafts is None else drafts[rest],
+                num_speculative_tokens=self.config.speed.num_speculative_tokens,
+                work=self.work,
+                watch=watch,
+            )
+
+        def next_part(size: int) -> Completions:
+            """The next part; after an error, the rest begins again with `size` prompts at once."""
+            nonlocal parts
             with self.autocast():
-                low = torch.is_autocast_enabled(device.type)  # off after the fallback to float32
-                return generate(
-                    self.low_precision if low else self.model,
-                    prompt_ids[part].to(device),
-                    prompt_len[part].to(device),
-                    eos=self.eos,
-                    max_new_tokens=longest,
-                    num_samples=num_samples,
-                    u=None if u is None else torch.from_numpy(u[part]).to(device),
-                    params=params,
-                    decoder=self.decoder,
-                    drafts=None if drafts is None else drafts[part].to(device),
-                    num_speculative_tokens=self.config.speed.num_speculative_tokens,
-                    work=self.work,
-                    watch=watch,
-                )
+                part = next(parts, None)
+                if part is None:
+                    parts = generate_rest(size)
+                    part = next(parts)
+                return part
 
-        while done < len(examples):
-            left = len(examples) - done
-            backoff = self.backoffs[num_samples]
-            part = backoff.run(generate_some, min(batch_size or left, left), self.graphs.reset)
+        backoff, total = self.backoffs[num_samples], len(examples)
+        while done < total:
+            part = backoff.run(next_part, min(batch_size or total, total), self.graphs.reset)
             done += len(part)
             yield part.to("cpu")
