@@ -70,7 +70,7 @@ def estimate_step(config: Config, shape: ModelShape, counts: StepCounts, device:
         tokens["reference"] = counts.packed
     return Estimate(
         parameters=memory.weights.num_parameters,
-        trained=sum(memory.weights.trained),
+        trained=memory.weights.num_trained,
         counts=counts,
         tokens=tokens,
         flops=step_flops(config, shape, counts),

@@ -58,7 +58,7 @@ def step_flops(config: Config, shape: ModelShape, counts: StepCounts) -> dict[st
     """FLOPs of one process's share of a step, by phase."""
     weights = StoredWeights.of(config, shape)
     frozen = not weights.is_whole
-    in_adapters = sum(weights.trained) * frozen
+    in_adapters = weights.num_trained * frozen
     attended = counts.prompt_len + counts.completion_len / 2  # roughly
     forward = ForwardFlops.of(
         shape,

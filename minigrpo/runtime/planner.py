@@ -41,7 +41,7 @@ def step_seconds(
     tokens, predictions = counts.packed / n, counts.predictions / n
     forward = layers * rates.block_forward.at(tokens) + rates.head_forward.at(predictions)
     gradient = layers * rates.block_gradient.at(tokens) + rates.head_gradient.at(predictions)
-    optimizer = sum(StoredWeights.of(config, shape).trained) * rates.optimizer
+    optimizer = StoredWeights.of(config, shape).num_trained * rates.optimizer
     updates = config.optimizer.num_iterations
     seconds = {"update": updates * (n * gradient + optimizer) + n * forward * (updates > 1)}
     if config.supervised:

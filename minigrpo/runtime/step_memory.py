@@ -7,7 +7,6 @@ from functools import cached_property
 from ..config import Config
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
-from ..model.transformer import Block
 from .kept_activations import FLOAT, LOW, KeptByBlock
 from .step_counts import StepCounts
 from .stored_weights import StoredWeights
@@ -31,7 +30,7 @@ class StepMemory:
 
     def by_kind(self) -> dict[str, float]:
         """Bytes by kind; not all of it at the same time."""
-        trained = float(sum(self.weights.trained))
+        trained = float(self.weights.num_trained)
         kept, recomputed = self._activations()
         return {
             "weights": self.weights.num_bytes,
@@ -163,7 +162,7 @@ class StepMemory:
         # exist before their sum joins the other gradients.
         last = (2 if self.shape.tied else 1) * head
         if self._adam.endswith(ON_HOST):  # the moments of one parameter at a time
-            last = max(last, 2.0 * FLOAT * max(self.weights.trained))
+            last = max(last, 2.0 * FLOAT * self.weights.largest_trained)
         return max(forward + earlier, backward + earlier, gradients + last)
 
     def _block_backward(self) -> float:
@@ -174,10 +173,9 @@ class StepMemory:
 
     def _activations(self) -> tuple[float, float]:
         """What all blocks keep until the backward pass, and one block that is recomputed in it."""
-        counts, shape, block = self.counts, self.shape, self.weights.model.h[0]
-        assert isinstance(block, Block)
+        counts, shape = self.counts, self.shape
         on_cpu, low = self.device == "cpu", self.config.speed.use_amp
-        by_block = KeptByBlock.of(block, shape, low=low, on_cpu=on_cpu)
+        by_block = KeptByBlock.of(self.weights.block, shape, low=low, on_cpu=on_cpu)
         kept = (
             counts.packed * by_block.per_token
             + counts.padded * by_block.per_query

@@ -1,13 +1,13 @@
 """What the parameters of a run take, from a model on torch's meta device, which has no memory."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import Config
 from ..model.shape import ModelShape
-from ..model.transformer import Transformer
+from ..model.transformer import Block, Transformer
 from .base_model import add_lora
 from .kept_activations import FLOAT
 
@@ -16,39 +16,56 @@ from .kept_activations import FLOAT
 class StoredWeights:
     """Numbers and bytes of the parameters, with the adapters and the precision of a config."""
 
-    model: Transformer  # on the meta device
+    model: Transformer  # on the meta device, with one block, because all blocks are alike
+    layers: int
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "StoredWeights":
         """Raises ConfigError for --lora-targets that the model does not have."""
-        model = Transformer.empty(shape, device="meta")
+        model = Transformer.empty(replace(shape, layers=1), device="meta")
         add_lora(model, config.model)
-        return cls(model)
+        return cls(model, shape.layers)
+
+    def _sum(self, size: Callable[[Tensor], int]) -> int:
+        """The sum of a size over all parameters."""
+        in_block = sum(map(size, self.block.parameters()))
+        return sum(map(size, self.model.parameters())) + (self.layers - 1) * in_block
+
+    @property
+    def block(self) -> Block:
+        block = self.model.h[0]
+        assert isinstance(block, Block)
+        return block
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return self._sum(lambda p: p.numel())
 
-    @cached_property
+    @property
     def num_bytes(self) -> float:
-        return float(sum(p.nbytes for p in self.model.parameters()))
+        return float(self._sum(lambda p: p.nbytes))
 
-    @cached_property
-    def trained(self) -> list[int]:
-        """The sizes of the parameters that have a gradient."""
-        return [p.numel() for p in self.model.parameters() if p.requires_grad]
+    @property
+    def num_trained(self) -> int:
+        """The number of parameters that have a gradient."""
+        return self._sum(lambda p: p.numel() * p.requires_grad)
 
-    @cached_property
+    @property
+    def largest_trained(self) -> int:
+        """The size of the largest tensor that has a gradient."""
+        return max(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
     def is_whole(self) -> bool:
         """Whether all parameters are trained."""
         return all(p.requires_grad for p in self.model.parameters())
 
-    @cached_property
+    @property
     def in_blocks(self) -> float:
         """Numbers in the linear layers of the blocks that are stored in float32."""
-        layers = (layer for layer in self.model.h.modules() if isinstance(layer, nn.Linear))
-        sizes = (p.numel() for layer in layers for p in layer.parameters() if p.itemsize == FLOAT)
-        return float(sum(sizes))
+        layers = [layer for layer in self.block.modules() if isinstance(layer, nn.Linear)]
+        wide = [p for layer in layers for p in layer.parameters() if p.itemsize == FLOAT]
+        return float(self.layers * sum(p.numel() for p in wide))
 
     @property
     def head_gradient(self) -> float:
