@@ -8,9 +8,9 @@ from torch import Tensor
 
 KeysAndValues = tuple[Tensor, Tensor]
 
-# Columns by which a cache grows, by type of device. Elsewhere the longest case is allocated at once:
-# a CPU's memory is taken page by page when it is written, and growing, which copies the cache, had
-# a higher peak.
+# Columns by which a cache grows, by type of device. Elsewhere the longest case is allocated at
+# once: a CPU's memory is taken page by page when it is written, and growing, which copies the
+# cache, had a higher peak.
 BLOCK = {"cuda": 128}
 
 
