@@ -101,7 +101,7 @@ def test_a_completion_ends_with_any_of_the_stop_tokens(
 def tight(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Caches grow by three columns; a list of the sizes that they get."""
     sizes, resize = list[tuple[int, int]](), KVCache.resize
-    monkeypatch.setattr(cached_decoder, "BLOCK", 3)
+    monkeypatch.setattr(cached_decoder, "BLOCK", {"cpu": 3})
 
     def watched(self: KVCache, capacity: int, length: int) -> None:
         sizes.append((capacity, length))
@@ -116,7 +116,7 @@ def test_prompts_enter_as_others_leave_and_the_tokens_stay(
     model: Transformer, prompts: Completions, kind: str, tight: list[object]
 ) -> None:
     decoder = DECODERS[kind]()
-    for greedy, sizes in ((True, [2]), (False, [1, 2, 5])):
+    for greedy, sizes in ((True, [2]), (False, [1, 5])):
         plain = sample(model, prompts, greedy=greedy, decoder=UncachedDecoder)
         lengths = plain.completion_mask.sum(-1)
         assert greedy or (lengths.min() < 5 and lengths.max() >= LENGTH - 1)
@@ -138,11 +138,11 @@ def test_prompts_that_enter_have_nothing_on_two_devices(monkeypatch: pytest.Monk
         model = Transformer(SHAPES["gpt2"], seed=1).cuda()
         prompts = make_completions(0, prompts=6)  # on the host
         u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), SAMPLES, LENGTH))
-        options = {"stops": STOPS, "max_new_tokens": LENGTH, "num_samples": SAMPLES, "u": u}
+        options = {"stops": STOPS, "max_new_tokens": 6, "num_samples": SAMPLES, "u": u}
         ids, lengths, drafts = prompts.prompt_ids, prompts.prompt_len, prompts.completion_ids[:, 0]
         plain.append(generate(model, ids, lengths, **options).completion_ids.cpu())
         graphs = CUDAGraphCache()
-        for decoder in (SharedPrefixDecoder, graphs.decoder, graphs.decoder):
+        for decoder in (SharedPrefixDecoder, graphs.decoder):
             options |= {"decoder": decoder, "drafts": drafts}
             out = generate(model, ids, lengths, prompts_at_once=2, **options)
             found.append(out.completion_ids.cpu())

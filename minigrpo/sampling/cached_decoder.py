@@ -108,7 +108,8 @@ class CachedDecoder(ABC):
         """
         if num_columns > self.cache.length:
             longest = self._cache_columns(self.length)
-            self._resize(num_slots, min(num_columns + BLOCK, longest))
+            block = BLOCK.get(self.model.device.type, longest)
+            self._resize(num_slots, min(num_columns + block, longest))
         elif num_slots > self.cache.capacity:
             self._resize(num_slots, self.cache.length)
 

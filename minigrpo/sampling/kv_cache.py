@@ -8,9 +8,10 @@ from torch import Tensor
 
 KeysAndValues = tuple[Tensor, Tensor]
 
-# Columns by which a cache grows. Fewer would waste less memory, but each time the whole cache is
-# copied.
-BLOCK = 128
+# Columns by which a cache grows, by type of device. Elsewhere the longest case is allocated at
+# once: a CPU's memory is taken page by page when it is written, and growing, which copies the
+# cache, had a higher peak.
+BLOCK = {"cuda": 128}
 
 
 class KVCache:
