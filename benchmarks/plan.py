@@ -31,8 +31,8 @@ PHASES = ("rollout", "reward", "reference", "update")
 ALLOWED = 0.3  # a prediction may be off by this share of what is measured
 SMALLEST_SHARE = 0.05  # of the step; a phase that takes less is not shown
 # The first steps of a process are slower than the others, also after the very first. So the median
-# of short steps is taken over this many seconds.
-LEAST_SECONDS = 5.0
+# of short steps is taken over this many seconds or steps.
+LEAST_SECONDS, MOST_STEPS = 5.0, 40
 # runs first, so that the memory of what torch loads when it is first used is not the job's
 TINY: Settings = {
     "init_from": "scratch",
@@ -118,7 +118,9 @@ def _steps(settings: Settings, steps: int, least: float = 0.0) -> list[dict[str,
     with tempfile.TemporaryDirectory() as folder:
         config = Config.of(**settings, out_dir=str(Path(folder) / "run"))
         trainer = Trainer(config, quiet=True)
-        while len(timed) < steps or sum(step["step"] for step in timed) < least:
+        while len(timed) < steps or (
+            len(timed) < MOST_STEPS and sum(step["step"] for step in timed) < least
+        ):
             start, number = time.perf_counter(), len(timed)
             batch = trainer.source.batch(number)
             with trainer.timer.phase("update"):

@@ -244,14 +244,16 @@ def test_keys_and_values_are_cached_once_for_the_queries_that_share_them(
         made.append(kinds[kind](*arguments))
         return made[-1]
 
-    c = make_completions(0)
-    options = {"eos": EOS, "max_new_tokens": 4, "num_samples": 2, "decoder": decoder}
-    generate(model, c.prompt_ids, c.prompt_len, **options)
-    stored = [*made[0].cache.pairs, *getattr(made[0], "prompt_kv", [])]
-    assert stored
-    for keys_and_values in stored:
-        for x in keys_and_values:
-            assert (x.shape[1], x.shape[3]) == (model.shape.kv_heads, model.shape.head_dim)
+    def look(ids: torch.Tensor, lengths: torch.Tensor) -> None:
+        for caches in (made[-1].cache.pairs, getattr(made[-1], "prompt_kv", [])):
+            seen.extend(tuple(x.shape) for keys_and_values in caches for x in keys_and_values)
+
+    seen, c = list[tuple[int, ...]](), make_completions(0)
+    options = {"stops": [EOS], "max_new_tokens": 4, "num_samples": 2, "decoder": decoder}
+    generate(model, c.prompt_ids, c.prompt_len, **options, watch=look)
+    assert seen
+    for shape in seen:
+        assert (shape[1], shape[3]) == (model.shape.kv_heads, model.shape.head_dim)
 
 
 def test_without_amp_there_is_no_copy() -> None:
