@@ -15,7 +15,7 @@ from .runtime.rng import uniforms
 from .sampling.sampler import Sampler
 from .types import Example, RewardTable, Task
 
-BATCH = 256  # prompts decoded together
+BATCH = 256  # prompts decoded together, unless --rollout-batch-size bounds the completions
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ def answer(
     if seed is not None:
         rows = np.array([example.index for example in examples])
         u = uniforms(seed, "evaluate", 0, rows, 1, sampler.config.sampling.max_new_tokens)
+    config = sampler.config
+    size = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     texts: list[str] = []
-    for part in sampler.complete(examples, u=u, batch_size=BATCH):
+    for part in sampler.complete(examples, u=u, batch_size=min(size, BATCH)):
         texts += [group[0] for group in decode(sampler.tokenizer, part)]
         advance(len(part))
     return texts

@@ -118,8 +118,6 @@ class StepMemory:
             return 0.0
         window = config.sampling.max_new_tokens + config.speed.num_speculative_tokens + 1
         slots = self._slots
-        if config.speed.speculative_decoding and not config.speed.cuda_graphs:
-            slots *= 1.5  # it begins with a slot per prompt, and grows: old and new exist at once
         prompts = counts.prompts_at_once if config.memory.share_prompt_kv else slots
         keys = prompts * counts.prompt_len + slots * window
         return 2.0 * self.shape.layers * self.shape.kv_width * self._bytes_in_attention * keys
