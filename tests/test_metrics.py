@@ -1,13 +1,13 @@
 """What a run logs, against the same figures worked out by hand."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from minigrpo import Config
 from minigrpo.evaluate import evaluate
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.rewards import RewardScorer
@@ -80,7 +80,7 @@ class Answers:
     """Stands in for a sampler: greedy answers are `greedy`, sampled ones are `sampled`."""
 
     tokenizer = TOKENIZER
-    config = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=5))
+    config = Config.of(max_new_tokens=5)
 
     def __init__(self, greedy: list[str], sampled: list[str]) -> None:
         self.greedy, self.sampled, self.u = greedy, sampled, list[Any]()
