@@ -32,6 +32,9 @@ GPT2_TOKENS = 50257
 PHASES = ("rollout", "reward", "reference", "update")
 ALLOWED = 0.3  # a prediction may be off by this share of what is measured
 SMALLEST_SHARE = 0.05  # of the step; a phase that takes less is not shown
+# The first steps of a process are slower than the others, also after the very first. So the median
+# of short steps is taken over this many seconds.
+LEAST_SECONDS = 5.0
 Settings = dict[str, Any]
 GPT2: Settings = {
     "init_from": "scratch",
@@ -78,7 +81,7 @@ class Plan:
     only: tuple[str, ...] = ()
     """Jobs to run: default, gpt2, lean, supervised; none given: all."""
     steps: int = 6
-    """Steps per job; the first one warms up, and the others' median counts."""
+    """Fewest steps per job; the first one warms up, and the others' median counts."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: Path | None = None
@@ -142,20 +145,20 @@ def measure(settings: Settings, steps: int) -> dict[str, Any]:
     """Medians of a run's first steps without the first, and the peak memory of all of them."""
     _steps({**TINY, "device": settings["device"]}, 2)
     with PeakMemory(pick_device(settings["device"])) as peak:
-        timed = _steps(settings, steps)[1:]
+        timed = _steps(settings, steps, LEAST_SECONDS)[1:]
     middle = {name: median(step[name] for step in timed) for name in timed[0]}
     step = middle.pop("step")
     return {"seconds": middle, "step": step, "peak_mib": peak.mib}
 
 
-def _steps(settings: Settings, steps: int) -> list[dict[str, float]]:
-    """Seconds of each step of a run, by phase."""
-    timed = []
+def _steps(settings: Settings, steps: int, least: float = 0.0) -> list[dict[str, float]]:
+    """Seconds of each step of a run, by phase: at least so many steps, and `least` seconds."""
+    timed = list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         config = Config.of(**settings, out_dir=str(Path(folder) / "run"))
         trainer = Trainer(config, quiet=True)
-        for number in range(steps):
-            start = time.perf_counter()
+        while len(timed) < steps or sum(step["step"] for step in timed) < least:
+            start, number = time.perf_counter(), len(timed)
             batch = trainer.source.batch(number)
             with trainer.timer.phase("update"):
                 trainer.learner.learn(batch, number)

@@ -23,11 +23,11 @@ from .runtime.failures import RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
 from .runtime.no_effect import Situation
 from .runtime.prefetch import ExamplePrefetcher
+from .runtime.process_state import KeptState
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.startup import check_machine
 from .sampling.sampler import Sampler
-from .tasks.process_state import KeptState
 
 Evaluation = dict[str, float]
 

@@ -26,7 +26,7 @@ MAY_SEE: dict[str, set[str]] = {
     "model": {"types", "runtime.flags", "runtime.text"},
     "sampling": {"types", "config", "model", "runtime"},
     "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
-    | {"runtime.text", "runtime.reward_functions"},
+    | {"runtime.text", "runtime.reward_functions", "runtime.process_state"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
     | {"runtime.reward_functions"},
     "config": {"losses", "runtime"},

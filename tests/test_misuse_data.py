@@ -33,12 +33,12 @@ from minigrpo.runtime.build import make_model
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.pool import WorkerPool
+from minigrpo.runtime.process_state import STATE
 from minigrpo.runtime.reward_calls import BadRewardError, RewardSource, weighted_sum
 from minigrpo.runtime.rng import weights_seed
 from minigrpo.tasks.games import Games
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
-from minigrpo.tasks.process_state import STATE
 from minigrpo.tasks.registry import load_rewards, load_task
 from minigrpo.tools.loading import ModelSelection, load
 from minigrpo.types import Example

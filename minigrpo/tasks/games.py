@@ -177,10 +177,8 @@ class Games(ShuffledExamples):
             open_data(path) as raw,
             listener.reading(path.name, path.stat().st_size) as progress,
         ):
-            data = raw
-            if path.suffix == ".gz":
-                data = gzip.GzipFile(fileobj=raw)
-                check_is_text(path, data.peek(4)[:4])
+            data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            check_is_text(path, data.peek(4)[:4])  # of what is packed, too
             text = io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace")
             for number, game in enumerate(read_games(text), 1):
                 progress(raw.tell())

@@ -18,10 +18,10 @@ import numpy as np
 
 from ..rewards import RewardFunction
 from ..runtime.flags import ConfigError
+from ..runtime.process_state import Warn, state_kept
 from ..runtime.reward_functions import check_number, check_part_name
 from ..runtime.text import check_file_name, has_lone_surrogate, one_line, short
 from ..types import Example, Task
-from .process_state import Warn, state_kept
 
 TASK_MEMBERS = ("parts", "train", "held_out", "score")
 ALL_KINDS = "all"  # the row of all examples in the tables of `minigrpo evaluate`

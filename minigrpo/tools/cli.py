@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a model with GRPO, or warm it up on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
     "sample": "prompt a model, and show its completions beside the true answers",
+    "doctor": "say what is wrong with a run, and what to do about it",
     "curves": "compare the learning curves of runs, as a table and a figure",
     "export": "write a model as a folder that transformers loads",
     "annotate": "make training data: chess positions with Stockfish's best moves",

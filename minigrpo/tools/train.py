@@ -12,9 +12,12 @@ from ..config import Config
 from ..runtime.distributed import DistContext
 from ..runtime.failures import RunFailed, in_one_line
 from ..runtime.flags import ConfigError, exit_with
+from ..runtime.logging import Screen
 from ..runtime.oom import is_out_of_memory
 from ..trainer import Trainer
+from .doctor import show
 from .plan import print_plan
+from .run_data import read_run
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -43,7 +46,18 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         exit_with(error)
     except RunFailed as error:
         sys.exit(f"error: {error}")
+    if dist.is_main:
+        see_the_doctor(trainer.run_dir.path)
     dist.close()
+
+
+def see_the_doctor(run: Path) -> None:
+    """Print what `minigrpo doctor` says of a run that has ended."""
+    screen = Screen()
+    try:
+        show(screen, read_run(run))
+    except ConfigError as error:  # a full disk may have left no metrics; the run is none the worse
+        screen.warn(f"no diagnosis: {error}")
 
 
 if __name__ == "__main__":
