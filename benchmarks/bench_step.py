@@ -74,13 +74,12 @@ class BenchStep:
             self.sampler.eos = -1
         self.timer = PhaseTimer(self.device)
         dist = DistContext()
-        initial = copy.deepcopy(self.model) if config.loss.kl_coef else self.model
         self.source = RolloutBatches(
             config,
             ExamplePrefetcher(work.task, config, dist, 0),
             self.sampler,
             make_scorer(config, work.task),
-            make_reference(config, initial, self.learner),
+            make_reference(config, self.learner),
             self.timer,
             dist,
         )

@@ -86,6 +86,14 @@ class ModelConfig(Group):
     """Attention heads, with --init-from scratch."""
     context: Size = 256
     """Context length in tokens, with --init-from scratch."""
+    lora_rank: Few = 0
+    """Train adapters of this rank (LoRA) beside frozen weights; 0: train all weights."""
+    lora_alpha: PositiveOrZero = 0.0
+    """Adapters are scaled by this over --lora-rank; 0: twice the rank."""
+    lora_targets: str = ""
+    """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How frozen weights are stored, with --lora-rank; adapters are always float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from .losses import (
     policy_loss,
     truncated_importance_weights,
 )
+from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime import accel
@@ -269,7 +270,7 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""
         state = {
-            "model": self.model.state_dict(),
+            "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "guard": self.guard.state_dict(),
         }
@@ -277,7 +278,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
-        self.model.load_state_dict(state["model"])
+        load_trained(self.model, state["model"])
         # a speed flag comes from this run, not from the checkpoint
         fused = {"fused": self.config.speed.fused_optimizer}
         groups = [group | fused for group in state["optimizer"]["param_groups"]]

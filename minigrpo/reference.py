@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from .model.logprobs import at_least_fp32
 from .model.packing import Packing
 from .model.transformer import Transformer
 from .runtime.oom import OOMBackoff
@@ -45,7 +44,7 @@ class FrozenReference:
         autocast: Callable[[], AbstractContextManager[object]],
         offload: bool = False,
     ) -> None:
-        """Freeze `model` in place; it must not be trained elsewhere.
+        """`model` must not be trained elsewhere, except for adapters that are off in it.
 
         Args:
             temperature: the sampling temperature, as for the policy's log-probs.
@@ -53,7 +52,7 @@ class FrozenReference:
             offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
         """
         self.device = model.device
-        self.model = model.requires_grad_(False)
+        self.model = model
         if offload and self.device.type != "cpu":
             self.model.to("cpu")
             for parameter in self.model.parameters():
@@ -79,9 +78,5 @@ class FrozenReference:
         return self.backoff.run(in_parts, len(completions))
 
     def _weights_on_device(self) -> dict[str, Tensor]:
-        with self.autocast():  # off once the non-finite guard has fallen back to float32
-            low = torch.is_autocast_enabled(self.device.type)
-        weights = {
-            name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()
-        }
-        return weights if low else {name: at_least_fp32(x) for name, x in weights.items()}
+        weights = self.model.named_parameters()
+        return {name: x.to(self.device, non_blocking=True) for name, x in weights}

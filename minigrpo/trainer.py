@@ -6,7 +6,6 @@ Batches come from rollout.py, losses.py defines the losses, and learner.py turns
 weights. Speed, checkpoints, logging and the screen are in runtime/.
 """
 
-import copy
 import time
 from typing import Any
 
@@ -49,14 +48,12 @@ class Trainer:
         self.tokenizer = make_tokenizer(config)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
         self.scorer = make_scorer(config, self.task, self.screen.warn)
-        # a copy, so that the reference stays the initial model even if a checkpoint is loaded below
-        initial = make_model(config, self.tokenizer, self.device, self.screen.say)
-        self.model = copy.deepcopy(initial) if config.loss.kl_coef else initial
-        limits = initial.shape.context, self.screen.warn
+        self.model = make_model(config, self.tokenizer, self.device, self.screen.say)
+        limits = self.model.shape.context, self.screen.warn
         self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
         self.estimate = measure_lengths_and_estimate(
             config,
-            initial.shape,
+            self.model.shape,
             self.task,
             self.tokenizer,
             device=self.device.type,
@@ -66,7 +63,8 @@ class Trainer:
         warn, dump = self.screen.warn, self.run_dir.dump
         self.learner = Learner(config, self.model, self.dist, warn, dump)
         autocast = self.learner.autocast
-        self.reference = make_reference(config, initial, self.learner)
+        # before a checkpoint is loaded: the reference stays the initial model
+        self.reference = make_reference(config, self.learner)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
         self.timer = PhaseTimer(self.device)
         self.step = self.run_dir.open(self.learner)  # steps already done

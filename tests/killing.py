@@ -127,7 +127,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora-rank", type=int, default=0)
     arguments = parser.parse_args()
+    OPTIONS["lora_rank"] = arguments.lora_rank
     calm = arguments.folder / "calm"
     start = time.monotonic()
     assert os.waitstatus_to_exitcode(os.waitpid(fork(calm), 0)[1]) == 0, (

@@ -42,6 +42,8 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "width": [({"width": 64}, {"init_from": "scratch"})],
     "heads": [({"heads": 2}, {"init_from": "scratch"})],
     "context": [({"context": 128}, {"init_from": "scratch"})],
+    "lora_alpha": [({"lora_alpha": 3.0}, {"lora_rank": 2})],
+    "lora_targets": [({"lora_targets": "c_attn"}, {"lora_rank": 2})],
     "group_size": [({**SUPERVISED, "group_size": 8}, {"loss": "grpo"})],
     "top_k": [({**SUPERVISED, "top_k": 5}, {"loss": "grpo"}), ({"top_k": 360}, {"top_k": 359})],
     "top_p": [({**SUPERVISED, "top_p": 0.5}, {"loss": "grpo"})],
@@ -113,6 +115,10 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "offload_reference": [
         ({"offload_reference": True, "device": CUDA}, {"kl_coef": 0.1}),
         ({"offload_reference": True, "kl_coef": 0.1}, {"device": CUDA}),
+        (
+            {"offload_reference": True, "kl_coef": 0.1, "device": CUDA, "lora_rank": 2},
+            {"lora_rank": 0},
+        ),
     ],
     "share_prompt_kv": [({"share_prompt_kv": True, "kv_cache": False}, {"kv_cache": True})],
     "stop_after": [({"stop_after": 350}, {"stop_after": 349})],
@@ -142,6 +148,8 @@ ALWAYS = {
     "reward_weights": "decide the reward, at least in evaluations",
     "init_from": "decides the model",
     "tokenizer": "must fit the model",
+    "lora_rank": "decides which weights are trained",
+    "base_dtype": "without --lora-rank it is an error",
     "prompts_per_step": "the size of a batch, for every loss",
     "max_new_tokens": "bounds answers in evaluations too",
     "temperature": "divides the logits of every loss, the supervised one included",
@@ -259,6 +267,7 @@ BASE: Settings = {
 }
 # what a run of two steps on a CPU can show
 NUMERIC = [
+    *("lora_alpha", "lora_targets"),
     *("reward_timeout", "layers", "width", "context", "group_size", "top_k", "top_p", "min_p"),
     *("dynamic_sampling", "clip_low", "clip_high", "ratio_cap", "advantage", "scale", "kl"),
     *("overlong", "overlong_buffer", "sampler_correction", "sampler_correction_cap"),

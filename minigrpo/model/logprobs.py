@@ -99,7 +99,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets, lse = ctx.saved_tensors
-        grad_hidden, grad_head = torch.empty_like(hidden), at_least_fp32(torch.zeros_like(head))
+        grad_hidden = torch.empty_like(hidden)
+        # a head that is frozen under adapters has no gradient
+        grad_head = at_least_fp32(torch.zeros_like(head)) if ctx.needs_input_grad[1] else None
         buffer = lse.new_empty(ctx.chunk, len(head))
         for part in _parts(len(hidden), ctx.chunk):
             logits = _logits(hidden[part], head, ctx.temperature, buffer)
@@ -107,12 +109,16 @@ class _Chunked(torch.autograd.Function):
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = slope @ head
-            if slope.dtype == grad_head.dtype:
+            if grad_head is None:
+                pass
+            elif slope.dtype == grad_head.dtype:
                 grad_head.addmm_(slope.t(), hidden[part])  # in place: no second [V, D]
             else:
                 grad_head += slope.t() @ hidden[part]
         hidden_dtype, head_dtype = ctx.dtypes
-        return grad_hidden.to(hidden_dtype), grad_head.to(head_dtype), None, None, None
+        if grad_head is not None:
+            grad_head = grad_head.to(head_dtype)
+        return grad_hidden.to(hidden_dtype), grad_head, None, None, None
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, buffer: Tensor) -> Tensor:

@@ -6,22 +6,27 @@ Only A and B have gradients, optimizer state and a place in checkpoints. With th
 model is the one that training started from, so the reference of a KL needs no second copy.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..runtime.text import quoted
 from .families import FAMILIES
 from .linear import Linear, linear
+from .logprobs import at_least_fp32
 from .shape import ModelShape
 from .transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a float -> integers as wide
+SUMMED = 1 << 24  # values added up at once, because torch widens them first
 
 
 class LoRALinear(Linear):
@@ -58,10 +63,12 @@ def add_adapters(
         ValueError: a target that the model does not have; the message lists those that it has.
     """
     found = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
-    names = list(dict.fromkeys(name.split(".")[-1] for name in found))
+    names = layer_names(found)
     if unknown := [target for target in targets if target not in names]:
         # c_proj is the name of two layers of a GPT-2 block; both are meant
-        raise ValueError(f"the model has no layer {', '.join(unknown)}; it has {', '.join(names)}")
+        raise ValueError(
+            f"the model has no layer {', '.join(map(quoted, unknown))}; it has {', '.join(names)}"
+        )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, base in found.items():
@@ -81,6 +88,11 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
 
 
+def layer_names(layers: Iterable[str]) -> list[str]:
+    """The last parts of names, such as q_proj, each once."""
+    return list(dict.fromkeys(name.split(".")[-1] for name in layers))
+
+
 def disable_adapters(model: nn.Module) -> None:
     """Make a model compute what it computed before it got adapters."""
     for layer in adapters(model).values():
@@ -88,13 +100,23 @@ def disable_adapters(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def merged_state(model: Transformer) -> dict[str, Tensor]:
-    """The state dict of a model without adapters that computes the same function."""
-    state = {name: x for name, x in model.state_dict().items() if not name.endswith(ADAPTERS)}
+def merge_adapters(model: Transformer) -> Transformer:
+    """Make a model with adapters a plain one that computes the same, in place, in float32.
+
+    Sums are in float64, so that all machines round them alike: a run that starts from merged
+    weights then finds the same ones wherever it is resumed.
+    """
     for name, layer in adapters(model).items():
-        change = layer.scale * (layer.lora_B @ layer.lora_A)
-        state[f"{name}.weight"] = layer.weight.to(change.dtype) + change
-    return state
+        with torch.device("meta"):
+            plain = Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        change = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
+        merged = (layer.weight.double() + change).to(layer.lora_A.dtype)
+        plain.weight, plain.bias = nn.Parameter(merged), layer.bias
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
+    for parameter in model.parameters():
+        parameter.data = at_least_fp32(parameter.data)
+    return model.requires_grad_(True)
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
@@ -104,8 +126,50 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def save_peft(model: Transformer, folder: Path, *, base: str) -> None:
-    """Write the adapters as PEFT does: `PeftModel.from_pretrained(base_model, folder)` loads them.
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are not trained, by name; none without adapters."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """The part of the state dict that training changes: the adapters, or without them all of it."""
+    frozen = frozen_weights(model)
+    return {name: x for name, x in model.state_dict().items() if name not in frozen}
+
+
+def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a `trained_state`. Raises RuntimeError, which names them, if tensors do not fit."""
+    expected = trained_state(model).keys()
+    problems = [f"{name} is missing" for name in expected - state.keys()]
+    problems += [f"{name} is unknown" for name in state.keys() - expected]
+    if problems:
+        raise RuntimeError("; ".join(sorted(problems)[:8]))
+    model.load_state_dict(state, strict=False)
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """A hash that another name, shape or value of a weight changes, whatever the device.
+
+    Of each weight the bits are added up, as integers: no order of additions changes that.
+    """
+    digest = hashlib.sha256()
+    for name, x in weights.items():
+        bits = x.detach().flatten().view(BITS[x.element_size()])
+        total = sum(int(part.sum()) for part in bits.split(SUMMED))
+        digest.update(f"{name} {list(x.shape)} {x.dtype} {total}\n".encode())
+    return digest.hexdigest()
+
+
+# --- PEFT -----------------------------------------------------------------------------------------
+
+
+def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
+    """The adapters as PEFT stores them: each file's name, and what writes the file to a path.
+
+    `PeftModel.from_pretrained(base_model, folder)` loads them.
 
     Args:
         base: the name or path of the model that the adapters belong to.
@@ -113,8 +177,7 @@ def save_peft(model: Transformer, folder: Path, *, base: str) -> None:
     layers = adapters(model)
     first = next(iter(layers.values()))
     rank = len(first.lora_A)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(_peft_tensors(layers, model.shape), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
+    tensors = _peft_tensors(layers, model.shape)
     settings: Mapping[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -123,11 +186,15 @@ def save_peft(model: Transformer, folder: Path, *, base: str) -> None:
         "lora_alpha": first.scale * rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.split(".")[-1] for name in layers}),
+        "target_modules": layer_names(layers),
         "fan_in_fan_out": model.shape.family == "gpt2",  # weights are stored as [in, out]
         "inference_mode": True,
     }
-    (folder / PEFT_CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
+    text = json.dumps(settings, indent=1) + "\n"
+    return {
+        PEFT_WEIGHTS: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+        PEFT_CONFIG: lambda path: path.write_text(text),
+    }
 
 
 def _peft_tensors(layers: Mapping[str, LoRALinear], shape: ModelShape) -> dict[str, Tensor]:

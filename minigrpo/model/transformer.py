@@ -120,16 +120,22 @@ class Transformer(nn.Module):
         return model.to_empty(device=device)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> "Transformer":
+    def from_pretrained(
+        cls, path: str | Path, matrices: torch.dtype | None = None
+    ) -> "Transformer":
         """A model from a folder as Hugging Face writes it, or from a GPT-2's safetensors file.
 
-        The families are those of families.py. Weights become float32, one tensor after the other,
-        so that the peak memory is the model's and that of its largest tensor.
+        The families are those of families.py. Weights become float32, or matrices another type,
+        one tensor after the other, so that the peak memory is the model's and that of its largest
+        tensor.
         Raises ValueError, in one line with the path and the reasons, if the model does not fit.
         """
         found = WeightFiles.open(Path(path))
         shape, problems = read_shape(found)
         model = cls.empty(shape)
+        for parameter in model.parameters():
+            if matrices and parameter.dim() >= 2:
+                parameter.data = torch.empty_like(parameter, dtype=matrices)
         load_into(model.state_dict(), found, shape, problems)
         return model
 

@@ -117,8 +117,9 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
     """--low-precision-weights: a copy with the linear layers of the blocks in --amp-dtype.
 
-    It shares all other parameters. The results are those of autocast, which would cast these
-    weights again in every forward. Without the flag, return the model itself.
+    It shares all other parameters, and frozen ones that are stored like that. The results are those
+    of autocast, which would cast these weights again in every forward. Without the flag, return the
+    model itself.
     """
     if not speed.low_precision_weights:
         return model
@@ -128,6 +129,7 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
         id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False)
         for linear in linears
         for p in linear.parameters()
+        if p.dtype != dtype
     }
     return sharing_weights(model, cast)
 
@@ -142,9 +144,9 @@ def sharing_weights(
 
 @torch.no_grad()
 def refresh(low: Transformer, model: Transformer) -> None:
-    """Copy the current weights into a low-precision copy, in place."""
+    """Copy the current weights into a low-precision copy, in place. Frozen ones never change."""
     pairs = zip(low.parameters(), model.parameters(), strict=True)
-    stale = [(a, b) for a, b in pairs if a is not b]
+    stale = [(a, b) for a, b in pairs if a is not b and b.requires_grad]
     if stale:
         torch._foreach_copy_([a for a, _ in stale], [b for _, b in stale])
 

@@ -1,5 +1,6 @@
 """Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from ..config import Config
 from ..learner import Learner
+from ..model.lora import adapters, disable_adapters, merge_adapters
 from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
@@ -17,8 +19,9 @@ from ..tasks.files import Listener
 from ..tasks.registry import load_rewards, load_task
 from ..types import Task
 from . import accel
+from .base_model import add_lora, base_dtype
 from .flags import ConfigError
-from .rng import weights_seed
+from .rng import stream, weights_seed
 from .text import check_file_name
 from .trained import load_model
 
@@ -68,10 +71,13 @@ def make_model(
             if not sizes.init_from:
                 raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
             # of a run that stopped early, the newest checkpoint is newer than model.safetensors
-            _, model = load_model(Path(sizes.init_from), say)
+            _, model = load_model(Path(sizes.init_from), say, base_dtype(sizes))
+            if adapters(model):
+                model = merge_adapters(model)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
     match_vocab(model, f"--init-from {sizes.init_from}", config, tokenizer, say)
+    add_lora(model, sizes, int(stream(config.run.seed, "adapters").integers(2**32)), say)
     model = model.to(device)
     model.logprob_chunk = accel.logprob_chunk(config.memory, model)
     return model
@@ -109,15 +115,25 @@ def check_room(config: Config, shape: ModelShape) -> None:
         )
 
 
-def make_reference(config: Config, initial: Transformer, learner: Learner) -> Reference:
-    """The reference of --kl-coef. It freezes `initial`, which must not be trained elsewhere."""
+def make_reference(config: Config, learner: Learner) -> Reference:
+    """The reference of --kl-coef: the learner's model as it is now, which is not trained yet.
+
+    It is a frozen copy. Of a model with adapters it shares all weights, and the adapters are off.
+    """
     if not config.loss.kl_coef:
         return NoReference()
+    shared = config.model.lora_rank > 0
+    if shared:
+        model = accel.sharing_weights(learner.model)
+        disable_adapters(model)
+    else:
+        copied = copy.deepcopy(learner.model).requires_grad_(False)
+        model = accel.low_precision_copy(config.speed, copied)
     return FrozenReference(
-        accel.low_precision_copy(config.speed, initial),
+        model,
         packing=PACKINGS[config.speed.packing],
         temperature=config.sampling.temperature,
         backoff=learner.backoff,
         autocast=learner.autocast,
-        offload=config.memory.offload_reference,
+        offload=config.memory.offload_reference and not shared,
     )

@@ -48,6 +48,10 @@ def check(c: "Config") -> None:
             "--low-precision-weights needs --use-amp, whose precision they take",
         ),
         (
+            c.model.base_dtype != "float32" and not c.model.lora_rank,
+            f"--base-dtype {c.model.base_dtype} needs --lora-rank, which freezes the weights",
+        ),
+        (
             c.run.profile and last_step < LAST_PROFILED,
             f"--profile traces steps {FIRST_PROFILED} to {LAST_PROFILED}, but the run ends earlier",
         ),

@@ -19,6 +19,7 @@ OF_A_RUN = [
     "samples.jsonl",
     "summary.json",
     "model.safetensors",
+    "adapter_model.safetensors",
 ]
 OF_A_RUN += ["tensorboard", "bad_batches", "profile"]
 

@@ -87,11 +87,12 @@ class NonFiniteGuard:
 
 
 def weight_norm(model: nn.Module) -> Tensor:
-    """The norm of all parameters, as a scalar on their device; not finite if one of them is not.
+    """The norm of what is trained, as a scalar on its device; not finite if a weight is not.
 
     One fused pass over the weights, and no device sync.
     """
-    return torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    return torch.nn.utils.get_total_norm(trained)
 
 
 def check_weights(model: nn.Module, norm: float, step: int, learning_rate: float) -> None:
@@ -102,7 +103,7 @@ def check_weights(model: nn.Module, norm: float, step: int, learning_rate: float
     """
     if math.isfinite(norm):
         return
-    if all(p.isfinite().all() for p in model.parameters()):
+    if all(p.isfinite().all() for p in model.parameters() if p.requires_grad):
         return  # weights beyond 1e19, whose squares overflow
     raise Diverged(
         f"step {step + 1}: the update made weights that are not finite, with a learning rate of "

@@ -90,6 +90,7 @@ NOT_FROM_SCRATCH = (
         "the model of --init-from has its own; they are for scratch",
     ),
 )
+NO_ADAPTERS: Row = ((lambda s: not s.config.model.lora_rank, "no --lora-rank"),)
 NO_CLIP: Row = (
     (lambda s: not s.clips, "this loss does not clip the ratio"),
     (lambda s: s.single_update, "with --num-iterations 1 the ratio is 1"),
@@ -114,6 +115,8 @@ TABLE: dict[str, Row] = {
     "width": NOT_FROM_SCRATCH,
     "heads": NOT_FROM_SCRATCH,
     "context": NOT_FROM_SCRATCH,
+    "lora_alpha": NO_ADAPTERS,
+    "lora_targets": NO_ADAPTERS,
     "group_size": (
         (
             lambda s: s.supervised and s.config.sampling.group_size != 1,
@@ -196,7 +199,14 @@ TABLE: dict[str, Row] = {
             "all tokens of a micro-batch fit into one chunk",
         ),
     ),
-    "offload_reference": ((lambda s: not s.kl, "no --kl-coef"), (lambda s: s.on_cpu, "CPU")),
+    "offload_reference": (
+        (lambda s: not s.kl, "no --kl-coef"),
+        (lambda s: s.on_cpu, "CPU"),
+        (
+            lambda s: s.config.model.lora_rank,
+            "with --lora-rank the reference is the model itself, without its adapters",
+        ),
+    ),
     "share_prompt_kv": ((lambda s: not s.config.speed.kv_cache, "--no-kv-cache"),),
     "stop_after": (
         (lambda s: not 0 < s.config.run.stop_after < s.config.run.max_steps, "the run ends before"),

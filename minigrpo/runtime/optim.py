@@ -12,8 +12,8 @@ FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
 def make_optimizer(
     model: nn.Module, *, learning_rate: float, weight_decay: float, fused: bool
 ) -> torch.optim.AdamW:
-    """AdamW over all parameters. Biases and norms have no weight decay."""
-    parameters = list(model.parameters())
+    """AdamW over the parameters that are not frozen. Biases and norms have no weight decay."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -2,12 +2,13 @@
 
 config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  tensorboard/
 model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
+With --lora-rank, adapter_model.safetensors and adapter_config.json instead of model.safetensors.
 """
 
 import contextlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -16,9 +17,11 @@ import torch
 
 from ..config import Config
 from ..learner import Learner
+from ..model.lora import PEFT_WEIGHTS, adapters, peft_files
 from ..model.transformer import Transformer
 from ..model.weight_files import WEIGHTS
 from ..types import RolloutBatch
+from .base_model import base_digest, check_base
 from .checkpoint import (
     CheckpointError,
     State,
@@ -50,6 +53,7 @@ class RunDir:
         self.path, self.shown = Path(), Path()  # absolute, and as --out-dir names it
         self.start = working_folder()
         self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
+        self.base = ""  # identifies the weights at --init-from, where they are needed again
         self.saved_step = -1  # of the newest checkpoint
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self._lock: IO[str] | None = None
@@ -65,6 +69,7 @@ class RunDir:
         """
         self.shown = self.dist.on_main(self._make_and_lock)
         self.path = self.start / self.shown
+        self.base = base_digest(self.config, learner.model)
         try:
             return self._resume(learner)
         except ValueError:
@@ -133,14 +138,18 @@ class RunDir:
             self.screen.warn(f"{why}, and step {step} is NOT SAVED ({reason_of(error)})")
 
     def save_weights(self, model: Transformer) -> None:
-        """Write `model.safetensors`. Raises RunFailed in one line if that is not possible."""
-        file = self.path / WEIGHTS
+        """Write `model.safetensors`, or adapters as PEFT does. Raises RunFailed in one line."""
+        files: dict[str, Callable[[Path], object]] = {WEIGHTS: model.save_pretrained}
+        if adapters(model):
+            files = peft_files(model, base=self.config.model.init_from)
 
         def write() -> None:
-            try:
-                write_whole(file, model.save_pretrained)
-            except Exception as error:  # safetensors has errors of its own
-                raise RunFailed(f"{file}: cannot be written ({reason_of(error)})") from error
+            for name, write_file in files.items():
+                file = self.path / name
+                try:
+                    write_whole(file, write_file)
+                except Exception as error:  # safetensors has errors of its own
+                    raise RunFailed(f"{file}: cannot be written ({reason_of(error)})") from error
 
         self.dist.on_main(write)
 
@@ -150,7 +159,7 @@ class RunDir:
         state = {**learner.state_dict(), "step": step, "config": self.config.flat()}
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
-        state["files"] = self.files
+        state |= {"files": self.files, "base": self.base}
         keep_last, warn = self.config.run.keep_last, self.screen.warn
         save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
@@ -176,6 +185,7 @@ class RunDir:
         """The main process reads the checkpoint, if any, and sends it to the others."""
         found: State = {}
         resume = self.config.run.resume
+        weights = [name for name in (WEIGHTS, PEFT_WEIGHTS) if (self.path / name).exists()]
 
         def find() -> bool:
             found.update(find_checkpoint(self.checkpoints, resume, self.screen.warn) or {})
@@ -183,12 +193,13 @@ class RunDir:
                 if "config" not in found or "step" not in found:
                     raise CheckpointError(f"{self.shown}: a checkpoint has no step or no config")
                 check_same_run(self.config, found["config"], self.path)
+                check_base(self.config, self.base, found.get("base", ""))
                 there = checkpoints(self.checkpoints)
                 self.later = [path for path in there if (step_of(path) or 0) > found["step"]]
-            elif resume and (self.path / WEIGHTS).exists():
+            elif resume and weights:
                 raise CheckpointError(
-                    f"--resume {resume}: {self.shown} holds a model, {WEIGHTS}, but no checkpoint; "
-                    "take another folder, which --init-from can start from this one"
+                    f"--resume {resume}: {self.shown} holds a model, {weights[0]}, but no "
+                    "checkpoint; take another folder"
                 )
             return bool(found)
 

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
 from ..model.weight_files import INDEX, WEIGHTS
+from .base_model import BaseError, adapted_model
 from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from .flags import ConfigError
 from .text import printable
@@ -17,20 +20,25 @@ def is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
 
 
-def load_model(path: Path, warn: Callable[[str], object]) -> tuple[str, Transformer]:
+def load_model(
+    path: Path, warn: Callable[[str], object], matrices: torch.dtype | None = None
+) -> tuple[str, Transformer]:
     """The model of a run, of a file, or `shipped`, with the name of its weights.
 
+    Of a file, `matrices` is the type of weights with two dimensions; None: float32.
     Raises ValueError in one line.
     """
     if is_run(path):
         return _newest(path, warn)
     if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
         raise ConfigError(f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS})")
-    return str(path), load_pretrained(str(path))
+    return str(path), load_pretrained(str(path), matrices)
 
 
-def _model_of(state: State) -> Transformer:
+def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
     """The model in a checkpoint. Raises an error of some kind for a state of another version."""
+    if state["config"].get("lora_rank"):
+        return adapted_model(state, lambda base, dtype: load_model(base, warn, dtype)[1])
     model = Transformer(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
     return model
@@ -48,7 +56,9 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transform
             warn(f"{error}; trying an older one")
             continue
         try:
-            return str(path), _model_of(state)
+            return str(path), _model_of(state, warn)
+        except BaseError as error:  # an older checkpoint has the same base
+            raise ConfigError(f"{path}: {error}") from None
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             reason = printable(str(error))[:200]
             warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")

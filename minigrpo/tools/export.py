@@ -1,6 +1,9 @@
 """Write a model as a folder that transformers loads with `GPT2LMHeadModel.from_pretrained`.
 
 minigrpo export RUN_OR_MODEL --out FOLDER
+
+The adapters of a run with --lora-rank are merged into the weights. With --adapters they are written
+alone, as a folder that PEFT loads with `PeftModel.from_pretrained(base, FOLDER)`.
 """
 
 import contextlib
@@ -14,13 +17,15 @@ from typing import Annotated
 import tyro
 from safetensors import SafetensorError
 
+from ..model.lora import PEFT_WEIGHTS, adapters, merge_adapters, peft_files
 from ..model.transformer import Transformer
 from ..model.weight_files import CONFIG, WEIGHTS
 from ..model.weights import export_model
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
-from ..runtime.outputs import check_output_folder, one_line
+from ..runtime.outputs import check_output_folder, one_line, write_output
 from ..runtime.trained import is_run, load_model
+from .loading import ModelSelection, config_of
 from .messages import one_line_errors
 
 
@@ -30,6 +35,8 @@ class Arguments:
     """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
     out: str
     """The folder to write."""
+    adapters: bool = False
+    """Write the adapters of a run alone, as PEFT stores them."""
 
     def check(self) -> None:
         """Raises ConfigError, in one line, for a folder that cannot or must not be written."""
@@ -42,6 +49,11 @@ class Arguments:
         for name in (WEIGHTS, CONFIG):
             if (folder / name).is_dir():
                 raise ConfigError(f"--out {folder}: {name} in it is a folder, not a file")
+        other = WEIGHTS if self.adapters else PEFT_WEIGHTS
+        if (folder / other).exists():  # transformers would load both as one model
+            raise ConfigError(f"--out {folder}: holds {other}; take another folder")
+        if self.adapters and not is_run(self.run):
+            raise ConfigError(f"--adapters: {self.run} is no run, so it has no adapters")
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -50,8 +62,23 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         arguments.check()
         screen = Screen()
         name, model = load_model(arguments.run, screen.warn)
-        write(model, Path(arguments.out))
+        if arguments.adapters:
+            write_adapters(arguments.run, model, Path(arguments.out))
+        else:
+            write(merge_adapters(model), Path(arguments.out))
         screen.say(f"{name} -> {arguments.out}")
+
+
+def write_adapters(run: Path, model: Transformer, folder: Path) -> None:
+    """Write the adapters of a run's model. Raises ConfigError in one line."""
+    if not adapters(model):
+        raise ConfigError(f"--adapters: {run} was trained without --lora-rank")
+    base = config_of(ModelSelection(run)).model.init_from
+    try:
+        for name, write_file in peft_files(model, base=base).items():
+            write_output("--out", folder / name, write_file)
+    except SafetensorError as error:  # what it raises for a full disk
+        raise ConfigError(f"--out {folder}: cannot be written ({error})") from None
 
 
 def write(model: Transformer, folder: Path) -> None:
