@@ -15,7 +15,7 @@ import tyro
 
 from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
 from .runtime import combinations
-from .runtime.constraints import Above, AtLeast, AtMost, Group
+from .runtime.constraints import Above, AtLeast, AtMost, Group, SeveralLines
 from .runtime.fast import fast_layers
 from .runtime.flags import ConfigError
 from .runtime.settings import Grouped
@@ -44,6 +44,8 @@ class TaskConfig(Group):
     """chess-env, best-move, chess-env+best-move, or a Python file with a task (FILE.py)."""
     data: str = ""
     """Comma-separated files with prompts, instead of self-play: .pgn, .pgn.gz, .txt, .jsonl."""
+    system: Annotated[str, SeveralLines()] = ""
+    """A system message for all prompts without their own; the chat template then writes them."""
     history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
     rewards: str = ""
@@ -76,8 +78,10 @@ class ModelConfig(Group):
 
     init_from: str = "shipped"
     """shipped (a warm-started model), scratch, a run's folder, or a GPT-2's safetensors."""
-    tokenizer: str = "chess"
-    """chess (shipped), gpt2 (from tiktoken), or a path: .tiktoken, or GPT-2's two files."""
+    tokenizer: str = "auto"
+    """auto (that of the model's folder or run, else chess), chess, gpt2, or a folder or file."""
+    chat_template: str = ""
+    """A jinja2 file that writes prompts from messages, instead of the model's own template."""
     layers: Size = 4
     """Transformer blocks, with --init-from scratch."""
     width: Size = 128

@@ -26,6 +26,7 @@ from .runtime.process_state import KeptState
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.startup import check_machine
+from .runtime.tokenizers import with_own_tokenizer
 from .sampling.sampler import Sampler
 
 Evaluation = dict[str, float]
@@ -38,14 +39,14 @@ class Trainer:
         self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
     ) -> None:
         """Raises ValueError (ConfigError, CheckpointError), one line that names flag or file."""
-        self.config = config
+        self.config = config = with_own_tokenizer(config)
         self.dist = dist or DistContext()
         self.screen = Screen(quiet=quiet, rank=self.dist.rank)
         self.run_dir = RunDir(config, self.dist, self.screen)  # before users' code may call chdir
         self.device = check_machine(config, self.dist)
         accel.use_tf32(config.speed)
 
-        self.tokenizer = make_tokenizer(config)
+        self.tokenizer = make_tokenizer(config, self.screen.say)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
         self.scorer = make_scorer(config, self.task, self.screen.warn)
         self.model = make_model(config, self.tokenizer, self.device, self.screen.say)

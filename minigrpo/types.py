@@ -15,12 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its true answer."""
+    """A prompt and its true answer. In a chat, `prompt` is the question that `messages` ask."""
 
     prompt: str
     answer: str
     index: int = 0  # place in the task's endless sequence; the key of its random numbers
     kind: str = ""  # kind of question, by which evaluation reports
+    messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
 
 
 class Task(Protocol):

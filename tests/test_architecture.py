@@ -23,10 +23,11 @@ WIRING |= {"planner", "rates", "step_counts", "step_memory", "flops"}
 MAY_SEE: dict[str, set[str]] = {
     "types": set(),
     "losses": {"runtime.loss_arguments"},
-    "model": {"types", "runtime.flags", "runtime.text"},
+    "model": {"types", "runtime.flags", "runtime.text", "runtime.chat_messages"},
     "sampling": {"types", "config", "model", "runtime"},
     "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
-    | {"runtime.text", "runtime.reward_functions", "runtime.process_state"},
+    | {"runtime.text", "runtime.reward_functions", "runtime.process_state"}
+    | {"runtime.chat_messages"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
     | {"runtime.reward_functions"},
     "config": {"losses", "runtime"},

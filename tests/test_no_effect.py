@@ -38,6 +38,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"reward_timeout": 3.0}, {"rewards": "r.py"}),
         ({"reward_timeout": 3.0}, {"own": True}),
     ],
+    "chat_template": [({"chat_template": "t.jinja"}, {"system": "Be kind."})],
     "layers": [({"layers": 2}, {"init_from": "scratch"})],
     "width": [({"width": 64}, {"init_from": "scratch"})],
     "heads": [({"heads": 2}, {"init_from": "scratch"})],
@@ -144,6 +145,7 @@ def situation(settings: Settings) -> Situation:
 ALWAYS = {
     "task": "decides the prompts, or which questions of --data are asked",
     "data": "decides the prompts",
+    "system": "begins every prompt; without a chat template it is an error",
     "rewards": "their parts are at least reported",
     "reward_weights": "decide the reward, at least in evaluations",
     "init_from": "decides the model",

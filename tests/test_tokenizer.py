@@ -124,16 +124,16 @@ def test_the_pattern_cuts_as_tiktokens_own_gpt2_does(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.tiktoken", None, "must be chess, gpt2 or a path; there is no "),
+        ("x.tiktoken", None, "must be auto, chess, gpt2 or a path; there is no "),
         ("x.tiktoken", "IQ== 0\nhello\n", "line 2 is not a token in base 64 and its rank"),
         ("x.tiktoken", "IQ== 0\n", "has no token for 255 of the 256 bytes, the first is 0"),
         ("x.tiktoken", "", "has no token for 256 of the 256 bytes"),
         (
             "vocab.bpe",
             "#version: 0.2\n",
-            "must be chess, gpt2 or a path; there is no .*encoder.json",
+            "must be auto, chess, gpt2 or a path; there is no .*encoder.json",
         ),
-        ("folder", None, "must be chess, gpt2 or a path"),
+        ("folder", None, "must be auto, chess, gpt2 or a path"),
     ],
 )
 def test_a_path_without_ranks_is_one_line(

@@ -132,7 +132,7 @@ def test_samples_of_held_out_examples(run: Path, capsys: pytest.CaptureFixture[s
         ),
         (["--examples", "0"], "--examples at least 1"),
         (["--max-new-tokens", "160"], "--max-new-tokens must leave room"),
-        (["--tokenizer", "nowhere"], "--tokenizer nowhere: must be chess, gpt2 or a path"),
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere: must be auto, chess, gpt2 or a path"),
         (["--data", SUMS, "--fen", START, "--move", "e2e4"], "chess-env"),
     ],
     ids=lambda value: "",

@@ -23,10 +23,10 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ..runtime.chat_messages import Message, check_messages, with_system
+
 Result = TypeVar("Result")
-Message = Mapping[str, str]  # role and content
 Option = bool | float | None  # of a template, such as enable_thinking of Qwen3
-ROLES = ("system", "developer", "user", "assistant", "tool")
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 # This is the date that Llama 3.2's template falls back to.
 TODAY = datetime(2024, 7, 26)
@@ -51,6 +51,7 @@ class ChatTemplate:
     source: str
     name: str = "the chat template"  # for errors
     tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... -> special
+    system: str = ""  # a system message for messages without one
 
     def __post_init__(self) -> None:
         self._run(lambda: _compiled(self.source))
@@ -69,10 +70,10 @@ class ChatTemplate:
             ValueError: in one line, for messages that are not of this form, or if the template
                 refuses them.
         """
-        _check(messages)
+        check_messages(messages)
         return self._run(
             lambda: _compiled(self.source).render(
-                messages=[dict(message) for message in messages],
+                messages=[dict(message) for message in with_system(messages, self.system)],
                 add_generation_prompt=add_generation_prompt,
                 **{"tools": None, "documents": None, **self.tokens, **options},
             )
@@ -91,6 +92,7 @@ class ChatTemplate:
         Raises ValueError also if the template works differently on marked messages.
         """
         text = self.render(messages, add_generation_prompt=add_generation_prompt, **options)
+        messages = with_system(messages, self.system)
         data = "".join(message["content"] for message in messages)
         mark = next(mark for mark in MARKS if mark not in data and mark not in self.source)
         shield = _Shield.of(tuple(tokenizer.special))
@@ -130,20 +132,6 @@ class ChatTemplate:
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             words = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{self.name}{line}: {words}") from None
-
-
-def _check(messages: Sequence[Message]) -> None:
-    """Raise ValueError unless these are messages."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError("messages must be a list of objects with role and content, and not empty")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ValueError(f"message {number} must be an object with role and content only")
-        role, content = message["role"], message["content"]
-        if role not in ROLES:
-            raise ValueError(f"message {number}: role must be {', '.join(ROLES)}, got {role!r:.60}")
-        if not isinstance(content, str):
-            raise ValueError(f"message {number}: content must be text, got {content!r:.60}")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..runtime.chat_messages import Message
 from ..runtime.flags import ConfigError
 from ..types import Completions, Example
 from .tokenizer import Tokenizer
@@ -26,6 +27,31 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(lengths)
 
 
+def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
+    """The messages of which the chat template writes a prompt; none if the prompt is plain text.
+
+    A plain prompt is a user's message if there is a --system message, and stays plain otherwise,
+    whether or not the tokenizer has a template: base models have one too.
+    """
+    if example.messages or not (tokenizer.chat and tokenizer.chat.system):
+        return example.messages
+    return ({"role": "user", "content": example.prompt},)
+
+
+def prompt_text(tokenizer: Tokenizer, example: Example) -> str:
+    """A prompt as the model gets it. Raises ValueError, which does not name the example."""
+    if messages := messages_of(tokenizer, example):
+        return tokenizer.template("messages").render(messages)
+    return example.prompt
+
+
+def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
+    """The tokens of a prompt. Raises ValueError, which does not name the example."""
+    if messages := messages_of(tokenizer, example):
+        return tokenizer.template("messages").encode(messages, tokenizer)
+    return tokenizer.encode_prompt(example.prompt)
+
+
 def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
@@ -35,10 +61,16 @@ def encode_prompts(
         room: how many tokens a prompt may have.
 
     Raises:
-        ConfigError: a prompt is empty, or longer than its room. (Most such prompts are found by
-            `runtime.examples.check_examples` before a run starts.)
+        ConfigError: a prompt is empty, or longer than its room, or the chat template refuses it.
+            (Most such prompts are found by `runtime.examples.check_examples` before a run starts.)
     """
-    ids, lengths = pad([tokenizer.encode_prompt(example.prompt) for example in examples])
+    rows = list[list[int]]()
+    for example in examples:
+        try:
+            rows.append(encode_prompt(tokenizer, example))
+        except ValueError as error:
+            raise ConfigError(f"{name_of(example)}: {error}") from None
+    ids, lengths = pad(rows)
     worst, shortest = int(lengths.argmax()), int(lengths.argmin())
     if int(lengths[worst]) > room:
         raise ConfigError(
@@ -84,14 +116,19 @@ def name_of(example: Example) -> str:
 
 
 def encode_answers(tokenizer: Tokenizer, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Return the true answers, with end-of-text tokens, as right-padded ids, `[P, L]` int64, and
-    their lengths, `[P]` int64.
+    """Return the true answers as right-padded ids, `[P, L]` int64, and their lengths, `[P]` int64.
+
+    An answer to messages ends as a turn of the chat template does, any other with end of text.
     """
-    return pad([[*tokenizer.encode(example.answer), tokenizer.eot] for example in examples])
+    rows = list[list[int]]()
+    for example in examples:
+        end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
+        rows.append([*tokenizer.encode(example.answer), end])
+    return pad(rows)
 
 
 def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
-    """Return the texts of completions, `[P][G]`, without the end-of-text token."""
+    """Return the texts of completions, `[P][G]`, without the tokens that end them."""
     ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
     return [
         [tokenizer.decode(row[:n].tolist()) for row, n in zip(group, ns, strict=True)]

@@ -4,6 +4,7 @@ All are byte-level BPE, which tiktoken runs. What differs is a Vocabulary, and w
 text. chess_tokens.py, vocabulary.py and tokenizer_json.py read vocabularies.
 """
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ class Tokenizer:
     """Turns texts into tokens and back. tiktoken does the merging.
 
     Attributes:
+        name: what --tokenizer calls it.
         n_vocab: one more than the largest number of a token; some numbers may have no token.
         special: control tokens and their numbers. `encode` never gives them.
         eot: ends a true answer in training.
@@ -105,7 +107,11 @@ class Tokenizer:
         return [*self.prefix, *self.encode(text)]
 
     def decode(self, ids: Iterable[int], *, show_stops: bool = False) -> str:
-        """Return the text of tokens. Bytes that are not UTF-8 become U+FFFD.
+        """Return the text of tokens, see `decode_bytes`. Bytes not in UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids, show_stops=show_stops).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int], *, show_stops: bool = False) -> bytes:
+        """Return the text of tokens as bytes, which may end within a character.
 
         Special tokens that are stops end a text and are not part of it: they are left out, unless
         `show_stops`. Other special tokens are shown by their name, so that a completion with one in
@@ -114,7 +120,25 @@ class Tokenizer:
         Raises KeyError for a number outside of 0 to n_vocab - 1.
         """
         table = self.tokens if show_stops else self._texts
-        return b"".join([table[number] for number in ids]).decode("utf-8", errors="replace")
+        return b"".join([table[number] for number in ids])
+
+    def with_system(self, text: str) -> "Tokenizer":
+        """A copy that puts a system message before messages, as --system does.
+
+        Raises ValueError if there is no chat template.
+        """
+        changed = copy.copy(self)
+        changed.chat = replace(self.template(f"--system {text!r:.40}"), system=text)
+        return changed
+
+    def template(self, what: str) -> ChatTemplate:
+        """The chat template. Raises ValueError, which begins with `what`, if there is none."""
+        if self.chat is None:
+            raise ValueError(
+                f"{what}: --tokenizer {self.name} has no chat template; --chat-template FILE "
+                "gives one"
+            )
+        return self.chat
 
     def _encode_part(self, text: str) -> list[int]:
         """The tokens of a text without added tokens."""
@@ -176,7 +200,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
         return _from_path(Path(name), own)
     except FileNotFoundError as error:
         raise ValueError(
-            f"--tokenizer {name}: must be chess, gpt2 or a path; there is no {error.filename}"
+            f"--tokenizer {name}: must be auto, chess, gpt2 or a path; there is no {error.filename}"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"--tokenizer {name}: {error}") from None
@@ -207,8 +231,8 @@ def _from_path(path: Path, own: ChatTemplate | None) -> Tokenizer:
     if merges.name in GPT2_FILES:
         vocabulary = merges.with_name(GPT2_FILES[merges.name])
         texts = (file.read_text(encoding="utf-8-sig") for file in (merges, vocabulary))
-        return _of_ranks(path.parent.name, parse_gpt2(*texts), own)
-    return _of_ranks(path.stem, parse_ranks(path.read_bytes().splitlines()), own)
+        return _of_ranks(str(path.parent), parse_gpt2(*texts), own)
+    return _of_ranks(str(path), parse_ranks(path.read_bytes().splitlines()), own)
 
 
 def _of_ranks(
@@ -225,7 +249,7 @@ def _from_folder(folder: Path, own: ChatTemplate | None) -> Tokenizer:
     )
     ends = list(end_numbers(folder))
     return Tokenizer(
-        folder.name,
+        str(folder),
         vocabulary,
         eot=_eot(folder, {**vocabulary.added, **vocabulary.special}, ends, vocabulary.size),
         stops=ends,

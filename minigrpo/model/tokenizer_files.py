@@ -22,6 +22,12 @@ FILES = (
 )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    pairs = [(TOKENIZER,), *GPT2_FILES.items()]
+    return any(all((folder / name).is_file() for name in pair) for pair in pairs)
+
+
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     """Copy a tokenizer into the folder `target`, which must exist; return the names of the files.
 

@@ -116,6 +116,7 @@ def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
     for g, text in enumerate(texts):
         record = {
             "prompt": example.prompt,
+            **({"messages": list(example.messages)} if example.messages else {}),
             "completion": text,
             "truth": example.answer,
             "parts": {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()},

@@ -23,6 +23,7 @@ from .base_model import add_lora, base_dtype
 from .flags import ConfigError
 from .rng import stream, weights_seed
 from .text import check_file_name
+from .tokenizers import CHESS, with_own_tokenizer
 from .trained import load_model
 
 Say = Callable[[str], object]
@@ -31,9 +32,20 @@ Say = Callable[[str], object]
 MOST_PADDING = 8
 
 
-def make_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of --tokenizer. Raises ValueError in one line that names flag or file."""
-    return load_tokenizer(config.model.tokenizer)
+def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
+    """The tokenizer of --tokenizer, with --chat-template and --system.
+
+    `say` gets a line that names a tokenizer other than the default one, and what its template does.
+    Raises ValueError in one line that names flag or file.
+    """
+    config = with_own_tokenizer(config)
+    name, template = config.model.tokenizer, config.model.chat_template
+    tokenizer = load_tokenizer(name, template or None)
+    if name != CHESS or template:
+        chat = "; its chat template writes prompts of messages and with --system, others stay plain"
+        own = f" with --chat-template {template}" if template else ""
+        say(f"tokenizer: {name}{own}, {tokenizer.n_vocab:,} tokens{chat if tokenizer.chat else ''}")
+    return tokenizer.with_system(config.task.system) if config.task.system else tokenizer
 
 
 def make_task(config: Config, listener: Listener | None = None) -> Task:
@@ -94,7 +106,7 @@ def match_vocab(
 
     Raises ConfigError if the tokenizer or --max-new-tokens does not fit the model.
     """
-    size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, config.model.tokenizer
+    size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, tokenizer.name
     if known < size <= known + known // MOST_PADDING:
         say(f"{name}: {size - known} tokens more than --tokenizer {flag} has are padding, dropped")
         model.trim_vocab(known)

@@ -55,6 +55,11 @@ class AtMost:
         return f"at most {self.high}"
 
 
+@dataclass(frozen=True)
+class SeveralLines:
+    """A text that may have line breaks and tabs."""
+
+
 CONSTRAINTS = (AtLeast, Above, AtMost)
 
 
@@ -72,7 +77,7 @@ class Group:
             name = next((x.name for x in extras if getattr(x, "name", None)), field.name)
             value = _plain(getattr(self, field.name), hint)
             object.__setattr__(self, field.name, value)
-            _check_type(name, value, hint)
+            _check_type(name, value, hint, several_lines=SeveralLines() in extras)
             if isinstance(value, int | float):
                 _check_range(name, value, [x for x in extras if isinstance(x, CONSTRAINTS)], hint)
 
@@ -94,15 +99,17 @@ def _plain(value: Any, hint: Any) -> Any:
     return value
 
 
-def _check_type(name: str, value: Any, hint: Any) -> None:
+def _check_type(name: str, value: Any, hint: Any, *, several_lines: bool) -> None:
     """Raise ConfigError unless a value has the annotated type: plain, a Literal, or None."""
     allowed: list[str] = []
     for option in typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,):
         choices = typing.get_args(option)
         exact = type(value) is option or (option is float and type(value) is int)
         if value in choices if choices else exact:
-            if isinstance(value, str) and not value.isprintable():
-                # a line break, a NUL byte, or bytes that are not UTF-8
+            text = value if isinstance(value, str) else ""
+            if several_lines:
+                text = text.replace("\n", "").replace("\t", "")
+            if not text.isprintable():  # a line break, a NUL byte, or bytes that are not UTF-8
                 raise ConfigError(f"{flag(name)} must be printable text, got {shown(value)}")
             return
         allowed += choices or ([option.__name__] if option is not type(None) else [])

@@ -5,10 +5,11 @@ of a file are all known, and are checked from the longest down. Of an endless su
 are checked, and more if they nearly fill the room.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ..config import Config
+from ..model.encoding import encode_prompt, messages_of, prompt_text
 from ..model.tokenizer import Tokenizer
 from ..types import Example, Task
 from .flags import ConfigError
@@ -33,19 +34,37 @@ class Lengths:
         self.longest = config.sampling.max_new_tokens
         self.supervised = config.supervised
         self.room = context - self.longest  # for a prompt
-        never = {*tokenizer.special.values()}
+        # a text never gives special tokens, but a chat template does
+        never = set() if tokenizer.chat else {*tokenizer.special.values()}
         tokens = tokenizer.tokens.items()
         self.most_bytes = max(len(token) for number, token in tokens if number not in never)
         self.num_answers = self.num_encoded = 0  # looked at; tokenized
+        self.num_suspects, self.roles_seen = 0, set[tuple[str, ...]]()
         self.long_answers: dict[str, int] = {}  # where -> tokens
 
-    def surely_fits(self, example: Example) -> bool:
-        """Whether the number of bytes, which is at least that of tokens, fits already."""
-        prompt, answer = len(example.prompt.encode()), len(example.answer.encode())
+    def is_suspect(self, example: Example) -> bool:
+        """Whether an example of a file must be checked, and fewer than MAX_ENCODED were already.
+
+        A plain prompt is no suspect if its bytes, which are at least as many as its tokens, fit. Of
+        messages this cannot be told, and a template may refuse them, mostly for their roles: beyond
+        MAX_ENCODED, one example of each sequence of roles is checked.
+        """
+        if messages := messages_of(self.tokenizer, example):
+            roles = tuple(message["role"] for message in messages)
+            suspect = self.num_suspects < MAX_ENCODED or roles not in self.roles_seen
+            self.roles_seen.add(roles)
+        else:
+            suspect = self.num_suspects < MAX_ENCODED and not self._surely_fits(example)
+        self.num_suspects += suspect
+        return suspect
+
+    def _surely_fits(self, example: Example) -> bool:
+        prefix = len(self.tokenizer.prefix)
+        prompt, answer = len(example.prompt.encode()) + prefix, len(example.answer.encode())
         fits = prompt <= self.room
         return fits and (not self.supervised or prompt + answer < self.context)
 
-    def count(self, text: str) -> tuple[int, str]:
+    def count(self, text: str, encode: Callable[[], Sequence[int]]) -> tuple[int, str]:
         """The number of tokens of a text, and how to say it.
 
         A text that is far too long is not tokenized, which could take minutes: the number is then
@@ -54,23 +73,34 @@ class Lengths:
         least = -(-len(text.encode()) // self.most_bytes)
         if least > self.context:
             return least, f"at least {least}"
-        size = len(self.tokenizer.encode(text))
+        size = len(encode())
         return size, str(size)
+
+    def _count_prompt(self, where: str, example: Example) -> tuple[int, str]:
+        try:
+            text = prompt_text(self.tokenizer, example)
+            return self.count(text, lambda: encode_prompt(self.tokenizer, example))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    def _count_answer(self, example: Example) -> tuple[int, str]:
+        return self.count(example.answer, lambda: self.tokenizer.encode(example.answer))
 
     def check(self, where: str, example: Example) -> int:
         """Return the number of tokens of the prompt.
 
         Raises:
-            ConfigError: the prompt, or with --loss nll the answer, is too long.
+            ConfigError: the prompt, or with --loss nll the answer, is too long, or the chat
+                template refuses the messages.
         """
-        prompt, said = self.count(example.prompt)
+        prompt, said = self._count_prompt(where, example)
         if prompt > self.room:
             raise ConfigError(
                 f"{where}: the prompt has {said} tokens; at most {self.room} leave room for "
                 f"--max-new-tokens {self.longest} in the model's context of {self.context}"
             )
         if self.supervised:
-            answer, said = self.count(example.answer)
+            answer, said = self._count_answer(example)
             left = self.context - prompt - 1  # the last one is end of text
             if answer > left:
                 raise ConfigError(
@@ -85,7 +115,7 @@ class Lengths:
             if self.num_encoded >= MAX_ENCODED:
                 return
             self.num_encoded += 1
-            tokens = self.count(example.answer)[0]
+            tokens = self._count_answer(example)[0]
             if tokens > self.longest:
                 self.long_answers[where] = tokens
         self.num_answers += 1
@@ -116,10 +146,8 @@ def check_examples(
     lengths = Lengths(config, tokenizer, context)
     for source in getattr(task, "sources", [task]):
         if longest := getattr(source, "longest", None):
-            num_suspects = 0
             for where, example in longest():
-                if num_suspects < MAX_ENCODED and not lengths.surely_fits(example):
-                    num_suspects += 1
+                if lengths.is_suspect(example):
                     lengths.check(where, example)
                 lengths.note_answer(where, example)
         elif isinstance(task, UsersTask):

@@ -18,6 +18,7 @@ from ..types import Task
 from .fast import BFLOAT16_AND_TF32, LAYERS, cuda_capability, device_kind
 from .flags import flag
 
+FIRST_EXAMPLES = 16  # that show whether a user's task has messages
 MOVES_IN_PROMPTS = (".pgn", ".pgn.gz")  # data from which chess prompts are made, with their history
 
 
@@ -77,6 +78,14 @@ class Situation:
         return self.config.speed.parallel_rewards or not self.trusted_rewards
 
     @cached_property
+    def has_chats(self) -> bool:
+        """Whether a chat template writes some prompts, as far as the first examples tell."""
+        of_file: bool | None = getattr(self.task, "has_messages", None)
+        if self.config.task.system or of_file is not None:
+            return bool(self.config.task.system or of_file)
+        return any(self.task.train(number).messages for number in range(FIRST_EXAMPLES))
+
+    @cached_property
     def has_tf32(self) -> bool:
         return not self.on_cpu and cuda_capability(str(self.device)) >= BFLOAT16_AND_TF32
 
@@ -110,6 +119,9 @@ TABLE: dict[str, Row] = {
             lambda s: s.trusted_rewards,
             "the task's own scores are not timed, and there are no --rewards",
         ),
+    ),
+    "chat_template": (
+        (lambda s: not s.has_chats, "the prompts are plain text: no messages, and no --system"),
     ),
     "layers": NOT_FROM_SCRATCH,
     "width": NOT_FROM_SCRATCH,

@@ -36,6 +36,7 @@ from .rng import uniforms
 from .startup import check_machine
 from .step_counts import StepCounts, as_sampled, made_up_completions
 from .step_memory import MIB
+from .tokenizers import with_own_tokenizer
 
 PROMPTS_SAMPLED = 4
 SECONDS_OF_SAMPLING = 3.0  # a sample that would take longer is left out of the plan
@@ -71,7 +72,7 @@ class Planner:
     def __init__(self, config: Config, dist: DistContext | None = None) -> None:
         """Raises ValueError in one line for whatever the run would not start with."""
         dist = dist or DistContext()
-        self.config = config
+        self.config = config = with_own_tokenizer(config)
         self.device = check_machine(config, dist)
         self.tokenizer = make_tokenizer(config)
         self.task = make_task(config)

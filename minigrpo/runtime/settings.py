@@ -73,6 +73,10 @@ class Grouped:
         names = modern(settings).keys()
         return self._with(settings, given=self.given | names, typed=self.typed | names)
 
+    def derived(self, **settings: Any) -> Self:
+        """A copy with settings that follow from others: nobody gave them. Raises ConfigError."""
+        return self._with(settings, self.given, self.typed)
+
     def _with(
         self, settings: Mapping[str, Any], given: frozenset[str], typed: frozenset[str]
     ) -> Self:

@@ -44,6 +44,7 @@ def generate(
     drafts: Tensor | None = None,
     num_speculative_tokens: int = 7,
     work: Counter[str] | None = None,
+    watch: Callable[[Tensor, Tensor], object] | None = None,
 ) -> Completions:
     """Complete each prompt `num_samples` times.
 
@@ -64,6 +65,8 @@ def generate(
         work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran; `rows`,
             the number of completions; `row_rounds`, the sum over completions of the rounds until
             each was found to be finished.
+        watch: called after each round with the tokens so far, `[R, S]`, and how many of them each
+            of the R = P * G completions has, `[R]`, both on the model's device.
 
     Returns:
         Completions on the model's device with G = num_samples and S the longest completion. A
@@ -86,6 +89,8 @@ def generate(
     logits = slots.prefill()[:, None]
     for turn in itertools.count(1):
         sequences.accept(logits)
+        if watch is not None:
+            watch(sequences.ids, sequences.lengths)
         due = turn % ROUNDS_BETWEEN_CHECKS == 0 or sequences.length_bound >= max_new_tokens
         if (sequences.may_have_diverged or due) and not sequences.update_slots(slots):
             break

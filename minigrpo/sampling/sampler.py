@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..config import Config
 from ..model.encoding import encode_answers, encode_prompts
@@ -64,12 +65,14 @@ class Sampler:
         u: np.ndarray | None = None,
         params: SamplingParams = GREEDY,
         batch_size: int = 0,
+        watch: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Iterator[Completions]:
         """Complete each example `num_samples` times; yield parts of the batch, on the host.
 
         Args:
             u: uniform numbers `[P, G, S]`; None picks the most likely token each time.
             batch_size: prompts decoded together, 0: all. It affects memory and time only.
+            watch: called after each round of decoding, see `generate`.
 
         Raises ConfigError for a prompt that leaves no room for --max-new-tokens.
         """
@@ -101,6 +104,7 @@ class Sampler:
                     drafts=None if drafts is None else drafts[part].to(device),
                     num_speculative_tokens=self.config.speed.num_speculative_tokens,
                     work=self.work,
+                    watch=watch,
                 )
 
         while done < len(examples):

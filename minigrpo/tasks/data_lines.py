@@ -1,14 +1,19 @@
 """How the lines of a data file are read and checked, whatever the task makes of them.
 
 A data file is UTF-8 text, with or without a byte order mark, one record per line. A record of a
-`.jsonl` file is an object like `{"prompt": "...", "answer": "..."}`; other keys are ignored.
+`.jsonl` file is an object like `{"prompt": "...", "answer": "..."}`, or one with `messages`, a list
+of `{"role": "user", "content": "..."}`, in place of the prompt; other keys are ignored.
 """
 
 import codecs
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from ..runtime.chat_messages import check_prompt_messages, question_of
 from ..runtime.text import has_lone_surrogate, parse_json, short
+from ..types import Example
+
+FORM = 'must be an object like {"prompt": "...", "answer": "..."}'
 
 
 class DataLine(NamedTuple):
@@ -43,26 +48,38 @@ def decode_line(raw: bytes) -> str:
     return text
 
 
-def parse_pair(text: str) -> tuple[str, str]:
-    """Return the prompt and the answer of a JSON line.
+def parse_example(text: str) -> Example:
+    """Return the example of a JSON line. A key whose value is null counts as missing.
 
     Raises:
         ValueError: says what is wrong with the line, and what is allowed.
     """
-    form = 'must be an object like {"prompt": "...", "answer": "..."}'
     try:
         record = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{form} ({error})") from None
+        raise ValueError(f"{FORM} ({error})") from None
     if not isinstance(record, dict):
-        raise ValueError(form)
-    for key in ("prompt", "answer"):
-        if key not in record:
-            raise ValueError(f"{form}, has no {key}")
-        if not isinstance(value := record[key], str):
-            raise ValueError(f"prompt and answer must be text, {key} is {short(value)}")
-        if has_lone_surrogate(value):
-            raise ValueError(f"{key} has half of a surrogate pair, which is no character")
-    if not record["prompt"]:
+        raise ValueError(FORM)
+    prompt, messages = record.get("prompt"), record.get("messages")
+    if prompt is None and messages is None:
+        raise ValueError(f"{FORM}, has no prompt and no messages")
+    if prompt is not None and messages is not None:
+        raise ValueError("must have a prompt or messages, has both")
+    if messages is None:
+        _check_text("prompt", prompt)
+    if "answer" not in record:
+        raise ValueError(f"{FORM}, has no answer")
+    _check_text("answer", record["answer"])
+    if messages is not None:
+        check_prompt_messages(messages)
+        return Example(question_of(messages), record["answer"], messages=tuple(messages))
+    if not prompt:
         raise ValueError("prompt and answer must be text, and the prompt not empty")
-    return record["prompt"], record["answer"]
+    return Example(prompt, record["answer"])
+
+
+def _check_text(key: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"prompt and answer must be text, {key} is {short(value)}")
+    if has_lone_surrogate(value):
+        raise ValueError(f"{key} has half of a surrogate pair, which is no character")

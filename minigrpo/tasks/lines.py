@@ -29,7 +29,7 @@ import numpy as np
 from ..runtime.flags import ConfigError
 from ..types import Example
 from . import best_move, transitions
-from .data_lines import data_lines, decode_line, parse_pair
+from .data_lines import data_lines, decode_line, parse_example
 from .fen import is_valid_fen
 from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
 from .splits import fingerprint, split_of
@@ -62,8 +62,11 @@ def text_line(text: str) -> Line:
 
 def json_line(text: str) -> Line:
     """Parse a line that `minigrpo.tools.annotate` wrote. Raises ValueError as `text_line` does."""
-    prompt, answer = parse_pair(text)
-    return Line(prompt, answer, _spellings(best_move.check(prompt, answer)), best_move.KIND)
+    found = parse_example(text)
+    if found.messages:
+        raise ValueError("an annotated position has a prompt, not messages")
+    board = best_move.check(found.prompt, found.answer)
+    return Line(found.prompt, found.answer, _spellings(board), best_move.KIND)
 
 
 def _best_move_line(text: str) -> Line:

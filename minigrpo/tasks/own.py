@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..rewards import RewardFunction
+from ..runtime.chat_messages import check_prompt_messages, question_of
 from ..runtime.flags import ConfigError
 from ..runtime.process_state import Warn, state_kept
 from ..runtime.reward_functions import check_number, check_part_name
@@ -204,7 +205,8 @@ def _numbered(example: object, number: int, where: str) -> OwnExample:
         raise ConfigError(f"must return a minigrpo.types.Example, got {short(example)}")
     for name in ("prompt", "answer", "kind"):
         check_text(name, getattr(example, name))
-    if not example.prompt:
+    messages = _checked_messages(example.messages)
+    if not (example.prompt or messages):
         raise ConfigError("the prompt is empty")
     if example.kind == ALL_KINDS:
         raise ConfigError(f"kind must not be {ALL_KINDS!r}, the name of all examples together")
@@ -213,7 +215,19 @@ def _numbered(example: object, number: int, where: str) -> OwnExample:
             f"index must be a whole number from 0 to 2**63 - 1, got {short(example.index)}"
         )
     prompt, answer, kind = str(example.prompt), str(example.answer), str(example.kind)
-    return OwnExample(prompt, answer, number, kind, original=example, where=where)
+    prompt = prompt or question_of(messages)
+    return OwnExample(prompt, answer, number, kind, messages, original=example, where=where)
+
+
+def _checked_messages(messages: Any) -> tuple[dict[str, str], ...]:
+    """The messages of a user's example, copied. Raises ConfigError for anything else."""
+    if isinstance(messages, tuple) and not messages:
+        return ()
+    try:
+        check_prompt_messages(messages)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return tuple({key: str(text) for key, text in message.items()} for message in messages)
 
 
 def _is_whole(value: Any) -> bool:

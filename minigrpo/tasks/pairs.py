@@ -1,11 +1,13 @@
 """Prompts and answers from a JSONL file: one `{"prompt": ..., "answer": ...}` per line.
 
-The prompt and the answer are used verbatim, without a separator between them. One prompt in
+The prompt and the answer are used verbatim, without a separator between them. In place of the
+prompt, a line may have chat messages, of which the model's chat template makes one. One prompt in
 ten, chosen by a hash of the prompt, is held out for evaluation. The rewards are `exact` and
 `similarity`; --rewards adds functions of your own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +17,7 @@ import numpy as np
 from ..rewards import similarities
 from ..runtime.rng import stream
 from ..types import Example
-from .data_lines import data_lines, decode_line, parse_pair
+from .data_lines import data_lines, decode_line, parse_example
 from .files import Listener, SilentListener, open_data, readable
 from .scoring import BatchScored
 from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
@@ -24,9 +26,19 @@ from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
 class Pair(NamedTuple):
     """A line of the file."""
 
-    prompt: str
-    answer: str
+    example: Example  # not numbered yet
     line: int
+
+    @property
+    def question(self) -> tuple[str, ...]:
+        """What is asked, system messages included."""
+        said = (text for message in self.example.messages for text in message.values())
+        return (self.example.prompt, *said)
+
+    @property
+    def size(self) -> int:
+        """Bytes of what is asked and of the answer."""
+        return sum(len(text.encode()) for text in (*self.question, self.example.answer))
 
 
 class Pairs(BatchScored):
@@ -55,13 +67,14 @@ class Pairs(BatchScored):
             pairs = _read(path)
         except ValueError as error:
             raise ValueError(f"--data {error}") from None
-        evaluated = set[tuple[str, str]]()
+        self.has_messages = any(pair.example.messages for pair in pairs)
+        evaluated = set[Example]()
         for pair in pairs:
-            held_out = is_held_out_prompt(pair.prompt)
-            if held_out and pair[:2] in evaluated:
+            held_out = is_held_out_prompt(pair.example.prompt)
+            if held_out and pair.example in evaluated:
                 continue  # a question that occurs several times is evaluated once
             self._split[held_out].append(pair)
-            evaluated.add(pair[:2])
+            evaluated.add(pair.example)
         for held_out, name in ((False, "training"), (True, "evaluation")):
             if not self._split[held_out]:
                 raise ValueError(
@@ -76,19 +89,17 @@ class Pairs(BatchScored):
     def train(self, number: int) -> Example:
         """Return training example `number`."""
         epoch, place = divmod(number, len(self._split[False]))
-        pair = self._split[False][self._order(epoch)[place]]
-        return Example(pair.prompt, pair.answer, index=number)
+        return replace(self._split[False][self._order(epoch)[place]].example, index=number)
 
     def held_out(self, number: int) -> Example:
         """Return evaluation example `number`; beyond `num_held_out` they repeat."""
-        pair = self._split[True][number % self.num_held_out]
-        return Example(pair.prompt, pair.answer, index=number)
+        return replace(self._split[True][number % self.num_held_out].example, index=number)
 
     def longest(self) -> Iterator[tuple[str, Example]]:
         """Yield all examples, most bytes first, each with its file and line."""
         pairs = self._split[False] + self._split[True]
-        for pair in sorted(pairs, key=lambda pair: -len((pair.prompt + pair.answer).encode())):
-            yield f"{self.name}, line {pair.line}", Example(pair.prompt, pair.answer)
+        for pair in sorted(pairs, key=lambda pair: -pair.size):
+            yield f"{self.name}, line {pair.line}", pair.example
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
@@ -107,7 +118,7 @@ def _read(path: Path) -> list[Pair]:
     with readable(path), open_data(path) as file:
         for number, _, raw in data_lines(file):
             try:
-                pairs.append(Pair(*parse_pair(decode_line(raw)), number))
+                pairs.append(Pair(parse_example(decode_line(raw)), number))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     return pairs
@@ -115,13 +126,13 @@ def _read(path: Path) -> list[Pair]:
 
 def _doubts(pairs: Sequence[Pair]) -> Iterator[str]:
     """What is allowed but probably a mistake."""
-    if empty := [pair.line for pair in pairs if not pair.answer]:
+    if empty := [pair.line for pair in pairs if not pair.example.answer]:
         yield f"{len(empty)} answers are empty, the first in line {empty[0]}"
-    first: dict[str, Pair] = {}
+    first: dict[tuple[str, ...], Pair] = {}
     differ = [
-        (first[pair.prompt].line, pair.line)
+        (first[pair.question].line, pair.line)
         for pair in pairs
-        if first.setdefault(pair.prompt, pair).answer != pair.answer
+        if first.setdefault(pair.question, pair).example.answer != pair.example.answer
     ]
     if differ:
         yield (

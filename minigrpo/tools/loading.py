@@ -1,6 +1,7 @@
 """What the tools share: load the model of a run or a file, with its task and a sampler."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,13 +9,14 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import Config
-from ..model.tokenizer import load_tokenizer
+from ..model.tokenizer import Tokenizer
 from ..runtime import accel
-from ..runtime.build import match_vocab
+from ..runtime.build import make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.settings import RECORD, places, read_settings
 from ..runtime.text import check_file_name
+from ..runtime.tokenizers import is_path, with_own_tokenizer
 from ..runtime.trained import is_run, load_model
 from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
@@ -31,7 +33,11 @@ class ModelSelection:
     run: Annotated[Path, tyro.conf.Positional]
     """A run's folder, a model (GPT-2 safetensors or their folder), or shipped."""
     tokenizer: str | None = None
-    """chess, gpt2 or a path."""
+    """auto (that of the model's folder or run, else chess), chess, gpt2, or a folder or file."""
+    chat_template: str | None = None
+    """A jinja2 file, as for minigrpo train."""
+    system: str | None = None
+    """A system message, as for minigrpo train."""
     task: str | None = None
     """As for minigrpo train."""
     data: str | None = None
@@ -64,7 +70,7 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
     check_file_name(selection.run)
     config = config_of(selection)
     check_paths(selection, config)
-    tokenizer = load_tokenizer(config.model.tokenizer)
+    tokenizer = tokenizer_of(selection, config)
     task = load_task(
         config.task.name,
         seed=config.run.seed,
@@ -72,10 +78,23 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
         data=config.task.data,
         listener=screen,
     )
+    name, sampler = load_sampler(selection, config, tokenizer, screen)
+    return Loaded(name, config, task, sampler)
+
+
+def tokenizer_of(selection: ModelSelection, config: Config) -> Tokenizer:
+    """The tokenizer of the selected model, unless --tokenizer names another. Raises ValueError."""
+    return make_tokenizer(with_own_tokenizer(config, str(selection.run)))
+
+
+def load_sampler(
+    selection: ModelSelection, config: Config, tokenizer: Tokenizer, screen: Screen
+) -> tuple[str, Sampler]:
+    """The selected model, ready to sample from, and the name of its weights. Raises ValueError."""
     name, model = load_model(selection.run, screen.warn)
     match_vocab(model, name, config, tokenizer, screen.warn)
     model = model.to(accel.pick_device(config.speed.device, 0)).eval()
-    return Loaded(name, config, task, Sampler(config, model, tokenizer))
+    return name, Sampler(config, model, tokenizer)
 
 
 def config_of(selection: ModelSelection) -> Config:
@@ -93,11 +112,24 @@ def check_paths(selection: ModelSelection, config: Config) -> None:
 
     A run's relative paths begin where training began.
     """
-    if not is_run(selection.run):
-        return
     task = config.task
     files = {"data": task.data.split(","), "rewards": [task.rewards]}
     files["task"] = [task.name] if task.name.endswith(".py") else []
+    check_model_paths(selection, config)
+    _check(selection, files)
+
+
+def check_model_paths(selection: ModelSelection, config: Config) -> None:
+    """`check_paths` for the files of the tokenizer alone."""
+    model = config.model
+    named = [model.tokenizer] if is_path(model.tokenizer) else []
+    _check(selection, {"tokenizer": named, "chat_template": [model.chat_template]})
+
+
+def _check(selection: ModelSelection, files: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for a path, by its setting, that is the run's own and is not found."""
+    if not is_run(selection.run):
+        return
     for name, paths in files.items():
         for path in filter(None, (path.strip() for path in paths)):
             if getattr(selection, name, None) is None and not os.path.lexists(path):

@@ -1,8 +1,10 @@
-"""Prompt a model with a position of your own or held-out examples, and check its completions.
+"""Prompt a model with a text or a position of your own, or with held-out examples.
 
+minigrpo sample MODEL --prompt "Why is the sky blue?" --temperature 0.7
 minigrpo sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --move a7a8q
 
-For chess positions it draws the true board beside the model's, and marks the wrong squares.
+The answer to --prompt appears while it is sampled. Other completions stand beside the true answers;
+for chess positions it draws the true board beside the model's, and marks the wrong squares.
 """
 
 from collections import Counter
@@ -15,23 +17,30 @@ from rich.console import Console
 from rich.text import Text
 
 from ..model.encoding import decode
-from ..runtime.flags import ConfigError, flag, parse
+from ..runtime.flags import ConfigError, flag, parse, shown
 from ..runtime.logging import Screen
 from ..runtime.rng import uniforms
+from ..runtime.text import has_lone_surrogate
 from ..sampling.generate import SamplingParams
 from ..sampling.sampler import GREEDY
 from ..tasks.chess_env import ChessEnv
 from ..tasks.transitions import prompt_of, render, transition
 from ..types import Example
+from .ask import ask, how
 from .boards import differences, side_by_side
 from .loading import Loaded, ModelSelection, load
 from .messages import one_line_errors
 
 PROMPTS_AT_ONCE = 32
+CHAT = ("system", "chat_template")  # settings of a chat
 
 
 @dataclass(frozen=True)
 class Arguments(ModelSelection):
+    prompt: str = ""
+    """A text for the model: a user message if the model has a chat template, else sent as it is."""
+    raw: bool = False
+    """Send --prompt as it is, without a chat template."""
     fen: str = ""
     """A position, together with --move; empty: held-out examples."""
     move: str = ""
@@ -43,9 +52,9 @@ class Arguments(ModelSelection):
     n: int = 0
     """Completions to sample per example; 0: a single greedy one."""
     temperature: float | None = None
-    """Sampling temperature, with --n."""
+    """Sampling temperature, with --n or --prompt."""
     top_k: int | None = None
-    """As for minigrpo train, with --n; so are --top-p and --min-p."""
+    """As for minigrpo train, with --n or --prompt; so are --top-p and --min-p."""
     top_p: float | None = None
     min_p: float | None = None
 
@@ -58,9 +67,31 @@ class Arguments(ModelSelection):
             )
         if bool(self.fen) != bool(self.move) or (self.before and not self.fen):
             raise ConfigError("--fen and --move go together, and --before with them")
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            if getattr(self, name) is not None and not self.n:
+        self._check_prompt()
+        for name in self._distribution():
+            if not (self.n or self.prompt):
                 raise ConfigError(f"{flag(name)} goes with --n; without it, completions are greedy")
+
+    def _check_prompt(self) -> None:
+        if self.raw and not self.prompt:
+            raise ConfigError("--raw goes with --prompt, which it leaves without a chat template")
+        if has_lone_surrogate(self.prompt):
+            raise ConfigError(f"--prompt must be UTF-8 text, got {shown(self.prompt)}")
+        asked = ("fen", "move", "before", "examples", "task", "data", "history")
+        for name in (*(asked if self.prompt else ()), *(CHAT if self.raw else ())):
+            if getattr(self, name) != getattr(Arguments, name):
+                other = "--raw" if name in CHAT else "--prompt"
+                raise ConfigError(f"{flag(name)} does not go with {other}")
+
+    def _distribution(self) -> list[str]:
+        """The settings of sampling that are given."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def num_samples(self) -> int:
+        """Completions to sample; 0: a single greedy one. --prompt --temperature 1 is one sample."""
+        return self.n or int(bool(self.prompt and self._distribution()))
 
 
 def question(arguments: Arguments, history: int) -> Example:
@@ -147,13 +178,18 @@ def run(arguments: Arguments) -> None:
         # --fen does not need the run's data files, which may be gone
         arguments = replace(arguments, data="")
     screen = Screen(has_result=True)
+    if arguments.prompt:
+        ask(
+            *(arguments, screen, arguments.prompt),
+            raw=arguments.raw,
+            num_samples=arguments.num_samples,
+        )
+        return
     loaded = load(arguments, screen)
     examples = questions(arguments, loaded)
     with screen.errors.status("sampling"):
         texts = complete(loaded, examples, arguments.n)
-    temperature = loaded.config.sampling.temperature
-    how = f"{arguments.n} at temperature {temperature:g}" if arguments.n else "greedy"
-    screen.say(f"{loaded.name}, {how}\n")
+    screen.say(f"{loaded.name}, {how(arguments.n, loaded.config)}\n")
     for example, group in zip(examples, texts, strict=True):
         show(screen.console, example, group, boards=isinstance(loaded.task, ChessEnv))
 

@@ -1,0 +1,71 @@
+"""Which tokenizer a model has: that of its own folder, or of the run that it comes from.
+
+`--tokenizer auto` stands for it. A run writes into its config.toml what that was: so a run that was
+made from another run still has its tokenizer when the other one is deleted.
+"""
+
+import os
+from pathlib import Path
+
+from ..config import Config
+from ..model.tokenizer_files import has_tokenizer
+from .flags import ConfigError
+from .settings import RECORD, read_settings
+from .text import check_file_name
+from .trained import is_run
+
+AUTO, CHESS = "auto", "chess"
+
+
+def with_own_tokenizer(config: Config, model: str = "") -> Config:
+    """The config with the tokenizer, and the chat template, that --tokenizer auto stands for.
+
+    Args:
+        model: the model's path; empty: --init-from.
+
+    Raises ConfigError, in one line, for a run whose settings or tokenizer cannot be found.
+    """
+    if config.model.tokenizer != AUTO:
+        return config
+    name, template = own_tokenizer(model or config.model.init_from)
+    return config.derived(tokenizer=name, chat_template=config.model.chat_template or template)
+
+
+def own_tokenizer(model: str) -> tuple[str, str]:
+    """--tokenizer and --chat-template of a model; the second is empty if the model's own counts.
+
+    Args:
+        model: scratch, shipped, or the path of a run, of a model's folder or of a file in one.
+
+    Raises ConfigError.
+    """
+    if model in ("scratch", "shipped"):
+        return CHESS, ""
+    try:
+        check_file_name(model)
+    except ValueError as error:
+        raise ConfigError(f"--init-from {error}") from None
+    if not os.path.lexists(model):
+        return CHESS, ""  # whoever loads the model says that it is not there
+    folder = Path(model) if os.path.isdir(model) else Path(model).parent
+    if is_run(folder):
+        settings = read_settings(Config, folder / RECORD, by="")
+        name, template = settings.get("tokenizer", CHESS), settings.get("chat_template", "")
+        if name != AUTO:
+            return _found(name, "tokenizer", folder), _found(template, "chat-template", folder)
+    return (str(folder) if has_tokenizer(folder) else CHESS), ""
+
+
+def is_path(tokenizer: str) -> bool:
+    """Whether a value of --tokenizer is a path."""
+    return tokenizer not in (AUTO, CHESS, "gpt2")
+
+
+def _found(path: str, flag: str, run: Path) -> str:
+    """A path in a run's settings. Raises ConfigError if nothing is there."""
+    if path and is_path(path) and not os.path.lexists(path):
+        raise ConfigError(
+            f"{run}: was trained with --{flag} {path}, which is not found from this folder; give "
+            f"--{flag} with the path that it has here"
+        )
+    return path
