@@ -20,6 +20,7 @@ import torch
 from minigrpo.config import Config
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import accel
+from minigrpo.runtime.base_model import base_dtype
 
 from . import probe
 from .bench_step import BenchStep
@@ -80,7 +81,8 @@ def train_ours(
     folder: Path,
 ) -> Trained:
     """Train the model in `folder` with this library."""
-    bench = BenchStep(config, work, model=Transformer.from_pretrained(folder).to(work.device))
+    model = Transformer.from_pretrained(folder, base_dtype(config.model)).to(work.device)
+    bench = BenchStep(config, work, model=model)
     found: dict[str, float] = {}
     steps.metrics = lambda: found
     ready()

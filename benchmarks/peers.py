@@ -49,8 +49,9 @@ With that, its gradient on the same completions is ours (pytest -m peer).
 
 A row of TRL is compared with this library's row of the same way to train. It has the fastest of
 several settings without checkpointing, tried here first; with checkpointing only if none of them
-fits into memory. "TRL, as it is" keeps TRL's own settings: bfloat16 autocast, gradient
-checkpointing, micro-batches of 8 completions.
+fits into memory. LoRA has rank 8 on all linear layers of the blocks, on both sides; with bfloat16,
+the frozen weights are stored in it. "TRL, as it is" keeps TRL's own settings: bfloat16 autocast,
+gradient checkpointing, micro-batches of 8 completions.
 
 What differs: the rows draw different random numbers, so they sample different completions. TRL
 samples with transformers' generate, and pads all rows to the longest prompt and completion; vLLM,
@@ -68,8 +69,10 @@ class Peers(BenchmarkFlags):
     """chess: the default job, until end of text. The others: random text and weights, completions
     of a fixed length, with a KL term; gpt2 has 124M parameters, qwen2.5-0.5b 494M.
     """
-    ways: tuple[Literal["float32", "bfloat16"], ...] | None = None
-    """Ways to train that are compared; default: the job's."""
+    ways: tuple[Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"], ...] | None = None
+    """Ways to train that are compared, LoRA with rank 8; default: all, or for the first two jobs
+    those without LoRA.
+    """
     steps: Annotated[int | None, AtLeast(3)] = None
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
     probe_steps: Annotated[int | None, AtLeast(2)] = None

@@ -193,9 +193,6 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, job
     trainer, last = peer_trl.make_trainer(
         work, config, settings, steps=1, folder=tmp_path, begin=lambda: None, end=lambda: None
     )
-    mask, ids = batch.completions.completion_mask, batch.completions.completion_ids
-    same = [ids[p, g][mask[p, g]].tolist() for p in range(3) for g in range(4)]
-    trainer._generate_single_turn = lambda *args, **kwargs: (same, None)
     if forced:
         reference_weights = reference.model.state_dict()
         folder = tmp_path / "reference"
@@ -205,16 +202,64 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, job
         trainer.ref_model.load_state_dict(
             type(trainer.ref_model).from_pretrained(folder).state_dict()
         )
+    compare_gradients(trainer, batch, {family.prefix + name: g for name, g in expected.items()})
+    assert last.rewards == pytest.approx(batch.rewards.total.flatten().tolist())
+
+
+@pytest.mark.peer
+def test_adapters_have_the_gradient_of_trl_with_peft(tmp_path: Path) -> None:
+    """The reference of the KL term is the model without its adapters."""
+    pytest.importorskip("trl")
+    from benchmarks import peer_trl
+
+    sizes: dict[str, Any] = {**SMALL_QWEN, "prompts_per_step": 3, "max_new_tokens": 20}
+    flags = WorkloadFlags(preset=QWEN, device="cpu", **sizes)
+    work, way = Workload.of(flags, torch.device("cpu")), WAYS["lora-float32"]
+    config = work.config.replace(**way.flags, max_steps=350)
+    ours = BenchStep(config, work)
+    trained = {name: p for name, p in ours.model.named_parameters() if p.requires_grad}
+    with torch.no_grad():  # adapters start at 0, where the first of each pair has no gradient
+        for p in trained.values():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    batch = ours.source.batch(0)
+    ours.learner.gradient(*ours.learner.prepare(batch))
+    theirs = FAMILIES[work.shape.family].theirs
+    names = {name: f"base_model.model.{theirs(name)}.default.weight" for name in trained}
+    gradient = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+    expected = {names[name]: g / max(1.0, norm) for name, g in gradient.items()}
+    assert len(expected) == 2 * 7 * 2  # two matrices for each of seven layers of two blocks
+
+    settings = candidates(way, 12)[-1]
+    work.save_model(tmp_path)
+    trainer, _ = peer_trl.make_trainer(
+        work, config, settings, steps=1, folder=tmp_path, begin=lambda: None, end=lambda: None
+    )
+    assert trainer.ref_model is None and trainer.beta == config.loss.kl_coef > 0
+    with torch.no_grad():
+        for name, p in trained.items():
+            trainer.model.get_parameter(names[name]).copy_(p)
+    compare_gradients(trainer, batch, expected)
+
+
+def compare_gradients(trainer: Any, batch: Any, expected: dict[str, torch.Tensor]) -> None:
+    """Train a step on a batch's completions; TRL's clipped gradient must be what is expected."""
+    from benchmarks import peer_trl
+
+    mask, ids = batch.completions.completion_mask, batch.completions.completion_ids
+    prompts, group = mask.shape[:2]
+    same = [ids[p, g][mask[p, g]].tolist() for p in range(prompts) for g in range(group)]
+    trainer._generate_single_turn = lambda *args, **kwargs: (same, None)
     found: dict[str, Any] = {}
 
     class Spy(peer_trl.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
             for name, p in model.named_parameters():
-                found[name.removeprefix(family.prefix)] = p.grad.clone()
+                if p.grad is not None:
+                    found[name] = p.grad.clone()
 
     trainer.add_callback(Spy())
     trainer.train()
-    assert last.rewards == pytest.approx(batch.rewards.total.flatten().tolist())
     assert found.keys() == expected.keys()
     largest = max(g.abs().max() for g in expected.values())
     for name, g in expected.items():
