@@ -55,8 +55,9 @@ gradient checkpointing, micro-batches of 8 completions.
 
 What differs: the rows draw different random numbers, so they sample different completions. TRL
 samples with transformers' generate, and pads all rows to the longest prompt and completion; vLLM,
-which needs a GPU, is not compared. This library runs equal prefixes once, and proposes tokens from
-the known answer while sampling (the samples stay exact); "tokens run" counts what the update runs.
+which needs a GPU, is not compared. This library runs equal prefixes once. Except on a large model,
+it proposes tokens from the known answer while sampling; the samples stay exact. "Tokens run" counts
+what the update runs.
 A step is everything from the prompts to the new weights; logs and checkpoints are not timed.
 Memory is the growth of each row's own process, from before it loads the model."""
 
