@@ -154,10 +154,7 @@ class Peers(BenchmarkFlags):
             "work": work.describe(),
             "steps": steps["steps"],
             "best": best,
-            "tried": [
-                {"settings": x.settings, "status": x.status, "seconds": seconds_tried(x)}
-                for x in tried
-            ],
+            "tried": [as_tried(row) for row in tried],
             "rows": [record(*pair) for pair in zip(rows, compared, strict=True)],
         }
 
@@ -190,6 +187,12 @@ def in_groups(
     for start in range(0, len(rows), job.at_once):
         group = rows[start : start + job.at_once]
         take_turns(group, asked, screen, title, warm_up=job.warm_up)
+
+
+def as_tried(row: Row) -> dict[str, Any]:
+    """A candidate's figures as plain JSON."""
+    seconds = seconds_tried(row) if row.status == "ok" else None
+    return {"settings": row.settings, "status": row.status, "seconds": seconds}
 
 
 def seconds_tried(row: Row) -> float:

@@ -116,6 +116,7 @@ def test_trl_has_the_fastest_settings_or_says_what_was_tried(
     assert sizes == [8, 2, 8, 2, 1]  # for bfloat16, with checkpointing at last
     assert found["best"]["float32"]["per_device_train_batch_size"] == 2
     assert [*found["best"]] == ["float32"]
+    assert [x["seconds"] for x in found["tried"]] == [None, 3, None, None, None]
     ours, theirs, ours_low, theirs_low = found["rows"]
     assert ours["status"] == theirs["status"] == ours_low["status"] == "ok"
     assert theirs["multiple"] == 3 and len(theirs["samples"]) == 4
@@ -274,10 +275,10 @@ def test_the_whole_command(
     monkeypatch.setattr(peers, "candidates", lambda way, number: candidates(way, number)[:1])
     make_small(monkeypatch, held_out=8, as_it_is=True, at_once=2)
     sizes = ["--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6"]
-    words = ["--jobs", QWEN, "--ways", "float32", "--steps", "3", *sizes, "--device", "cpu"]
+    words = ["--jobs", QWEN, "--ways", "lora-bfloat16", "--steps", "3", *sizes, "--device", "cpu"]
     cli.main(["peers", *words, "--out-dir", str(tmp_path)])
     (job,) = json.loads((tmp_path / "peers.json").read_text())["jobs"]
-    names = ["minigrpo, float32", "TRL, float32", "TRL, as it is"]
+    names = ["minigrpo, lora-bfloat16", "TRL, lora-bfloat16", "TRL, as it is"]
     assert [row["name"] for row in job["rows"]] == names
     for row in job["rows"]:
         assert row["status"] == "ok" and row["s_per_step"] > 0 and row["peak_mib"] > 0
@@ -286,7 +287,7 @@ def test_the_whole_command(
     ours, theirs, _ = job["rows"]
     assert theirs["tokens_run"] == 4 * (6 + 6) > ours["tokens_run"]
     assert "TRL, as it is" in (tmp_path / "peers.md").read_text()
-    assert "TRL's best settings here, float32" in capsys.readouterr().out
+    assert "TRL's best settings here, lora-bfloat16" in capsys.readouterr().out
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
