@@ -38,11 +38,8 @@ def planned_and_measured(settings: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 8, "base_dtype": "bfloat16"}])
-def test_a_step_with_152_thousand_tokens_stays_within_the_planned_memory(
-    lora: dict[str, Any],
-) -> None:
-    settings = {"chunked_logprobs": True, **lora}
+def test_a_step_with_152_thousand_tokens_stays_within_the_planned_memory() -> None:
+    settings = {"chunked_logprobs": True}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         planned, measured = pool.submit(planned_and_measured, settings).result()
     assert 0.6 * planned < measured < 1.1 * planned
