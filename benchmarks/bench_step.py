@@ -13,6 +13,7 @@ from minigrpo.learner import Learner
 from minigrpo.model.transformer import Transformer
 from minigrpo.rollout import RolloutBatches
 from minigrpo.runtime import accel
+from minigrpo.runtime.base_model import add_lora
 from minigrpo.runtime.build import make_reference, make_scorer
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import PhaseTimer
@@ -61,9 +62,10 @@ class BenchStep:
         sampler: type[Sampler] = Sampler,
         model: Transformer | None = None,
     ) -> None:
-        """`model` is trained itself; None: a copy of the workload's."""
+        """`model` is trained itself; None: a copy of the workload's. --lora-rank adds adapters."""
         self.config, self.device = config, work.device
         self.model = copy.deepcopy(work.model) if model is None else model
+        add_lora(self.model, config.model)
         self.model.logprob_chunk = accel.logprob_chunk(config.memory, self.model)
         self.learner = Learner(config, self.model)
         self.learner.backoff = NoBackoff("update", "", config.memory.micro_batch_size)

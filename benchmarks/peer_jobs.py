@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Settings = dict[str, Any]  # flags of this library, or settings of TRL's GRPOConfig
+RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 DEFAULT_BATCH = 8  # TRL's per_device_train_batch_size, if the user sets none
 
 
@@ -20,6 +21,12 @@ class Way:
 WAYS: Mapping[str, Way] = {
     "float32": Way({}, {"bf16": False}),
     "bfloat16": Way({"use_amp": True, "low_precision_weights": True}, {"bf16": True}),
+    "lora-float32": Way({RANK: 8}, {"bf16": False, RANK: 8}),
+    # frozen weights are stored in two bytes
+    "lora-bfloat16": Way(
+        {"use_amp": True, RANK: 8, "base_dtype": "bfloat16"},
+        {"bf16": True, RANK: 8, "model_init_kwargs": {"dtype": "bfloat16"}},
+    ),
 }
 
 
@@ -38,8 +45,10 @@ class Job:
     as_it_is: bool = True  # also a row with TRL's own settings
 
 
-LARGE: Settings = {  # a few steps on random text: there is nothing to compare after them
-    "flags": {"chunked_logprobs": True},
+LARGE: Settings = {  # every way; a few steps on random text: there is nothing to compare after them
+    "ways": tuple(WAYS),
+    # no true answer is known that completions resemble, so nothing is worth proposing
+    "flags": {"chunked_logprobs": True, "speculative_decoding": False},
     "steps": 4,
     "probe_steps": 2,
     "warm_up": 1,

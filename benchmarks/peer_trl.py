@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import PreTrainedTokenizer, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
@@ -22,7 +23,7 @@ from minigrpo.runtime.build import make_scorer
 from minigrpo.runtime.optim import BETAS, learning_rate_at
 from minigrpo.types import Example
 
-from .peer_jobs import Settings
+from .peer_jobs import RANK, Settings
 from .workload import Workload
 
 NEVER = "<|never|>"  # stands for end of text where completions have a forced length
@@ -162,13 +163,14 @@ def make_trainer(
         save_strategy="no",
         disable_tqdm=True,
         **job_settings(config, steps),
-        **settings,
+        **{name: value for name, value in settings.items() if name != RANK},
     )
     prompts = [{"prompt": example.prompt, "number": i} for i, example in enumerate(examples)]
     trainer = trainer_class(
         model=str(folder),
         reward_funcs=reward_function(work, config, examples, last),
         args=arguments,
+        peft_config=adapters(settings.get(RANK, 0)),
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
         callbacks=[StepByStep(begin, end)],
@@ -176,6 +178,14 @@ def make_trainer(
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model.register_forward_pre_hook(count_positions_without_padding, with_kwargs=True)
     return trainer, last
+
+
+def adapters(rank: int) -> LoraConfig | None:
+    """PEFT's settings for adapters as this library's of that rank; None: train all weights."""
+    if not rank:
+        return None
+    every = "all-linear"  # all but the output head
+    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=every)
 
 
 def declare_end(folder: Path, eos: int) -> None:

@@ -20,9 +20,11 @@ import torch
 from minigrpo.config import Config
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import accel
+from minigrpo.runtime.base_model import base_dtype
 
 from . import probe
 from .bench_step import BenchStep
+from .peer_jobs import RANK
 from .workload import Workload, WorkloadFlags
 
 HELD_OUT_STEP = 0  # its random numbers; the examples are others than in training
@@ -80,7 +82,8 @@ def train_ours(
     folder: Path,
 ) -> Trained:
     """Train the model in `folder` with this library."""
-    bench = BenchStep(config, work, model=Transformer.from_pretrained(folder).to(work.device))
+    model = Transformer.from_pretrained(folder, base_dtype(config.model)).to(work.device)
+    bench = BenchStep(config, work, model=model)
     found: dict[str, float] = {}
     steps.metrics = lambda: found
     ready()
@@ -117,7 +120,8 @@ def train_theirs(
     trainer.train()
 
     def trained() -> Transformer:
-        trainer.model.save_pretrained(folder / "trained")
+        model = trainer.model.merge_and_unload() if RANK in settings else trainer.model
+        model.save_pretrained(folder / "trained")
         return Transformer.from_pretrained(folder / "trained").to(work.device)
 
     return trained
@@ -129,7 +133,10 @@ def held_out_rewards(
     """Mean reward of samples for each of the first held-out prompts, in float32: the same prompts
     and random numbers for all rows.
     """
-    plain = config.replace(use_amp=False, low_precision_weights=False)
+    # adapters are in the trained model already
+    plain = config.replace(
+        use_amp=False, low_precision_weights=False, lora_rank=0, base_dtype="float32"
+    )
     bench = BenchStep(plain, work, model=model)
     examples = [work.task.held_out(i) for i in range(number)]
     rolled = bench.source.roll_out(examples, HELD_OUT_STEP)

@@ -49,13 +49,15 @@ With that, its gradient on the same completions is ours (pytest -m peer).
 
 A row of TRL is compared with this library's row of the same way to train. It has the fastest of
 several settings without checkpointing, tried here first; with checkpointing only if none of them
-fits into memory. "TRL, as it is" keeps TRL's own settings: bfloat16 autocast, gradient
-checkpointing, micro-batches of 8 completions.
+fits into memory. LoRA has rank 8 on all linear layers of the blocks, on both sides; with bfloat16,
+the frozen weights are stored in it. "TRL, as it is" keeps TRL's own settings: bfloat16 autocast,
+gradient checkpointing, micro-batches of 8 completions.
 
 What differs: the rows draw different random numbers, so they sample different completions. TRL
 samples with transformers' generate, and pads all rows to the longest prompt and completion; vLLM,
-which needs a GPU, is not compared. This library runs equal prefixes once, and proposes tokens from
-the known answer while sampling (the samples stay exact); "tokens run" counts what the update runs.
+which needs a GPU, is not compared. This library runs equal prefixes once. Except on a large model,
+it proposes tokens from the known answer while sampling; the samples stay exact. "Tokens run" counts
+what the update runs.
 A step is everything from the prompts to the new weights; logs and checkpoints are not timed.
 Memory is the growth of each row's own process, from before it loads the model."""
 
@@ -68,8 +70,10 @@ class Peers(BenchmarkFlags):
     """chess: the default job, until end of text. The others: random text and weights, completions
     of a fixed length, with a KL term; gpt2 has 124M parameters, qwen2.5-0.5b 494M.
     """
-    ways: tuple[Literal["float32", "bfloat16"], ...] | None = None
-    """Ways to train that are compared; default: the job's."""
+    ways: tuple[Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"], ...] | None = None
+    """Ways to train that are compared, LoRA with rank 8; default: all, or for the first two jobs
+    those without LoRA.
+    """
     steps: Annotated[int | None, AtLeast(3)] = None
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
     probe_steps: Annotated[int | None, AtLeast(2)] = None
@@ -150,10 +154,7 @@ class Peers(BenchmarkFlags):
             "work": work.describe(),
             "steps": steps["steps"],
             "best": best,
-            "tried": [
-                {"settings": x.settings, "status": x.status, "seconds": seconds_tried(x)}
-                for x in tried
-            ],
+            "tried": [as_tried(row) for row in tried],
             "rows": [record(*pair) for pair in zip(rows, compared, strict=True)],
         }
 
@@ -186,6 +187,12 @@ def in_groups(
     for start in range(0, len(rows), job.at_once):
         group = rows[start : start + job.at_once]
         take_turns(group, asked, screen, title, warm_up=job.warm_up)
+
+
+def as_tried(row: Row) -> dict[str, Any]:
+    """A candidate's figures as plain JSON."""
+    seconds = seconds_tried(row) if row.status == "ok" else None
+    return {"settings": row.settings, "status": row.status, "seconds": seconds}
 
 
 def seconds_tried(row: Row) -> float:

@@ -116,6 +116,7 @@ def test_trl_has_the_fastest_settings_or_says_what_was_tried(
     assert sizes == [8, 2, 8, 2, 1]  # for bfloat16, with checkpointing at last
     assert found["best"]["float32"]["per_device_train_batch_size"] == 2
     assert [*found["best"]] == ["float32"]
+    assert [x["seconds"] for x in found["tried"]] == [None, 3, None, None, None]
     ours, theirs, ours_low, theirs_low = found["rows"]
     assert ours["status"] == theirs["status"] == ours_low["status"] == "ok"
     assert theirs["multiple"] == 3 and len(theirs["samples"]) == 4
@@ -193,9 +194,6 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, job
     trainer, last = peer_trl.make_trainer(
         work, config, settings, steps=1, folder=tmp_path, begin=lambda: None, end=lambda: None
     )
-    mask, ids = batch.completions.completion_mask, batch.completions.completion_ids
-    same = [ids[p, g][mask[p, g]].tolist() for p in range(3) for g in range(4)]
-    trainer._generate_single_turn = lambda *args, **kwargs: (same, None)
     if forced:
         reference_weights = reference.model.state_dict()
         folder = tmp_path / "reference"
@@ -205,16 +203,64 @@ def test_on_the_same_completions_the_gradient_of_trl_is_ours(tmp_path: Path, job
         trainer.ref_model.load_state_dict(
             type(trainer.ref_model).from_pretrained(folder).state_dict()
         )
+    compare_gradients(trainer, batch, {family.prefix + name: g for name, g in expected.items()})
+    assert last.rewards == pytest.approx(batch.rewards.total.flatten().tolist())
+
+
+@pytest.mark.peer
+def test_adapters_have_the_gradient_of_trl_with_peft(tmp_path: Path) -> None:
+    """The reference of the KL term is the model without its adapters."""
+    pytest.importorskip("trl")
+    from benchmarks import peer_trl
+
+    sizes: dict[str, Any] = {**SMALL_QWEN, "prompts_per_step": 3, "max_new_tokens": 20}
+    flags = WorkloadFlags(preset=QWEN, device="cpu", **sizes)
+    work, way = Workload.of(flags, torch.device("cpu")), WAYS["lora-float32"]
+    config = work.config.replace(**way.flags, max_steps=350)
+    ours = BenchStep(config, work)
+    trained = {name: p for name, p in ours.model.named_parameters() if p.requires_grad}
+    with torch.no_grad():  # adapters start at 0, where the first of each pair has no gradient
+        for p in trained.values():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    batch = ours.source.batch(0)
+    ours.learner.gradient(*ours.learner.prepare(batch))
+    theirs = FAMILIES[work.shape.family].theirs
+    names = {name: f"base_model.model.{theirs(name)}.default.weight" for name in trained}
+    gradient = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+    expected = {names[name]: g / max(1.0, norm) for name, g in gradient.items()}
+    assert len(expected) == 2 * 7 * 2  # two matrices for each of seven layers of two blocks
+
+    settings = candidates(way, 12)[-1]
+    work.save_model(tmp_path)
+    trainer, _ = peer_trl.make_trainer(
+        work, config, settings, steps=1, folder=tmp_path, begin=lambda: None, end=lambda: None
+    )
+    assert trainer.ref_model is None and trainer.beta == config.loss.kl_coef > 0
+    with torch.no_grad():
+        for name, p in trained.items():
+            trainer.model.get_parameter(names[name]).copy_(p)
+    compare_gradients(trainer, batch, expected)
+
+
+def compare_gradients(trainer: Any, batch: Any, expected: dict[str, torch.Tensor]) -> None:
+    """Train a step on a batch's completions; TRL's clipped gradient must be what is expected."""
+    from benchmarks import peer_trl
+
+    mask, ids = batch.completions.completion_mask, batch.completions.completion_ids
+    prompts, group = mask.shape[:2]
+    same = [ids[p, g][mask[p, g]].tolist() for p in range(prompts) for g in range(group)]
+    trainer._generate_single_turn = lambda *args, **kwargs: (same, None)
     found: dict[str, Any] = {}
 
     class Spy(peer_trl.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
             for name, p in model.named_parameters():
-                found[name.removeprefix(family.prefix)] = p.grad.clone()
+                if p.grad is not None:
+                    found[name] = p.grad.clone()
 
     trainer.add_callback(Spy())
     trainer.train()
-    assert last.rewards == pytest.approx(batch.rewards.total.flatten().tolist())
     assert found.keys() == expected.keys()
     largest = max(g.abs().max() for g in expected.values())
     for name, g in expected.items():
@@ -229,10 +275,10 @@ def test_the_whole_command(
     monkeypatch.setattr(peers, "candidates", lambda way, number: candidates(way, number)[:1])
     make_small(monkeypatch, held_out=8, as_it_is=True, at_once=2)
     sizes = ["--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6"]
-    words = ["--jobs", QWEN, "--ways", "float32", "--steps", "3", *sizes, "--device", "cpu"]
+    words = ["--jobs", QWEN, "--ways", "lora-bfloat16", "--steps", "3", *sizes, "--device", "cpu"]
     cli.main(["peers", *words, "--out-dir", str(tmp_path)])
     (job,) = json.loads((tmp_path / "peers.json").read_text())["jobs"]
-    names = ["minigrpo, float32", "TRL, float32", "TRL, as it is"]
+    names = ["minigrpo, lora-bfloat16", "TRL, lora-bfloat16", "TRL, as it is"]
     assert [row["name"] for row in job["rows"]] == names
     for row in job["rows"]:
         assert row["status"] == "ok" and row["s_per_step"] > 0 and row["peak_mib"] > 0
@@ -241,7 +287,7 @@ def test_the_whole_command(
     ours, theirs, _ = job["rows"]
     assert theirs["tokens_run"] == 4 * (6 + 6) > ours["tokens_run"]
     assert "TRL, as it is" in (tmp_path / "peers.md").read_text()
-    assert "TRL's best settings here, float32" in capsys.readouterr().out
+    assert "TRL's best settings here, lora-bfloat16" in capsys.readouterr().out
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:

@@ -101,7 +101,7 @@ class _Chunked(torch.autograd.Function):
         hidden, head, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # a head that is frozen under adapters has no gradient
-        grad_head = at_least_fp32(torch.zeros_like(head)) if ctx.needs_input_grad[1] else None
+        grad_head = torch.zeros_like(head, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         buffer = lse.new_empty(ctx.chunk, len(head))
         for part in _parts(len(hidden), ctx.chunk):
             logits = _logits(hidden[part], head, ctx.temperature, buffer)
