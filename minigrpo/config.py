@@ -59,6 +59,10 @@ class TaskConfig(Group):
     def weights(self) -> dict[str, float]:
         """`reward_weights` as a mapping; empty means the defaults. Raises ConfigError."""
         weights: dict[str, float] = {}
+        if self.reward_weights and not self.reward_weights.strip(", "):
+            raise ConfigError(
+                f"--reward-weights must read part=number,..., got {self.reward_weights!r}"
+            )
         for item in filter(None, self.reward_weights.split(",")):
             name, _, text = (word.strip() for word in item.partition("="))
             try:

@@ -31,7 +31,7 @@ from .runtime import accel
 from .runtime.distributed import DistContext
 from .runtime.guard import NonFiniteGuard, check_weights, weight_norm
 from .runtime.oom import OOMBackoff
-from .runtime.optim import learning_rate_at, make_optimizer
+from .runtime.optim import check_moments, learning_rate_at, make_optimizer
 from .types import Completions, RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
@@ -284,6 +284,7 @@ class Learner:
         fused = {"fused": self.config.speed.fused_optimizer}
         groups = [group | fused for group in state["optimizer"]["param_groups"]]
         self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
+        check_moments(self.optimizer)
         self.guard.load_state_dict(state.get("guard", {}))
         if self.scaler.is_enabled() and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])

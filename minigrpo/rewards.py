@@ -172,7 +172,7 @@ class RewardScorer:
             for part in source.pieces(len(distinct), self.workers):
                 question = asked[part], distinct[part]
                 args = question if source.batched else (question[0][0], question[1][0])
-                job = self.pool.submit(source.call, *args, needs_thread=not source.trusted)
+                job = self.pool.submit(source.answer, *args, needs_thread=not source.trusted)
                 pending.calls.append((source, part, job))
         return pending
 

@@ -47,10 +47,12 @@ class Trainer:
         self.device = check_machine(config, self.dist)
         self.dist.on_main(lambda: fetch_models(config))
         accel.use_tf32(config.speed)
+        self.process = KeptState()  # which users' code must not change
 
         self.tokenizer = make_tokenizer(config, self.screen.say)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
         self.scorer = make_scorer(config, self.task, self.screen.warn)
+        self.process.undo(self.screen.warn)
         self.model = make_model(config, self.tokenizer, self.device, self.screen.say)
         limits = self.model.shape.context, self.screen.warn
         self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
@@ -62,6 +64,7 @@ class Trainer:
             device=self.device.type,
             world_size=self.dist.world_size,
         )
+        self.process.undo(self.screen.warn)
 
         warn, dump = self.screen.warn, self.run_dir.dump
         self.learner = Learner(config, self.model, self.dist, warn, dump)
@@ -72,7 +75,6 @@ class Trainer:
         self.timer = PhaseTimer(self.device)
         self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint)  # steps done
         self.source = self._make_source(first_step=self.step)
-        self.process = KeptState()  # which users' code must not change
 
         self.stop_reason = ""
         self.in_update = False  # if so, the weights belong to no step and are not saved

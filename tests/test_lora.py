@@ -10,6 +10,7 @@ from torch import Tensor
 from minigrpo import Transformer
 from minigrpo.model import lora
 from minigrpo.model.families import FAMILIES
+from minigrpo.model.lora import weights_digest
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.weights import export_model
 from minigrpo.types import Completions
@@ -172,3 +173,11 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, targets: str)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, logits, rtol=0, atol=1e-4)
+
+
+def test_a_digest_knows_the_places_of_values() -> None:
+    x = torch.arange(12.0).reshape(4, 3)
+    shuffled = x[[1, 0, 2, 3]]
+    assert weights_digest({"w": x}) == weights_digest({"w": x.clone()})
+    assert weights_digest({"w": x}) != weights_digest({"w": shuffled})
+    assert weights_digest({"w": x.bfloat16()}) != weights_digest({"w": shuffled.bfloat16()})

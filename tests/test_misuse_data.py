@@ -651,6 +651,8 @@ CHANGES = {
     "torch's gradients": "torch.set_grad_enabled(False)",
     "torch's number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
     "torch's deterministic algorithms": "torch.use_deterministic_algorithms(True)",
+    "torch's autocast on cpu": "torch.set_autocast_enabled('cpu', True)",
+    "torch's autocast on cuda": "torch.set_autocast_dtype('cuda', torch.bfloat16)",
     "torch's matmul precision": "torch.set_float32_matmul_precision('medium')",
     "torch's anomaly detection": "torch.autograd.set_detect_anomaly(True)",
     "numpy's handling of errors": "numpy.seterr(all='raise')",

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from minigrpo import Config, Trainer
 from minigrpo.losses import advantages, policy_loss
 from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import checkpoint, signals
 from minigrpo.runtime.checkpoint import (
     CheckpointError,
@@ -39,13 +41,14 @@ from minigrpo.runtime.folder import make_folder, working_folder
 from minigrpo.runtime.guard import check_weights, weight_norm
 from minigrpo.runtime.log_files import RunLog
 from minigrpo.runtime.logging import Screen
-from minigrpo.runtime.resume import changed_files, contents_of_files
+from minigrpo.runtime.resume import changed_files, check_same_shape, contents_of_files
 from minigrpo.tools import cli, train
 from minigrpo.types import Example
 
 from . import bpe
+from .conftest import SHAPES
 from .test_checkpoint import save
-from .test_reliability import CHEAP, make
+from .test_reliability import CHEAP, make, resave
 
 DEEP = "[" * 100_000
 
@@ -872,3 +875,79 @@ def test_a_relative_folder_is_where_the_run_was_started(
         target = tmp_path / "run"
         assert make_folder(Config.of(out_dir=str(target)), working_folder()) == target
         monkeypatch.undo()
+
+
+# --- what a second attack found -------------------------------------------------------------------
+
+
+def test_a_folder_whose_checkpoints_were_deleted_is_not_started_over(run: Path) -> None:
+    """Its logs were replaced by those of the new run."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "model.safetensors").unlink()
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="has metrics of 4 steps, but no checkpoint"):
+        make(run, max_steps=4, eval_every=2, save_every=2, resume="auto")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_resume_with_another_rotary_base_is_refused(tmp_path: Path) -> None:
+    """It changes what is computed, but no tensor."""
+    model = Transformer(SHAPES["grouped-query"], seed=0)
+    model.save_pretrained(tmp_path / "model.safetensors")
+    shape = asdict(model.shape)
+    check_same_shape(shape, shape)
+    check_same_shape(shape, {name: x for name, x in shape.items() if name != "rope_theta"})
+    with pytest.raises(ConfigError, match="rope_theta was 5.0, is 100.0; bring"):
+        check_same_shape(shape, {**shape, "rope_theta": 5.0})
+
+
+def test_a_resume_compares_the_shape_of_the_checkpoint(run: Path) -> None:
+    resave(run, 4, lambda state: state["shape"].update(norm_eps=0.5))
+    with pytest.raises(ConfigError, match="norm_eps was 0.5, is 1e-05"):
+        make(run, max_steps=4, eval_every=2, resume="auto")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"guard": {"halvings": "y"}},
+        {"guard": {"halvings": -1}},
+        {"files": ["x"]},
+        {"tokenizer": "x"},
+        {"made_by": 7},
+    ],
+    ids=repr,
+)
+def test_a_crafted_state_is_one_line(run: Path, change: dict[str, Any]) -> None:
+    resave(run, 4, lambda state: state.update(change))
+    with pytest.raises(CheckpointError):
+        make(run, max_steps=4, eval_every=2, resume="4")
+
+
+def test_a_moment_of_another_shape_is_refused(run: Path) -> None:
+    """A fused optimizer would write beyond its end."""
+
+    def cut(state: dict[str, Any]) -> None:
+        state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+    resave(run, 4, cut)
+    with pytest.raises(CheckpointError, match="exp_avg of a parameter .* has the shape .3"):
+        make(run, max_steps=4, eval_every=2, resume="auto")
+
+
+def test_what_a_task_changes_while_it_is_checked_is_undone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom minigrpo.types import Example\n"
+        "class Mine:\n    parts = {'exact': 1.0}\n"
+        "    def __init__(self, seed): pass\n"
+        "    def train(self, number):\n"
+        "        torch.set_autocast_enabled('cpu', True)\n"
+        "        return Example('1+1=', '2', number)\n"
+        "    held_out = train\n"
+        "    def score(self, example, text): return {'exact': float(text == example.answer)}\n"
+    )
+    try:
+        make(tmp_path / "run", task=str(tmp_path / "mine.py"), data="", reward_weights="")
+        assert not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", False)

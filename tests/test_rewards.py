@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import chess
 import numpy as np
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from minigrpo.rewards import RewardFunction, RewardScorer, is_valid_fen, reward, similarity
 from minigrpo.runtime.pool import MAX_ABANDONED
+from minigrpo.runtime.reward_calls import RewardSource
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.types import Example
 
@@ -414,3 +415,32 @@ def test_a_part_has_one_name() -> None:
 
     with pytest.raises(ValueError, match="--rewards: the task already has a part similarity"):
         RewardScorer(ENV, functions=[similarity])
+
+
+@pytest.mark.parametrize("kind", ["dict", "array"])
+def test_an_answer_that_a_function_uses_again_is_copied(kind: str) -> None:
+    """Answers are checked after all calls: each completion would get the last one's score."""
+
+    class Reuses:
+        parts: ClassVar[dict[str, float]] = {"len": 1.0}
+        out: ClassVar[dict[str, float]] = {}
+
+        def score(self, example: Example, text: str) -> dict[str, float]:
+            self.out["len"] = float(len(text))
+            return self.out
+
+    buffer = np.zeros(1)
+
+    def call(examples: Any, texts: Any) -> dict[str, np.ndarray]:
+        buffer[:] = len(texts[0])
+        return {"len": buffer}
+
+    if kind == "dict":
+        scorer = RewardScorer(Reuses())  # type: ignore[arg-type]
+        table = scorer.score([Example("p", "a")], [["x", "yy", "zzz"]])
+        assert table.total.tolist() == [[1, 2, 3]]
+        scorer.close()
+    else:
+        source = RewardSource(["len"], call, batched=True, timeout_s=1.0)
+        first, second = source.answer([0], ["x"]), source.answer([0], ["yy"])
+        assert first["len"][0] == 1 and second["len"][0] == 2

@@ -4,12 +4,11 @@ A family is a row of FAMILIES. A model is rejected if transformer.py would compu
 than the one that was trained: loading it anyway would give a model that runs but writes nonsense.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..runtime.text import one_line, quoted
+from ..runtime.text import one_line, parse_json, quoted
 from .gpt2_config import PREFIX, read_gpt2, write_gpt2
 from .llama_config import read_llama, read_smollm3, write_llama, write_smollm3
 from .shape import ModelShape
@@ -104,7 +103,7 @@ def read_shape(files: WeightFiles) -> tuple[ModelShape, Problems]:
     """
     try:
         if SHAPE in files.header:  # a file of our own
-            return ModelShape(**json.loads(files.header[SHAPE])), []
+            return ModelShape(**parse_json(files.header[SHAPE])), []
         name = check_settings(files.settings)
         check_quantised({}, files.dtypes)
         if "model_type" not in files.settings and LLAMA_EMBEDDING in files.shapes:

@@ -91,7 +91,10 @@ def read_smollm3(files: WeightFiles) -> tuple[Fields, Problems]:
 
 def _rope(settings: Settings, theta: float, problems: Problems) -> tuple[RopeScaling | None, float]:
     """Rotary scaling and base, from the fields of transformers 5, else from those of version 4."""
-    found = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    new, old = (settings.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    found = new or old
+    if new and old and _scaling(new) != _scaling(old):
+        problems.append(f"rope_parameters and rope_scaling in {CONFIG} differ; keep one of them")
     kind = found.get("rope_type", found.get("type", "default"))
     base = float(_number(found, "rope_theta") or _number(settings, "rope_theta") or theta)
     if found.get("partial_rotary_factor", 1.0) != 1.0:
@@ -108,6 +111,12 @@ def _rope(settings: Settings, theta: float, problems: Problems) -> tuple[RopeSca
         problems.append(f"rope type llama3 without {missing[0]}")
         return None, base
     return RopeScaling(**scaling), base
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What both versions' fields say about scaling."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {"kind": kind, **{name: rope.get(name) for name in ROPE_SCALING.values()}}
 
 
 def _number(settings: Settings, name: str) -> Any:

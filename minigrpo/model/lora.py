@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..runtime.text import quoted
 from .families import FAMILIES
+from .hub import HubModel
 from .linear import Linear, linear
 from .logprobs import at_least_fp32
 from .shape import ModelShape
@@ -153,12 +154,16 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """A hash that another name, shape or value of a weight changes, whatever the device.
 
-    Of each weight the bits are added up, as integers: no order of additions changes that.
+    Of each weight the bits are added up, as integers, each times its place: no order of additions
+    changes that, and an exchange of two values does.
     """
     digest = hashlib.sha256()
     for name, x in weights.items():
         bits = x.detach().flatten().view(BITS[x.element_size()])
-        total = sum(int(part.sum()) for part in bits.split(SUMMED))
+        total = 0
+        for number, part in enumerate(bits.split(SUMMED)):
+            places = torch.arange(1, len(part) + 1, device=part.device) + number * SUMMED
+            total += int((part.long() * places).sum())
         digest.update(f"{name} {list(x.shape)} {x.dtype} {total}\n".encode())
     return digest.hexdigest()
 
@@ -172,16 +177,19 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
     `PeftModel.from_pretrained(base_model, folder)` loads them.
 
     Args:
-        base: the name or path of the model that the adapters belong to.
+        base: the name or path of the model that the adapters belong to; for a model on the Hub,
+            perhaps with @REVISION.
     """
     layers = adapters(model)
     first = next(iter(layers.values()))
     rank = len(first.lora_A)
     tensors = _peft_tensors(layers, model.shape)
+    name, _, revision = base.partition("@") if HubModel.of(base) else (base, "", "")
     settings: Mapping[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision or None,
         "r": rank,
         "lora_alpha": first.scale * rank,
         "lora_dropout": 0.0,

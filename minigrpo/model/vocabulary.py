@@ -18,6 +18,9 @@ NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
+MOST_TOKENS = 10**7  # a list of them must fit into memory
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """How a text becomes tokens. The numbers of the tokens may have gaps."""
@@ -32,9 +35,12 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """One more than the largest number of a token."""
+        """One more than the largest number of a token. Raises ValueError if it is absurd."""
         tables = (self.ranks, self.special, self.added, self.unreachable)
-        return 1 + max(number for table in tables for number in table.values())
+        largest = max(number for table in tables for number in table.values())
+        if largest >= MOST_TOKENS:
+            raise ValueError(f"a token has the number {largest}, beyond {MOST_TOKENS - 1}")
+        return 1 + largest
 
     @property
     def missing(self) -> bytes:

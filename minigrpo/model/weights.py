@@ -111,12 +111,20 @@ def save_weights(state: Mapping[str, Tensor], shape: ModelShape, path: Path) -> 
     _save(state, family, path, header)
 
 
-def export_model(state: Mapping[str, Tensor], folder: Path, *, shape: ModelShape, eos: int) -> None:
+def export_model(
+    state: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    shape: ModelShape,
+    eos: int,
+    bos: int | None = None,
+) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM` and `from_pretrained` load.
 
     Args:
         state: a Transformer's state dict.
         eos: the token that ends a completion.
+        bos: the token that a text begins with; None: the same.
     """
     family = FAMILIES[shape.family]
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +133,8 @@ def export_model(state: Mapping[str, Tensor], folder: Path, *, shape: ModelShape
     settings = {
         "architectures": [family.architecture],
         **family.write(shape),
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos),
+        **dict.fromkeys(("eos_token_id", "pad_token_id"), eos),
+        "bos_token_id": eos if bos is None else bos,
     }
     (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
 

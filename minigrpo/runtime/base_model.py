@@ -66,6 +66,12 @@ def add_lora(
     )
 
 
+def loadable_base(init_from: str) -> str:
+    """--init-from as PEFT can load it; "" for a run and a model from scratch, which it cannot."""
+    own = init_from in ("scratch", "shipped") or (Path(init_from) / "config.toml").is_file()
+    return "" if own else init_from
+
+
 def base_dtype(config: ModelConfig) -> torch.dtype | None:
     """How --base-dtype stores matrices; None: as they are, in float32."""
     return None if config.base_dtype == "float32" else getattr(torch, config.base_dtype)

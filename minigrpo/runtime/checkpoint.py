@@ -210,6 +210,9 @@ def _misfit(state: Any, step: int | None) -> str:
     """What is wrong with a state whose folder is named for a step, or ""."""
     if not isinstance(state, dict) or not isinstance(state.get("config", {}), dict):
         return "is not the state of a run"
+    for name in ("shape", "made_by", "files", "tokenizer", "guard"):
+        if not isinstance(state.get(name) or {}, dict):
+            return f"its {name} is {quoted(state[name])}"
     found = state.get("step", step)
     if found is not None and (type(found) is not int or found < 0):
         return f"its step is {quoted(found)}"

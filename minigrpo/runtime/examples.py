@@ -226,7 +226,7 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
         size = 2 if source.batched else 1
         args = ([question] * 2, [text, example.answer]) if source.batched else (question, text)
         try:
-            answer = pool.wait(pool.submit(source.call, *args, needs_thread=True), timeout_s)
+            answer = pool.wait(pool.submit(source.answer, *args, needs_thread=True), timeout_s)
             scores = dict(zip(source.names, source.check(answer, size)[:, 0].tolist(), strict=True))
         except Exception as error:
             if isinstance(error, ConfigError) and str(error).startswith(task.name):

@@ -83,7 +83,10 @@ class NonFiniteGuard:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         for field in fields(self):
-            setattr(self, field.name, state.get(field.name, 0))
+            value = state.get(field.name, 0)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"the guard's {field.name} is {value!r}")
+            setattr(self, field.name, value)
 
 
 def weight_norm(model: nn.Module) -> Tensor:

@@ -147,7 +147,7 @@ def records_of(
             record = parse_json(line)
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError("no object with a step")
-            texts = (name for name, x in record.items() if not isinstance(x, int | float | None))
+            texts = (name for name, x in record.items() if not _is_number(x))
             if only_numbers and (name := next(texts, "")):
                 raise ValueError(f"{quoted(name)} is no number")
             if record["step"] <= up_to_step:
@@ -161,6 +161,11 @@ def records_of(
     if len(damaged) > MAX_WARNINGS:
         warn(f"{path}: {len(damaged) - MAX_WARNINGS} more lines are left out")
     return kept
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is null or a number that a float can hold."""
+    return isinstance(value, float | None) or (isinstance(value, int) and abs(value) < 10**300)
 
 
 class EventFile:

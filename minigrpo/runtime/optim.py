@@ -33,6 +33,19 @@ def make_optimizer(
     return kind(groups, lr=learning_rate, betas=BETAS, fused=fused)
 
 
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a moment of another shape than its parameter.
+
+    A fused kernel would write beyond its end.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, x in state.items():
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of a parameter {list(parameter.shape)} has the shape {list(x.shape)}"
+                )
+
+
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
     """Linear warm-up, then cosine decay to FINAL_SHARE of the peak. Steps count from 0."""
     if step < warmup_steps:

@@ -4,11 +4,15 @@ Checkpoints record the commits of models on the Hugging Face Hub and a fingerpri
 because a name, as well as a folder, may stand for something else later.
 """
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..config import Config
 from ..model.hub import cached_folder, local_folder
+from ..model.tokenizer import Tokenizer
 from .flags import ConfigError, flag
+from .settings import RECORD
 
 NAMES = ("init_from", "tokenizer")  # the settings that may name a model on the Hub
 
@@ -34,6 +38,33 @@ def commits_of_models(config: Config) -> dict[str, str]:
     named = {flag(name): getattr(config.model, name) for name in NAMES}
     folders = {f"{by} {name}": cached_folder(name) for by, name in named.items()}
     return {shown: folder.name for shown, folder in folders.items() if folder}
+
+
+def recorded(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """A tokenizer's fingerprint as entries of the table `versions` in a run's config.toml."""
+    return {f"tokenizer_{part.replace(' ', '_')}": x for part, x in fingerprint.items()}
+
+
+def check_tokenizer_of_run(run: Path, tokenizer: Tokenizer, *, own_template: bool = False) -> None:
+    """Raise ConfigError if a run was trained with another tokenizer than this one.
+
+    Args:
+        own_template: the chat template was given for this command, and may differ.
+    """
+    try:
+        then = tomllib.loads((run / RECORD).read_text("utf-8-sig")).get("versions", {})
+    except (OSError, ValueError):  # whoever reads its settings says so
+        return
+    differ = []
+    for part, digest in tokenizer.fingerprint.items():
+        (name,) = recorded({part: digest})
+        if then.get(name, digest) != digest and not (own_template and part != "vocabulary"):
+            differ.append(part)
+    if differ:
+        raise ConfigError(
+            f"--tokenizer {tokenizer.name}: {run} was trained with another "
+            f"{' and another '.join(differ)}"
+        )
 
 
 def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,15 @@ def _change_folder(folder: str) -> None:
         os.chdir(folder)
 
 
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _set_autocast(kind: str, kept: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled(kind, kept[0])
+    torch.set_autocast_dtype(kind, kept[1])
+
+
 def _set_device(device: torch.device) -> None:
     """Set torch's default device; the CPU is what no device means, which costs nothing per call."""
     torch.set_default_device(None if device.type == "cpu" else device)
@@ -44,6 +54,10 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
     ),
+    **{
+        f"torch's autocast on {kind}": (partial(_autocast, kind), partial(_set_autocast, kind))
+        for kind in ("cpu", "cuda")
+    },
     "torch's matmul precision": (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,

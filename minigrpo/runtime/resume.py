@@ -11,6 +11,7 @@ from ..config import Config
 from .flags import ConfigError, flag
 from .renamed import modern
 from .settings import places
+from .text import parse_json
 
 # Groups whose settings may differ when a run is resumed. They do not change training beyond
 # rounding, except for --max-steps, which sets the learning-rate schedule, and bnpo's micro-batches.
@@ -82,6 +83,36 @@ def check_same_run(config: Config, saved: Mapping[str, Any], where: object) -> N
     ]
     if differ:
         raise ConfigError(f"--resume: {where} was made with another config: {'; '.join(differ)}")
+
+
+def check_same_shape(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the model's shape differs from the checkpoint's.
+
+    Some of it, such as a rotary base in config.json, changes what is computed but no tensor. An
+    older checkpoint lacks fields that are newer than itself.
+    """
+    differ = [
+        f"{name} was {then[name]}, is {x}" for name, x in now.items() if then.get(name, x) != x
+    ]
+    if differ:
+        raise ConfigError(
+            f"--resume: the model of --init-from has changed since the checkpoint was written: "
+            f"{'; '.join(differ)}; bring its config.json back, or start a new run"
+        )
+
+
+def check_nothing_trained(folder: Path, save_every: int) -> None:
+    """Raise ConfigError if a folder without checkpoints has the logs of a run that had some."""
+    try:
+        last = (folder / "metrics.jsonl").read_bytes().strip().rpartition(b"\n")[2]
+        steps = parse_json(last)["step"] if last else 0
+    except (OSError, ValueError, TypeError, KeyError):  # none, or cut off when the process died
+        return
+    if type(steps) is int and steps >= save_every:
+        raise ConfigError(
+            f"--resume auto: {folder} has metrics of {steps} steps, but no checkpoint; bring the "
+            "checkpoints back, or take another folder"
+        )
 
 
 def changes(

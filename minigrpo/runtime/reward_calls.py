@@ -6,12 +6,14 @@ return something that is not a number. Then the call has failed, and its complet
 The threads are in pool.py.
 """
 
+import copy
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..types import Example, Task
 from .flags import ConfigError
@@ -43,6 +45,10 @@ class RewardSource:
     def trusted(self) -> bool:
         """Whether its calls have no time limit, and an error in one ends the run."""
         return self.timeout_s is None
+
+    def answer(self, *args: Any) -> Any:
+        """Call the function, and copy what it returns: it may reuse one object for each call."""
+        return copied(self.call(*args))
 
     def pieces(self, size: int, workers: int) -> Iterator[slice]:
         """Split `size` completions into one slice per call.
@@ -107,6 +113,17 @@ def _numbers(column: Any, size: int) -> np.ndarray:
                 f"returned {short(value)}, not a finite number up to 1e12"
             ) from None
     return scores
+
+
+def copied(answer: Any) -> Any:
+    """A copy of what can be changed in place: dicts, lists, arrays and tensors."""
+    if type(answer) is dict:
+        return {name: copied(value) for name, value in answer.items()}
+    if type(answer) is list:
+        return list(answer)
+    if isinstance(answer, np.ndarray | torch.Tensor):
+        return copy.copy(answer) if isinstance(answer, np.ndarray) else answer.clone()
+    return answer
 
 
 def narrow(scores: np.ndarray) -> np.ndarray:

@@ -21,7 +21,8 @@ from ..model.lora import PEFT_WEIGHTS, adapters, peft_files
 from ..model.transformer import Transformer
 from ..model.weight_files import WEIGHTS
 from ..types import RolloutBatch
-from .base_model import base_digest, check_base
+from . import resume as resuming
+from .base_model import base_digest, check_base, loadable_base
 from .checkpoint import (
     CheckpointError,
     State,
@@ -40,7 +41,7 @@ from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
-from .origins import check_same_tokenizer, commits_of_models
+from .origins import check_same_tokenizer, commits_of_models, recorded
 from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
 
@@ -146,7 +147,7 @@ class RunDir:
         """Write `model.safetensors`, or adapters as PEFT does. Raises RunFailed in one line."""
         files: dict[str, Callable[[Path], object]] = {WEIGHTS: model.save_pretrained}
         if adapters(model):
-            files = peft_files(model, base=self.config.model.init_from)
+            files = peft_files(model, base=loadable_base(self.config.model.init_from))
 
         def write() -> None:
             for name, write_file in files.items():
@@ -198,6 +199,7 @@ class RunDir:
                 if "config" not in found or "step" not in found:
                     raise CheckpointError(f"{self.shown}: a checkpoint has no step or no config")
                 check_same_run(self.config, found["config"], self.path)
+                resuming.check_same_shape(asdict(learner.model.shape), found.get("shape") or {})
                 check_base(self.config, self.base, found.get("base", ""))
                 name, then = self.config.model.tokenizer, found.get("tokenizer", {})
                 check_same_tokenizer(name, self.tokenizer, then)
@@ -208,6 +210,8 @@ class RunDir:
                     f"--resume {resume}: {self.shown} holds a model, {weights[0]}, but no "
                     "checkpoint; take another folder"
                 )
+            elif resume:
+                resuming.check_nothing_trained(self.path, self.config.run.save_every)
             return bool(found)
 
         if not self.dist.on_main(find):
@@ -272,7 +276,7 @@ class RunDir:
         # the layers of --fast are written out, so that --no-fast has nothing to undo
         config = self.config.replace(fast=False)
         lines = toml_lines(config, leave_out=("out_dir", "resume", "stop_after"))
-        found = versions(self.dist.world_size)
+        found = versions(self.dist.world_size) | recorded(self.tokenizer)
         lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
         text = "\n".join(lines) + "\n"
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from ..model.hub import local_folder
+from ..model.lora import PEFT_CONFIG
 from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
@@ -36,6 +37,11 @@ def load_model(
         held = other_format(found)
         raise ConfigError(
             f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS}){held}"
+        )
+    if (found / WEIGHTS).exists() and (found / PEFT_CONFIG).exists():
+        raise ConfigError(
+            f"{path}: has adapters ({PEFT_CONFIG}) beside its weights, which would be left out; "
+            "merge them into the weights, or move them away"
         )
     return str(path), load_pretrained(str(found), matrices)
 

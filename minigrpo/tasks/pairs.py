@@ -89,11 +89,11 @@ class Pairs(BatchScored):
     def train(self, number: int) -> Example:
         """Return training example `number`."""
         epoch, place = divmod(number, len(self._split[False]))
-        return replace(self._split[False][self._order(epoch)[place]].example, index=number)
+        return _asked(self._split[False][self._order(epoch)[place]].example, number)
 
     def held_out(self, number: int) -> Example:
         """Return evaluation example `number`; beyond `num_held_out` they repeat."""
-        return replace(self._split[True][number % self.num_held_out].example, index=number)
+        return _asked(self._split[True][number % self.num_held_out].example, number)
 
     def longest(self) -> Iterator[tuple[str, Example]]:
         """Yield all examples, most bytes first, each with its file and line."""
@@ -110,6 +110,11 @@ class Pairs(BatchScored):
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         return stream(self.seed, "pairs", epoch).permutation(len(self._split[False]))
+
+
+def _asked(example: Example, index: int) -> Example:
+    """An example with messages of its own, into which a reward function may write."""
+    return replace(example, index=index, messages=tuple(map(dict, example.messages)))
 
 
 def _read(path: Path) -> list[Pair]:

@@ -110,6 +110,7 @@ def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
         weights=config.task.weights(),
         functions=load_rewards(config.task.rewards, screen.warn),
         warn=screen.warn,
+        timeout_s=config.task.reward_timeout,
     )
     with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]

@@ -34,15 +34,16 @@ from ..model.tokenizer_files import (
 from ..model.transformer import Transformer
 from ..model.weight_files import CONFIG, INDEX, WEIGHTS, read_json
 from ..model.weights import export_model
-from ..runtime.build import is_padded, make_tokenizer
+from ..runtime.base_model import loadable_base
+from ..runtime.build import is_padded
 from ..runtime.flags import ConfigError, parse
 from ..runtime.folder import OF_A_RUN
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line, write_output
 from ..runtime.text import check_file_name
-from ..runtime.tokenizers import with_own_tokenizer
 from ..runtime.trained import is_run, load_model
 from .loading import ModelSelection, config_of
+from .loading import tokenizer_of as tokenizer_of_selection
 from .messages import one_line_errors
 
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         screen, tokenizer = Screen(), tokenizer_of(arguments)
         name, model = load_model(arguments.run, screen.warn)
         if arguments.adapters:
-            write_adapters(arguments.run, model, Path(arguments.out))
+            write_adapters(arguments.run, model, Path(arguments.out), screen)
             screen.say(f"{name} -> {arguments.out}")
             return
         if tokenizer:
@@ -99,11 +100,16 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         screen.say(f"{name} -> {arguments.out}")
 
 
-def write_adapters(run: Path, model: Transformer, folder: Path) -> None:
+def write_adapters(run: Path, model: Transformer, folder: Path, screen: Screen) -> None:
     """Write the adapters of a run's model. Raises ConfigError in one line."""
     if not adapters(model):
         raise ConfigError(f"--adapters: {run} was trained without --lora-rank")
-    base = config_of(ModelSelection(run)).model.init_from
+    init_from = config_of(ModelSelection(run)).model.init_from
+    if not (base := loadable_base(init_from)):
+        screen.warn(
+            f"PEFT cannot load the base of these adapters, --init-from {init_from}: export that "
+            "model too, and give its folder to PeftModel.from_pretrained"
+        )
     try:
         for name, write_file in peft_files(model, base=base).items():
             write_output("--out", folder / name, write_file)
@@ -113,12 +119,12 @@ def write_adapters(run: Path, model: Transformer, folder: Path) -> None:
 
 def tokenizer_of(arguments: Arguments) -> Tokenizer | None:
     """The tokenizer of --tokenizer, else of the run, else in the model's folder, if any."""
-    if arguments.tokenizer:
-        return load_tokenizer(arguments.tokenizer)
     folder = folder_of(arguments.run)
     if is_run(folder) or str(folder) == "shipped":
-        config = config_of(ModelSelection(folder))
-        return make_tokenizer(with_own_tokenizer(config, str(folder)))
+        selection = ModelSelection(folder, tokenizer=arguments.tokenizer or None)
+        return tokenizer_of_selection(selection, config_of(selection))
+    if arguments.tokenizer:
+        return load_tokenizer(arguments.tokenizer)
     return load_tokenizer(str(folder)) if has_tokenizer(folder) else None
 
 
@@ -161,11 +167,18 @@ def add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         (folder / CHAT_TEMPLATE).write_text(chat.source, encoding="utf-8")
 
 
-def write_ends(folder: Path, ends: Sequence[int]) -> None:
+def bos_of(tokenizer: Tokenizer | None, default: int) -> int:
+    """The token that a text begins with, as the tokenizer names it."""
+    named = tokenizer.chat.tokens.get("bos_token") if tokenizer and tokenizer.chat else None
+    return tokenizer.special.get(named, default) if tokenizer and named else default
+
+
+def write_ends(folder: Path, ends: Sequence[int], bos: int) -> None:
     """Say in generation_config.json where transformers' `generate` stops."""
     file = folder / GENERATION_CONFIG
     settings = {
-        **dict.fromkeys(("bos_token_id", "pad_token_id"), ends[0]),
+        "bos_token_id": bos,
+        "pad_token_id": ends[0],
         **read_json(file),
         "eos_token_id": list(ends) if len(ends) > 1 else ends[0],
     }
@@ -194,10 +207,11 @@ def write(
     with one_line("--out", folder):
         try:
             partial.mkdir(parents=True)
-            export_model(model.state_dict(), partial, shape=model.shape, eos=ends[0])
+            bos = bos_of(tokenizer, ends[0])
+            export_model(model.state_dict(), partial, shape=model.shape, eos=ends[0], bos=bos)
             if tokenizer:
                 add_tokenizer(partial, tokenizer)
-            write_ends(partial, ends)
+            write_ends(partial, ends, bos)
             check_nothing_stale(folder, partial)
             for file in partial.iterdir():
                 os.replace(file, folder / file.name)

@@ -15,6 +15,7 @@ from ..runtime import accel
 from ..runtime.build import make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
+from ..runtime.origins import check_tokenizer_of_run
 from ..runtime.settings import RECORD, places, read_settings
 from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, with_own_tokenizer
@@ -86,7 +87,11 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
 def tokenizer_of(selection: ModelSelection, config: Config) -> Tokenizer:
     """The tokenizer of the selected model, unless --tokenizer names another. Raises ValueError."""
     local_folder(str(selection.run))  # a model that is nowhere is named as such, not its tokenizer
-    return make_tokenizer(with_own_tokenizer(config, str(selection.run)))
+    tokenizer = make_tokenizer(with_own_tokenizer(config, str(selection.run)))
+    if is_run(selection.run):
+        given = selection.chat_template is not None or selection.system is not None
+        check_tokenizer_of_run(selection.run, tokenizer, own_template=given)
+    return tokenizer
 
 
 def load_sampler(

@@ -8,6 +8,7 @@ from ..runtime.flags import ConfigError
 from ..runtime.text import parse_json, quoted
 
 Record = dict[str, Any]
+MOST = 10**300  # JSON may spell whole numbers for which a float has no room
 
 
 def read_records(path: Path, numbers: Collection[str] = ()) -> list[Record]:
@@ -62,7 +63,9 @@ def read_object(path: Path) -> Record:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a JSON value is a number; true and false are not."""
+    """Whether a JSON value is a number that a float can hold; true and false are not."""
+    if isinstance(value, int) and abs(value) > MOST:
+        return False
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -37,7 +37,7 @@ CHAT = ("system", "chat_template")  # settings of a chat
 
 @dataclass(frozen=True)
 class Arguments(ModelSelection):
-    prompt: str = ""
+    prompt: str | None = None
     """A text for the model: a user message if the model has a chat template, else sent as it is."""
     raw: bool = False
     """Send --prompt as it is, without a chat template."""
@@ -73,9 +73,11 @@ class Arguments(ModelSelection):
                 raise ConfigError(f"{flag(name)} goes with --n; without it, completions are greedy")
 
     def _check_prompt(self) -> None:
+        if self.prompt == "":
+            raise ConfigError("--prompt must be a text, got ''")
         if self.raw and not self.prompt:
             raise ConfigError("--raw goes with --prompt, which it leaves without a chat template")
-        if has_lone_surrogate(self.prompt):
+        if has_lone_surrogate(self.prompt or ""):
             raise ConfigError(f"--prompt must be UTF-8 text, got {shown(self.prompt)}")
         asked = ("fen", "move", "before", "examples", "task", "data", "history")
         for name in (*(asked if self.prompt else ()), *(CHAT if self.raw else ())):
