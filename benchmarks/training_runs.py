@@ -19,6 +19,7 @@ from minigrpo.config import Config
 from minigrpo.runtime.flags import ConfigError, flag
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.settings import PACKAGE, toml_lines
+from minigrpo.runtime.tokenizers import with_own_tokenizer
 
 SECONDS_BETWEEN_LOOKS = 0.5
 BAD_INPUT = 2  # exit code of a run whose flags are wrong; all others would fail too
@@ -50,7 +51,9 @@ class Run:
         saved = self.folder / "config.toml"
         if not saved.exists():
             return False
-        then, now = Config.from_toml(saved).flat(), self.config.flat()
+        # a run records which tokenizer `auto` was
+        configs = Config.from_toml(saved), self.config
+        then, now = (with_own_tokenizer(config).flat() for config in configs)
         if differ := [f"{flag(x)} was {then[x]}, is {now[x]}" for x in now if now[x] != then[x]]:
             raise ConfigError(
                 f"--out-dir: {self.folder} holds a run with other settings "

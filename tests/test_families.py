@@ -380,10 +380,10 @@ def mib(name):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
-config = Config.of(init_from=sys.argv[1])
+config = Config.of(max_new_tokens=8, init_from=sys.argv[1])
 Learner(config, Transformer(ModelShape(9)))  # for what torch imports late
 before = mib("VmRSS")
-model = make_model(config, types.SimpleNamespace(n_vocab=4096))
+model = make_model(config, types.SimpleNamespace(n_vocab=4096, name="made-up"))
 Learner(config, model)
 print(mib("VmHWM") - before)
 """
