@@ -235,6 +235,18 @@ def test_annotate_refuses_a_path_before_it_starts_an_engine(
     assert words in refused(capsys, annotate, *argv)
 
 
+@pytest.mark.parametrize(
+    "name", ["eval.jsonl", "model.safetensors", "checkpoints/step_000002/state.pt", "config.toml"]
+)
+def test_evaluate_does_not_write_onto_a_file_of_the_run(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run / name).read_bytes()
+    words = f"--json run/{name}: is a file of a run or a model; take another name"
+    assert words in refused(capsys, evaluate, run, "--n", "2", "--json", run / name)
+    assert (run / name).read_bytes() == before
+
+
 # --- what curves reads ----------------------------------------------------------------------------
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 
 from .flags import ConfigError
 
+# A figure or table written onto one of them would lose what training has made.
+OF_A_RUN_OR_MODEL = {"config.toml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json"}
+OF_A_RUN_OR_MODEL |= {"manifest.json", "config.json", "tokenizer.json", "adapter_config.json"}
+
 
 def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ()) -> None:
     """Check that a file can be written. The folders above it need not exist yet.
@@ -36,6 +40,8 @@ def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ())
             _check_can_make(flag, path, path.parent)
         elif path.is_dir():
             raise ConfigError(f"{flag} {text}: is a folder, not a file")
+        elif path.name in OF_A_RUN_OR_MODEL or path.suffix in (".pt", ".safetensors"):
+            raise ConfigError(f"{flag} {text}: is a file of a run or a model; take another name")
         elif not os.access(path, os.W_OK):
             raise ConfigError(f"{flag} {text}: cannot be written (no permission)")
 
