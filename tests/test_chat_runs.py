@@ -442,3 +442,16 @@ def test_a_prompt_that_cannot_be_sent_is_one_line(
         call(sample, model, *argv)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and words in err and err.count("\n") == 1
+
+
+def test_answers_that_the_tokenizer_writes_in_another_way_are_warned_of(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen's normalises texts, so no completion can equal a decomposed answer."""
+    rows = [
+        {"prompt": f"{number}?", "answer": "e\u0301" if number == 7 else "x"}
+        for number in range(60)
+    ]
+    make_trainer(model, write_lines(tmp_path / "data.jsonl", rows))
+    said = " ".join(capfd.readouterr().err.split())
+    assert "1 answers change when --tokenizer" in said and "line 8. Normalise them" in said

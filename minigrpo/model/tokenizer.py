@@ -45,6 +45,7 @@ class Tokenizer:
         stops: tokens that end a completion; eot and turn_end are among them.
         prefix: what a prompt without a chat template starts with; mostly nothing.
         chat: writes prompts from messages; None if the model has no template.
+        is_lossless: every text is decoded as it was; otherwise some are normalised.
         tokens: number -> bytes, which are empty where a number has no token.
         fingerprint: a digest of each part that decides what the tokens of a text are.
         source: the file or folder that it was read from; None if it came with a package.
@@ -80,12 +81,12 @@ class Tokenizer:
             special_tokens={},
         )
         self._nfc, self._pattern = vocabulary.nfc, vocabulary.pattern
-        self._added = vocabulary.added
+        self._added, self._dropped = vocabulary.added, vocabulary.missing
         # Special tokens are looked for too: an added token inside one of them is text.
         strings = sorted([*self._added, *self.special], key=len, reverse=True)
         self._strings = re.compile("|".join(map(re.escape, strings)))
-        self._dropped = vocabulary.missing
-        self._as_it_is = not (self._added or self._nfc or self._dropped)
+        self.is_lossless = not (self._nfc or self._dropped)
+        self._as_it_is = self.is_lossless and not self._added
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.name}, {self.n_vocab} tokens>"

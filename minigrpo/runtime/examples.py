@@ -41,6 +41,7 @@ class Lengths:
         self.num_answers = self.num_encoded = 0  # looked at; tokenized
         self.num_suspects, self.roles_seen = 0, set[tuple[str, ...]]()
         self.long_answers: dict[str, int] = {}  # where -> tokens
+        self.unwritable: list[str] = []  # where
 
     def is_suspect(self, example: Example) -> bool:
         """Whether an example of a file must be checked, and fewer than MAX_ENCODED were already.
@@ -110,7 +111,11 @@ class Lengths:
         return prompt
 
     def note_answer(self, where: str, example: Example) -> None:
-        """Count an answer, and whether it is longer than --max-new-tokens."""
+        """Count an answer, and whether it is longer than --max-new-tokens or cannot be written."""
+        if not self.tokenizer.is_lossless and len(self.unwritable) < MAX_ENCODED:
+            ids = self.tokenizer.encode(example.answer)
+            if self.tokenizer.decode(ids) != example.answer:
+                self.unwritable.append(where)
         if len(example.answer.encode()) > self.longest:  # tokens are at most as many as bytes
             if self.num_encoded >= MAX_ENCODED:
                 return
@@ -121,7 +126,15 @@ class Lengths:
         self.num_answers += 1
 
     def warn_of_long_answers(self, warn: Warn) -> None:
-        """Say in one line how many answers are too long to be written, and which is the longest."""
+        """Say how many answers no completion can equal, because they are too long, or because the
+        tokenizer writes them in another way.
+        """
+        if self.unwritable:
+            warn(
+                f"{len(self.unwritable)} answers change when --tokenizer {self.tokenizer.name} "
+                "encodes and decodes them, so no completion can equal them; the first: "
+                f"{self.unwritable[0]}. Normalise them (Unicode's NFC)"
+            )
         if not self.long_answers:
             return
         where = max(self.long_answers, key=lambda name: self.long_answers[name])

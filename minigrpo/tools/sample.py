@@ -31,7 +31,7 @@ from .boards import differences, side_by_side
 from .loading import Loaded, ModelSelection, load
 from .messages import one_line_errors
 
-PROMPTS_AT_ONCE = 32
+PROMPTS_AT_ONCE, MOST_SAMPLES = 32, 10_000
 CHAT = ("system", "chat_template")  # settings of a chat
 
 
@@ -65,6 +65,8 @@ class Arguments(ModelSelection):
                 f"--n must be at least 0 and --examples at least 1, got {self.n} and "
                 f"{self.examples}"
             )
+        if self.n > MOST_SAMPLES:
+            raise ConfigError(f"--n must be at most {MOST_SAMPLES}, got {self.n}")
         if bool(self.fen) != bool(self.move) or (self.before and not self.fen):
             raise ConfigError("--fen and --move go together, and --before with them")
         self._check_prompt()
