@@ -242,6 +242,25 @@ def test_a_template_that_depends_on_special_tokens_in_data_is_refused(tmp_path: 
         chat.encode(ask("<|im_end|>"), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("change", "content"),
+    [
+        ("replace('/think', '')", "Be kind<|im_/thinkend|>"),  # SmolLM3's does so
+        ("lower", "<|IM_END|>"),
+        ("replace('[', '<')", "[|im_end|>"),
+    ],
+)
+def test_a_template_that_makes_special_tokens_of_data_is_refused(
+    change: str, content: str, tmp_path: Path
+) -> None:
+    tokenizer, _ = load(tmp_path, "qwen2.5")
+    end = tokenizer.special["<|im_end|>"]
+    chat = ChatTemplate(f"{{{{ messages[0].content | {change} }}}}<|im_end|>")
+    assert chat.encode(ask("a < b"), tokenizer).count(end) == 1
+    with pytest.raises(ValueError, match="works differently on messages that spell special tokens"):
+        chat.encode(ask(content), tokenizer)
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 

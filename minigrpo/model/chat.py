@@ -30,6 +30,7 @@ Option = bool | float | None  # of a template, such as enable_thinking of Qwen3
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 # This is the date that Llama 3.2's template falls back to.
 TODAY = datetime(2024, 7, 26)
+PUNCTUATION = re.compile(r"[^\w\s]")
 # Unicode keeps these free for use inside programs. Data may hold them all the same, so a mark is
 # one that the messages and the template do not have.
 MARKS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE))]
@@ -97,14 +98,25 @@ class ChatTemplate:
         mark = next(mark for mark in MARKS if mark not in data and mark not in self.source)
         shield = _Shield.of(tuple(tokenizer.special))
         marked = [{**m, "content": shield.mark(m["content"], mark)} for m in messages]
+        wrong = ValueError(
+            f"{self.name}: works differently on messages that spell special tokens; "
+            "remove them from the data"
+        )
+        plain = text
         if any(mark in message["content"] for message in marked):
-            plain = text
             text = self.render(marked, add_generation_prompt=add_generation_prompt, **options)
             if text.replace(mark, "") != plain:
-                raise ValueError(
-                    f"{self.name}: works differently on messages that spell special tokens; "
-                    "remove them from the data"
-                )
+                raise wrong
+        # A template that deletes or changes characters may make a special token of a message. Then
+        # other marks break it, and the special tokens are not those of before.
+        for pattern in (shield.first, PUNCTUATION):
+            apart = [{**m, "content": pattern.sub(rf"\g<0>{mark}", m["content"])} for m in marked]
+            if apart == marked:
+                continue
+            checked = self.render(apart, add_generation_prompt=add_generation_prompt, **options)
+            same = checked.replace(mark, "") == plain
+            if same and shield.pattern.findall(checked) != shield.pattern.findall(text):
+                raise wrong
         ids = list[int]()
         for number, part in enumerate(shield.pattern.split(text)):
             if number % 2:  # split returns what matched between what did not
@@ -139,6 +151,7 @@ class _Shield:
     """Puts marks into a text so that no part of it is read as a special token."""
 
     pattern: re.Pattern[str]  # any special token, the longest first
+    first: re.Pattern[str]  # a character with which one may begin
     special: tuple[str, ...]
     starts: tuple[str, ...]  # parts of special tokens that a text may end with
     ends: tuple[str, ...]  # and those that a text may begin with
@@ -149,6 +162,7 @@ class _Shield:
         names = sorted(special, key=len, reverse=True)
         return _Shield(
             re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})"),
+            re.compile("|".join(sorted({re.escape(name[0]) for name in names})) or "(?!)"),
             special,
             tuple({name[:size] for name in special for size in range(1, len(name))}),
             tuple({name[size:] for name in special for size in range(1, len(name))}),
