@@ -169,6 +169,7 @@ def test_a_fault_in_one_rank_ends_all_of_them_soon(fault: str, tmp_path: Path) -
         assert "RuntimeError: out of luck" in output and "rank 1 of 2, during step" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(
     tmp_path: Path,
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(
     assert "rank 0 of 2, during step 13" in output
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_does_not_trip_the_timeout(tmp_path: Path) -> None:
     """Rank 0 evaluates for longer than --pg-timeout, and rank 1 waits."""
     process = start(
@@ -232,6 +234,7 @@ def test_a_signal_to_the_launcher_finishes_the_step_and_saves(name: str, tmp_pat
     assert str(folder) not in listed  # no orphans
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_the_same_step(calm: Path, tmp_path: Path) -> None:
     """2 -> 1: the same global batch; gradients of the next step within 1e-5, so the metrics that
     they enter into too.
@@ -253,6 +256,7 @@ def test_another_number_of_processes_goes_on_with_the_same_step(calm: Path, tmp_
         assert b[name] == pytest.approx(a[name], rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_two_agents_meet_on_one_machine(calm: Path, tmp_path: Path) -> None:
     """Multi-node as torchrun does it: an agent for each node, one worker each here."""
     with socket.socket() as free:

@@ -123,6 +123,7 @@ def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
         assert (out / "slurm" / f"{JOB}.1" / "job_summary.txt").exists()
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_path: Path) -> None:
     job = submit({**slurm, "FAULT": "raise", "FAULT_MARKER": str(tmp_path / "marker")})
     output = job.communicate(timeout=120)[0]
@@ -133,6 +134,7 @@ def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_pat
     assert not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_copied_stays_where_it_is_and_what_cannot_be_fetched_too(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:

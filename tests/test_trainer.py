@@ -361,6 +361,7 @@ def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_0(tmp_path: Path) -
     assert (run / "checkpoints" / f"step_{summary['step']:06d}" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_asked_twice_it_stops_at_once_and_what_was_saved_is_whole(tmp_path: Path) -> None:
     """In a step that never ends: the second Ctrl-C does not wait for it."""
     marker, folder = tmp_path / "marker", tmp_path / "run"
