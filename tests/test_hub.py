@@ -28,25 +28,12 @@ from minigrpo.tools import export, train
 from minigrpo.tools.loading import ModelSelection, load
 
 from . import bpe
+from .chat_model import QWEN2
 from .gradients import TINY
 from .killing import SUMS
 
 FOUND = bpe.tokenizer_json([], "qwen")  # bytes and three special tokens
-SHAPE = ModelShape(
-    259,
-    context=40,
-    layers=1,
-    width=16,
-    heads=4,
-    family="qwen2",
-    kv_heads=2,
-    norm="rms",
-    projections="separate",
-    mlp="swiglu",
-    out_bias=False,
-    mlp_bias=False,
-    rope_theta=1e4,
-)
+SHAPE = ModelShape(259, context=40, layers=1, width=16, heads=4, kv_heads=2, **QWEN2)
 NAME = "org-1/Model_2.5"
 OLD, NEW = "0a" * 20, "1b" * 20  # commits
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -41,7 +41,7 @@ from minigrpo.runtime.folder import make_folder, working_folder
 from minigrpo.runtime.guard import check_weights, weight_norm
 from minigrpo.runtime.log_files import RunLog
 from minigrpo.runtime.logging import Screen
-from minigrpo.runtime.resume import changed_files, check_same_shape, contents_of_files
+from minigrpo.runtime.resume import changed, check_same_shape, contents_of_files
 from minigrpo.tools import cli, train
 from minigrpo.types import Example
 
@@ -758,10 +758,10 @@ def test_resuming_with_other_contents_of_a_file_is_said_once_with_flag_and_file(
     config = Config.of(task=str(task), out_dir="x")
     before = contents_of_files(config)
     task.write_text("x = 2")
-    assert changed_files(contents_of_files(config), before) == [f"--task {task}"]
+    assert changed(contents_of_files(config), before) == [f"--task {task}"]
     task.unlink()
     os.mkfifo(task)
-    assert contents_of_files(config) == {} and changed_files({}, before) == []
+    assert contents_of_files(config) == {} and changed({}, before) == []
 
 
 def test_resuming_with_another_tokenizer_under_the_same_name_is_refused(

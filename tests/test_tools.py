@@ -24,6 +24,7 @@ from minigrpo.tools.evaluate import Z, mean, share
 from minigrpo.tools.loading import ModelSelection, load
 
 from . import bpe
+from .chat_model import QWEN2
 from .gradients import TINY
 from .test_chat import write as chat_files
 from .test_checkpoint import damage
@@ -262,20 +263,14 @@ def test_an_export_of_a_run_is_a_model_like_any_other(run: Path, tmp_path: Path)
     assert (config["n_head"], config["n_positions"], config["eos_token_id"]) == (2, 160, 359)
 
 
-QWEN2 = ModelShape(
+QWEN = ModelShape(
     vocab_size=352,  # padded, as published
     context=64,
     layers=2,
     width=32,
     heads=4,
-    family="qwen2",
     kv_heads=2,
-    norm="rms",
-    projections="separate",
-    mlp="swiglu",
-    out_bias=False,
-    mlp_bias=False,
-    rope_theta=1e4,
+    **QWEN2,
 )
 
 
@@ -283,7 +278,7 @@ def run_of_a_qwen(tmp_path: Path, **options: Any) -> tuple[Path, Tokenizer]:
     """A run from a folder of a Qwen2-shaped chat model, and the model's own tokenizer."""
     folder = chat_files(tmp_path / "qwen", "qwen3", add_bos_token=False)
     tokenizer = load_tokenizer(str(folder))
-    export_model(Transformer(QWEN2, seed=2).state_dict(), folder, shape=QWEN2, eos=tokenizer.eot)
+    export_model(Transformer(QWEN, seed=2).state_dict(), folder, shape=QWEN, eos=tokenizer.eot)
     ends = {"eos_token_id": [tokenizer.eot, tokenizer.special["<|endoftext|>"]]}
     published = {**ends, "temperature": 0.7, "bos_token_id": tokenizer.special["<|endoftext|>"]}
     (folder / "generation_config.json").write_text(json.dumps(published))
@@ -303,7 +298,7 @@ def test_an_export_has_the_tokenizer_of_its_run_and_all_tokens_that_end_a_text(
     call(export, run, "--out", out)
     back = load_tokenizer(str(out))
     assert back.fingerprint == tokenizer.fingerprint and back.chat
-    assert len(tokenizer.stops) == 2 and tokenizer.eot < tokenizer.n_vocab - 1 < QWEN2.vocab_size
+    assert len(tokenizer.stops) == 2 and tokenizer.eot < tokenizer.n_vocab - 1 < QWEN.vocab_size
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == tokenizer.eot
     generation = json.loads((out / "generation_config.json").read_text())
     first, *others = generation["eos_token_id"]

@@ -26,6 +26,7 @@ from ..model.shape import ModelShape
 from ..model.transformer import Transformer
 from .flags import ConfigError
 from .rng import weights_seed
+from .settings import is_run
 
 CHANGED = "other weights than when training began"
 
@@ -68,7 +69,7 @@ def add_lora(
 
 def loadable_base(init_from: str) -> str:
     """--init-from as PEFT can load it; "" for a run and a model from scratch, which it cannot."""
-    own = init_from in ("scratch", "shipped") or (Path(init_from) / "config.toml").is_file()
+    own = init_from in ("scratch", "shipped") or is_run(Path(init_from))
     return "" if own else init_from
 
 

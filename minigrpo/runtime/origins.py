@@ -12,6 +12,7 @@ from ..config import Config
 from ..model.hub import cached_folder, local_folder
 from ..model.tokenizer import Tokenizer
 from .flags import ConfigError, flag
+from .resume import changed
 from .settings import RECORD
 
 NAMES = ("init_from", "tokenizer")  # the settings that may name a model on the Hub
@@ -42,7 +43,11 @@ def commits_of_models(config: Config) -> dict[str, str]:
 
 def recorded(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """A tokenizer's fingerprint as entries of the table `versions` in a run's config.toml."""
-    return {f"tokenizer_{part.replace(' ', '_')}": x for part, x in fingerprint.items()}
+    return {key(part): digest for part, digest in fingerprint.items()}
+
+
+def key(part: str) -> str:
+    return f"tokenizer_{part.replace(' ', '_')}"
 
 
 def check_tokenizer_of_run(run: Path, tokenizer: Tokenizer, *, own_template: bool = False) -> None:
@@ -55,12 +60,10 @@ def check_tokenizer_of_run(run: Path, tokenizer: Tokenizer, *, own_template: boo
         then = tomllib.loads((run / RECORD).read_text("utf-8-sig")).get("versions", {})
     except (OSError, ValueError):  # whoever reads its settings says so
         return
-    differ = []
-    for part, digest in tokenizer.fingerprint.items():
-        (name,) = recorded({part: digest})
-        if then.get(name, digest) != digest and not (own_template and part != "vocabulary"):
-            differ.append(part)
-    if differ:
+    parts = {"vocabulary"} if own_template else {*tokenizer.fingerprint}
+    now = {part: x for part, x in tokenizer.fingerprint.items() if part in parts}
+    known = {part: then[key(part)] for part in now if key(part) in then}
+    if differ := changed(now, known):
         raise ConfigError(
             f"--tokenizer {tokenizer.name}: {run} was trained with another "
             f"{' and another '.join(differ)}"
@@ -74,7 +77,7 @@ def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, s
         name: of --tokenizer.
         then: the checkpoint's; empty in older ones.
     """
-    if differ := [part for part, digest in then.items() if now.get(part, digest) != digest]:
+    if differ := changed(now, then):
         raise ConfigError(
             f"--resume: --tokenizer {name} has changed since the checkpoint was written: another "
             f"{' and another '.join(differ)}; bring its files back, or start a new run"

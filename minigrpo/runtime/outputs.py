@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..model.lora import PEFT_CONFIG
+from ..model.tokenizer_files import TOKENIZER
+from ..model.weight_files import CONFIG
+from .checkpoint import MANIFEST
 from .flags import ConfigError
+from .folder import OF_A_RUN
 
 # A figure or table written onto one of them would lose what training has made.
-OF_A_RUN_OR_MODEL = {"config.toml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json"}
-OF_A_RUN_OR_MODEL |= {"manifest.json", "config.json", "tokenizer.json", "adapter_config.json"}
+OF_A_RUN_OR_MODEL = {*OF_A_RUN, MANIFEST, CONFIG, TOKENIZER, PEFT_CONFIG}
 
 
 def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ()) -> None:

@@ -32,8 +32,8 @@ from .estimate import (
 from .examples import check_examples
 from .flags import ConfigError
 from .published import published_shape
+from .settings import is_run
 from .startup import check_machine
-from .trained import is_run
 
 
 @dataclass(frozen=True)

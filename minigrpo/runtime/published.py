@@ -6,20 +6,12 @@ as the scaling of rotary frequencies.
 
 from typing import Any
 
+from ..model.architectures import ARCHITECTURES
 from ..model.shape import ModelShape
 
-LLAMA: dict[str, Any] = {
-    "family": "llama",
-    "norm": "rms",
-    "projections": "separate",
-    "mlp": "swiglu",
-    "qkv_bias": False,
-    "out_bias": False,
-    "mlp_bias": False,
-    "rope_theta": 1e6,
-}
-QWEN2 = {**LLAMA, "family": "qwen2", "qkv_bias": True}
-QWEN3 = {**LLAMA, "family": "qwen3", "head_norm": True, "head_dim": 128}
+LLAMA = {**ARCHITECTURES["llama"], "family": "llama"}
+QWEN2 = {**ARCHITECTURES["llama"], "family": "qwen2", "qkv_bias": True}
+QWEN3 = {**ARCHITECTURES["qwen3"], "family": "qwen3", "head_dim": 128}
 # vocabulary and context of a series
 OF_SMOLLM2 = {**LLAMA, "vocab_size": 49152, "context": 8192}
 OF_LLAMA = {**LLAMA, "vocab_size": 128256, "context": 131072}

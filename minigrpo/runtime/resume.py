@@ -59,8 +59,8 @@ def _sha256(path: str) -> str:
         return ""
 
 
-def changed_files(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
-    """The flag and the name of each file whose contents differ; both are `contents_of_files`."""
+def changed(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
+    """The names whose digests differ; what one of the two does not know is no difference."""
     return [name for name, digest in then.items() if now.get(name, digest) != digest]
 
 

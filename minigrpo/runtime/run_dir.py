@@ -42,7 +42,7 @@ from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
 from .logging import Screen
 from .origins import check_same_tokenizer, commits_of_models, recorded
-from .resume import changed_files, changes, check_same_run, contents_of_files, made_by
+from .resume import changed, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
 
 
@@ -237,7 +237,7 @@ class RunDir:
                 f"{'; '.join(said)}: the batches are the same, but results may not be equal bit "
                 "for bit"
             )
-        if differ := changed_files(self.files, state.get("files", {})):
+        if differ := changed(self.files, state.get("files", {})):
             self.screen.warn(
                 f"{', '.join(differ)}: other contents than when the checkpoint was written, so "
                 "the run does not continue as it began"

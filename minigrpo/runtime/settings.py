@@ -160,6 +160,11 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 # --- TOML -----------------------------------------------------------------------------------------
 
 
+def is_run(path: Path) -> bool:
+    """Whether this is a run's folder."""
+    return (path / RECORD).is_file()
+
+
 def find_preset(path: str) -> Path:
     """The path of a file, or of a shipped preset given by name (`rtx4090`)."""
     presets = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout

@@ -11,9 +11,8 @@ from ..config import Config
 from ..model.hub import HubModel
 from ..model.tokenizer_files import has_tokenizer
 from .flags import ConfigError
-from .settings import RECORD, read_settings
+from .settings import RECORD, is_run, read_settings
 from .text import check_file_name
-from .trained import is_run
 
 AUTO, CHESS = "auto", "chess"
 

@@ -14,12 +14,8 @@ from ..model.weight_files import INDEX, WEIGHTS, other_format
 from .base_model import BaseError, adapted_model
 from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from .flags import ConfigError
+from .settings import is_run
 from .text import printable
-
-
-def is_run(path: Path) -> bool:
-    """Whether this is a run's folder."""
-    return (path / "config.toml").is_file()
 
 
 def load_model(

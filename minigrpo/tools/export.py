@@ -40,8 +40,9 @@ from ..runtime.flags import ConfigError, parse
 from ..runtime.folder import OF_A_RUN
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line, write_output
+from ..runtime.settings import is_run
 from ..runtime.text import check_file_name
-from ..runtime.trained import is_run, load_model
+from ..runtime.trained import load_model
 from .loading import ModelSelection, config_of
 from .loading import tokenizer_of as tokenizer_of_selection
 from .messages import one_line_errors

@@ -16,10 +16,10 @@ from ..runtime.build import make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.origins import check_tokenizer_of_run
-from ..runtime.settings import RECORD, places, read_settings
+from ..runtime.settings import RECORD, is_run, places, read_settings
 from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, with_own_tokenizer
-from ..runtime.trained import is_run, load_model
+from ..runtime.trained import load_model
 from ..sampling.sampler import Sampler
 from ..tasks.registry import load_task
 from ..types import Task

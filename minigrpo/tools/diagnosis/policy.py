@@ -1,6 +1,7 @@
 """Rules about the policy and its learning."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,6 +102,21 @@ def apart(first: tuple[int, float, float], second: tuple[int, float, float]) -> 
     return (q - p) / error if error else 0.0
 
 
+class Change(NamedTuple):
+    """The mean training reward in the first and the last fifth of a run."""
+
+    start: float
+    end: float
+    error: float  # standard error of the difference
+
+    @classmethod
+    def of(cls, run: RunData) -> "Change":
+        rewards = run.series("reward")
+        ends = rewards[: run.window], rewards[-run.window :]
+        errors = (float(np.nanstd(x)) / math.sqrt(len(x)) for x in ends)
+        return cls(mean(ends[0]), mean(ends[1]), math.hypot(*errors))
+
+
 def falls(run: RunData, threshold: float) -> Said | None:
     found = shares(run)
     if len(found) < 3:
@@ -119,17 +135,16 @@ def falls(run: RunData, threshold: float) -> Said | None:
 
 
 def no_movement(run: RunData, threshold: float) -> Said | None:
-    found, rewards = shares(run), run.series("reward")
+    found = shares(run)
     if len(found) < 2 or run.supervised or len(run.metrics) < 100:
         return None
-    start, end = rewards[: run.window], rewards[-run.window :]
-    spread = math.hypot(*(float(np.nanstd(x)) / math.sqrt(len(x)) for x in (start, end)))
-    moved = abs(mean(end) - mean(start)) > threshold * spread
+    reward = Change.of(run)
+    moved = abs(reward.end - reward.start) > threshold * reward.error
     if moved or abs(apart(found[0], found[-1])) > threshold:
         return None
     return Said(
         "Nothing moves beyond noise.",
-        f"reward {mean(start):.3g} at the start, {mean(end):.3g} in {run.last_steps}; exactly "
+        f"reward {reward.start:.3g} at the start, {reward.end:.3g} in {run.last_steps}; exactly "
         f"right {found[0][1]:.1%} and {found[-1][1]:.1%}",
         "Raise --learning-rate by a factor of 3, train for longer, or use a larger --eval-size "
         "if the change is small.",
@@ -137,16 +152,17 @@ def no_movement(run: RunData, threshold: float) -> Said | None:
 
 
 def overfits(run: RunData, threshold: float) -> Said | None:
-    found, rewards = shares(run), run.series("reward")
+    found = shares(run)
     if len(found) < 2 or run.supervised:
         return None
-    start, end = rewards[: run.window], rewards[-run.window :]
-    spread = math.hypot(*(float(np.nanstd(x)) / math.sqrt(len(x)) for x in (start, end)))
-    if not (mean(end) - mean(start) > 5 * spread and apart(found[-1], found[0]) > threshold):
+    reward = Change.of(run)
+    if not (
+        reward.end - reward.start > 5 * reward.error and apart(found[-1], found[0]) > threshold
+    ):
         return None
     return Said(
         "The training reward rises while the held-out measure falls.",
-        f"reward {mean(start):.3g} to {mean(end):.3g}; exactly right {found[0][1]:.1%} to "
+        f"reward {reward.start:.3g} to {reward.end:.3g}; exactly right {found[0][1]:.1%} to "
         f"{found[-1][1]:.1%} (sampled, held out)",
         "More or other training data, fewer steps, or --kl-coef 0.01. If the reward is not what "
         "the measure measures, change the reward.",
