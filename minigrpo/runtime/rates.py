@@ -37,6 +37,9 @@ from .optim import make_optimizer
 from .step_counts import StepCounts
 
 TARGET_SECONDS = 0.1
+# A decoding round is timed up to its own number of slots where possible: few rows take as long as
+# it takes to read the weights, so a line through 1 and 4 slots is far too steep for 16.
+TARGET_SECONDS_OF_ROUNDS = 1.5
 REPEATS = 2
 MOST_LAYERS = 4  # of the model in which decoding is timed
 MOST_WIDTH = 768
@@ -123,14 +126,16 @@ class Probe:
     def _seconds(self, function: Callable[[], object]) -> float:
         return seconds(function, self.device, repeats=REPEATS)
 
-    def _grown(self, work_of: Work, most: float) -> tuple[Line, int]:
+    def _grown(
+        self, work_of: Work, most: float, target: float = TARGET_SECONDS
+    ) -> tuple[Line, int]:
         """Time `work_of(size)()` for the sizes 1, 4, 16, .. `most` until its growth shows.
 
         Returns the seconds by size, and the last size.
         """
         size, last = 1, max(1, round(most))
         little = more = self._seconds(work_of(1))
-        while size < last and more < max(TARGET_SECONDS, 2 * little):
+        while size < last and more < max(target, 2 * little):
             size = min(4 * size, last)
             more = self._seconds(work_of(size))
         return Line.through(1, little, size, more), size
@@ -237,7 +242,8 @@ class Probe:
             partial(self._rounds, Sampler(self.config, self._model(shape), self.tokenizer), counts)
             for shape in (self.small, replace(self.small, layers=0))
         )
-        both, slots = self._grown(whole, counts.decoded / max(1.0, counts.rounds) / counts.window)
+        slots = counts.decoded / max(1.0, counts.rounds) / counts.window
+        both, slots = self._grown(whole, slots, TARGET_SECONDS_OF_ROUNDS)
         # without layers, what is left is the head, the picking of tokens, and the host
         head = self._line(rest, slots)
         more = self.shape.layers / self.small.layers * self.block_scale
