@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import _dynamo
 
 from minigrpo import Config, Trainer
+from minigrpo.model.linear import linear, round_number
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Block, Transformer
@@ -352,3 +354,25 @@ def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_s
     )
     batch = trainer.source.batch(0)
     assert len(batch) == 4 and capacities[0] == 32 and trainer.sampler.backoffs[8].size == 2
+
+
+def test_autocast_on_a_cpu_multiplies_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {round_number(count) for count in range(1, 4097)}
+    assert len(sizes) <= 8 * 10
+    assert all(count <= round_number(count) <= count * 9 / 8 for count in range(1, 4097))
+    layer, x = torch.nn.Linear(6, 5), torch.randn(3, 7, 6)
+    rows: list[int] = []
+    product = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: rows.append(len(x)) or product(x, *rest))
+
+    def run(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """The output, and the gradients of input, weight and bias."""
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(given, layer.weight, layer.bias)
+        weights = torch.arange(out.numel()).view(out.shape) % 5
+        parameters = [given, layer.weight, layer.bias]
+        return [out, *torch.autograd.grad((out * weights).sum(), parameters)]
+
+    assert all(map(torch.equal, run(linear), run(product)))
+    assert rows == [22]

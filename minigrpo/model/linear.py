@@ -19,10 +19,32 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`. A weight of another type than `x` must be frozen."""
-    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _in_few_sizes(x, weight, bias)
+    if weight.dtype == x.dtype or autocast:
         return F.linear(x, weight, bias)
     out: Tensor = _FrozenWeight.apply(x, weight)
     return out if bias is None else out + bias.to(out.dtype)
+
+
+def _in_few_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` under autocast on a CPU, with rows of zeros that make up a round number.
+
+    oneDNN compiles a kernel for each number of rows, and keeps it: with the row counts that packing
+    and sampling produce, a run would grow by megabytes per step.
+    """
+    shape = x.shape[:-1]
+    rows = shape.numel()
+    padded = x.new_zeros(round_number(rows), x.shape[-1], dtype=torch.get_autocast_dtype("cpu"))
+    padded[:rows] = x.reshape(rows, -1)
+    return F.linear(padded, weight, bias)[:rows].view(*shape, -1)
+
+
+def round_number(count: int) -> int:
+    """The next of eight sizes between a power of two and its double: at most 1/8 more."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
 
 
 class _FrozenWeight(torch.autograd.Function):
