@@ -142,9 +142,9 @@ def measure(
     drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
     found = record_of(greedy, drawn, getattr(task, "summaries", None), seed)
     success, kinds = greedy.success, by_kind(examples)
-    found |= {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
-    found |= {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
-    return found
+    shares = {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
+    found |= {name: x for name, x in shares.items() if not math.isnan(x.value)}
+    return found | {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
 
 
 def record_of(

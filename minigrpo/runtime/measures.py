@@ -63,7 +63,7 @@ def estimate(values: np.ndarray) -> Estimate:
     else than independent examples, and t that their number is not small. One example has none.
     """
     counts = np.isfinite(values).sum(axis=1)
-    each = np.nansum(values, axis=1)[counts > 0] / counts[counts > 0]
+    each = np.nansum(values, axis=1, dtype=np.float64)[counts > 0] / counts[counts > 0]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():
