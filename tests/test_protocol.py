@@ -396,7 +396,7 @@ def test_the_success_of_a_task_is_what_the_run_and_its_tools_report(
     said = " ".join(capfd.readouterr().out.split())
     assert "held-out examples: solved 100.0% [" in said and "exactly right" not in said
     assert "100.0% solved (sampled)" in said
-    for row in ("│ pass@2 │ sampled │", "│ longest │ greedy │", "│ solved │ sampled │"):
+    for row in ("pass@2 sampled 1.000 [", "longest greedy 0.500 [", "solved sampled 1.000 ["):
         assert row in said
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
     assert list(record)[:4] == ["step", "n", "solved_sampled", "solved"]
