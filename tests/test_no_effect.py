@@ -33,6 +33,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"history": 3, "data": "a.jsonl"}, {"data": ""}),
         ({"history": 3, "data": "a.jsonl,b.txt"}, {"data": "a.jsonl,b.pgn"}),
         ({"history": 3, "task": "own.py"}, {"task": "chess-env"}),
+        ({"history": 3, "task": "countdown"}, {"task": "chess-env"}),
     ],
     "reward_timeout": [
         ({"reward_timeout": 3.0}, {"rewards": "r.py"}),
@@ -168,6 +169,7 @@ ALWAYS = {
     "warmup_steps": "for every loss",
     "weight_decay": "for every loss",
     "grad_clip": "for every loss",
+    "eval_samples": "evaluations sample, whatever the loss",
     "device": "decides where the run computes",
     "use_amp": "also on CPU, where it may be slower",
     "low_precision_weights": "evaluations sample with them; without --use-amp they are an error",
