@@ -50,6 +50,8 @@ class TaskConfig(Group):
     """A system message for all prompts without their own; the chat template then writes them."""
     history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
+    confidence: bool = False
+    """Ask how sure each answer is, and pay for calibration too (RLCR); for any task."""
     rewards: str = ""
     """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
     reward_weights: str = ""

@@ -12,6 +12,7 @@ import numpy as np
 
 from .model.encoding import decode
 from .rewards import PendingRewards, RewardScorer
+from .runtime.calibration import calibration as calibration
 from .runtime.flags import ConfigError
 from .runtime.loss_arguments import whole
 from .runtime.measures import SAMPLED, Estimate, Summaries, estimate, passes, success_of, summarise

@@ -28,7 +28,7 @@ MAY_SEE: dict[str, set[str]] = {
     "sampling": {"types", "config", "model", "runtime"},
     "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
     | {"runtime.text", "runtime.reward_functions", "runtime.process_state"}
-    | {"runtime.chat_messages"},
+    | {"runtime.chat_messages", "runtime.reward_calls", "runtime.calibration", "runtime.measures"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
     | {"runtime.pending_rewards"}
     | {"runtime.reward_functions"},

@@ -10,7 +10,7 @@ from minigrpo.model.weights import export_model
 from minigrpo.runtime import settings
 from minigrpo.runtime.flags import ConfigError
 
-from . import bpe
+from . import bpe, chat_model
 from .gradients import TINY
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +145,11 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values |= small_gpt2(tmp_path / "model")
     if values.get("data"):  # the user's own
         values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
+    if values.get("task") == "qa":  # its prompts are messages, for a chat model
+        model = chat_model.write_model(tmp_path / "model", context=1024)
+        rows = [{"question": f"What is {i}?", "answer": str(i)} for i in range(40)]
+        chat_model.write_lines(Path(values["data"]), rows)
+        values |= {"init_from": str(model), "reward_weights": ""}
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config.of(**values), quiet=True)

@@ -152,6 +152,7 @@ def situation(settings: Settings) -> Situation:
 ALWAYS = {
     "task": "decides the prompts, or which questions of --data are asked",
     "data": "decides the prompts",
+    "confidence": "changes the form of a completion, and its reward",
     "system": "begins every prompt; without a chat template it is an error",
     "rewards": "their parts are at least reported",
     "reward_weights": "decide the reward, at least in evaluations",

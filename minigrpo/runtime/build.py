@@ -16,6 +16,7 @@ from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.transformer import Transformer
 from ..reference import FrozenReference, NoReference, Reference
 from ..rewards import RewardScorer
+from ..tasks.confidence import with_confidence
 from ..tasks.files import Listener
 from ..tasks.registry import load_rewards, load_task
 from ..types import Task
@@ -51,8 +52,14 @@ def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
 
 def make_task(config: Config, listener: Listener | None = None) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names flag or file."""
-    task, seed = config.task, config.run.seed
-    return load_task(task.name, seed=seed, data=task.data, listener=listener, history=task.history)
+    given, seed = config.task, config.run.seed
+    task = load_task(
+        given.name, seed=seed, data=given.data, listener=listener, history=given.history
+    )
+    if not given.confidence:
+        return task
+    chat = bool(given.system)
+    return with_confidence(task, seed=seed, chat=chat, supervised=config.supervised)
 
 
 def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:

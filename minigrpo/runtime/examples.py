@@ -159,15 +159,16 @@ def check_examples(
         ConfigError: in one line that names the file and the line, or the example and its split.
     """
     lengths = Lengths(config, tokenizer, context)
+    asked = getattr(task, "task", task)  # without what --confidence adds
+    if isinstance(asked, UsersTask):
+        _check_users_task(asked, lengths, config.task.reward_timeout, warn)
     for source in getattr(task, "sources", [task]):
         if longest := getattr(source, "longest", None):
             for where, example in longest():
                 if lengths.is_suspect(example):
                     lengths.check(where, example)
                 lengths.note_answer(where, example)
-        elif isinstance(task, UsersTask):
-            _check_users_task(task, lengths, config.task.reward_timeout, warn)
-        else:
+        elif not isinstance(task, UsersTask):
             data, of_file = config.task.data, getattr(source, "num_held_out", None)
             name = f"--data {data}" if data and of_file else f"--task {config.task.name}"
             _check_supply(name, source, lengths)

@@ -12,7 +12,7 @@ from typing import Any
 from ..runtime.flags import ConfigError
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files
+from . import chess_files, hidden_digit, qa
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
@@ -26,8 +26,8 @@ MakeTask = Callable[[TaskRequest], Task]
 class TaskRow:
     """A built-in task. Its makers raise ValueError, in one line that names the flag or the file."""
 
-    make: MakeTask  # without --data: on seeded examples
-    read: MakeTask  # on the files of --data, request.paths
+    make: MakeTask | None = None  # without --data: on seeded examples; None: it needs files
+    read: MakeTask | None = None  # on the files of --data, request.paths; None: it reads none
     endings: Sequence[str] = (".jsonl",)  # how the names of these files may end
     shipped: str = ""  # --init-from shipped is minigrpo/assets/<shipped>.safetensors; "": refused
     # flat name -> value: settings that differ from the defaults, unless somebody gives them
@@ -51,6 +51,10 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
+    "qa": TaskRow(read=qa.read),
+    "hidden-digit": TaskRow(
+        make=hidden_digit.make, shipped="hidden-digit", settings=hidden_digit.SETTINGS
+    ),
 }
 
 
@@ -77,7 +81,11 @@ def load_task(
     row = row_of(name)
     request = TaskRequest(name, seed, data, listener=told, **settings)
     if not data:
+        if row.make is None:
+            raise ConfigError(f"--task {name} needs --data FILE{row.endings[0]}")
         return row.make(request)
+    if row.read is None:
+        raise ConfigError(f"--task {name} makes its own questions and reads no --data, got {data}")
     try:
         for path in request.paths:  # check all paths first: reading one file may take minutes
             if not str(path).endswith(tuple(row.endings)):

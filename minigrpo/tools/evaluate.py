@@ -28,6 +28,7 @@ from ..runtime.logging import Screen
 from ..runtime.measures import PASS_AT, SAMPLED, Estimate, headline
 from ..runtime.outputs import check_output_file, write_output
 from ..tasks.own import ALL_KINDS as ALL
+from . import reliability
 from .loading import Loaded, ModelSelection, load
 from .messages import one_line_errors
 
@@ -46,6 +47,8 @@ class Arguments(ModelSelection):
     """Weights of reward parts, as for minigrpo train."""
     json: Path | None = None
     """Write the figures here, as JSON."""
+    plot: Path | None = None
+    """With --confidence, draw a reliability diagram here (PNG, SVG or PDF); needs matplotlib."""
 
     def check(self) -> None:
         """Raises ConfigError, in one line, for what can be told before the model is loaded."""
@@ -53,13 +56,15 @@ class Arguments(ModelSelection):
             raise ConfigError(f"--n must be at least 1, got {self.n}")
         if self.json is not None:
             check_output_file("--json", self.json)
+        if self.plot is not None:
+            check_output_file("--plot", self.plot, reliability.FORMATS)
 
 
-def run(loaded: Loaded, number: int, screen: Screen) -> dict[str, Record]:
+def run(loaded: Loaded, number: int, screen: Screen) -> tuple[Graded, Graded]:
     """Complete and score `number` held-out examples, with progress on stderr.
 
     Returns:
-        The measures of all examples, by the name ALL, and of each kind of question.
+        The greedy and the sampled completions.
     """
     task, config = loaded.task, loaded.config
     size = min(number, getattr(task, "num_held_out", None) or number)
@@ -75,15 +80,16 @@ def run(loaded: Loaded, number: int, screen: Screen) -> dict[str, Record]:
                 loaded.sampler, scorer, examples, advance=partial(progress.advance, bar), **how
             )
 
-        greedy, drawn = (
-            graded("greedy"),
-            graded("sampled", seed=seed, num_samples=config.run.eval_samples),
-        )
-        records: dict[str, Record] = {
-            ALL: record_of(greedy, drawn, getattr(task, "summaries", None), seed)
-        }
-        for kind, rows in by_kind(examples).items():
-            records[kind] = record_of(greedy.select(rows), drawn.select(rows))
+        greedy = graded("greedy")
+        return greedy, graded("sampled", seed=seed, num_samples=config.run.eval_samples)
+
+
+def measures(loaded: Loaded, greedy: Graded, drawn: Graded) -> dict[str, Record]:
+    """The measures of all examples, by the name ALL, and of each kind of question."""
+    summaries, seed = getattr(loaded.task, "summaries", None), loaded.config.run.seed
+    records: dict[str, Record] = {ALL: record_of(greedy, drawn, summaries, seed)}
+    for kind, rows in by_kind(greedy.examples).items():
+        records[kind] = record_of(greedy.select(rows), drawn.select(rows))
     return records
 
 
@@ -144,7 +150,10 @@ def score(arguments: Arguments) -> None:
     arguments.check()
     screen = Screen(has_result=True)
     loaded = load(arguments, screen)
-    records, config = run(loaded, arguments.n, screen), loaded.config.run
+    if arguments.plot:
+        reliability.check_parts(loaded.task.parts)
+    graded, config = run(loaded, arguments.n, screen), loaded.config.run
+    records = measures(loaded, *graded)
     if arguments.json:
         write_json(arguments.json, loaded, records)
     size = records[ALL]["n"].value
@@ -157,8 +166,11 @@ def score(arguments: Arguments) -> None:
         "[95 % confidence intervals]: Wilson's for shares, Student's t for means; "
         f"{config.eval_samples} sampled at temperature 1 per example"
     )
-    if arguments.json:
-        screen.say(f"wrote {arguments.json}")
+    if arguments.plot:
+        named = zip(("greedy", "sampled"), graded, strict=True)
+        reliability.draw({name: one.rewards.parts for name, one in named}, arguments.plot)
+    for path in filter(None, (arguments.json, arguments.plot)):
+        screen.say(f"wrote {path}")
 
 
 if __name__ == "__main__":

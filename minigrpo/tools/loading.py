@@ -28,7 +28,7 @@ from ..types import Task
 class ModelSelection:
     """The model to load, and settings that override those of its run.
 
-    A setting that is None keeps the run's value, or the default where there is no run.
+    A setting that is None, or off, keeps the run's value, or the default where there is no run.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -43,6 +43,8 @@ class ModelSelection:
     """As for minigrpo train."""
     data: str | None = None
     """Files of questions, as for minigrpo train."""
+    confidence: bool = False
+    """As for minigrpo train; a run that was trained with it has it."""
     history: int | None = None
     """Number of earlier moves in a chess prompt."""
     max_new_tokens: int | None = None
@@ -103,7 +105,8 @@ def config_of(selection: ModelSelection) -> Config:
     if is_run(selection.run):
         settings = read_settings(Config, selection.run / RECORD, by="")
     known = places(Config)
-    asked = {name: x for name, x in asdict(selection).items() if name in known and x is not None}
+    given = {name: x for name, x in asdict(selection).items() if x is not None and x is not False}
+    asked = {name: x for name, x in given.items() if name in known}
     return Config.of(**{**settings, **asked})
 
 

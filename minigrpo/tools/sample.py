@@ -84,7 +84,7 @@ class Arguments(ModelSelection):
             raise ConfigError("--raw goes with --prompt, which it leaves without a chat template")
         if has_lone_surrogate(self.prompt or ""):
             raise ConfigError(f"--prompt must be UTF-8 text, got {shown(self.prompt)}")
-        asked = ("fen", "move", "before", "examples", "task", "data", "history")
+        asked = ("fen", "move", "before", "examples", "task", "data", "history", "confidence")
         for name in (*(asked if self.prompt else ()), *(CHAT if self.raw else ())):
             if getattr(self, name) != getattr(Arguments, name):
                 other = "--raw" if name in CHAT else "--prompt"
