@@ -3,14 +3,16 @@
 The tasks' own scores are in tasks/, a user's functions in runtime/reward_functions.py. How calls
 are cut, limited and checked is in runtime/reward_calls.py.
 
-Scoring is cheap because each distinct (example, text) is scored once, and malformed texts are
-rejected before they are parsed. Threads do not make it faster, because python-chess holds the
-interpreter lock (GIL). They let scoring overlap with work on the device, let rewards wait side by
-side (for a network, say), and keep one that hangs from stopping the run.
+Scoring is cheap because each distinct (example, text) is scored once, except by functions of whole
+groups, and malformed texts are rejected before they are parsed. Threads do not make it faster,
+because python-chess holds the interpreter lock (GIL). They let scoring overlap with work on the
+device, let rewards wait side by side (for a network, say), and keep one that hangs from stopping
+the run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rapidfuzz import process
@@ -18,13 +20,18 @@ from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a 
 
 from .runtime.pool import Job, WorkerPool
 from .runtime.reward_calls import (
+    BATCHED,
+    GROUPED,
+    PARTLY_NAN,
     BadRewardError,
     RewardSource,
     check_texts,
     describe_failure,
     distinct_pairs,
     narrow,
+    partly_nan,
     task_source,
+    users_own,
     weighted_sum,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
@@ -67,38 +74,43 @@ class PendingRewards:
         return self.table
 
     def _wait(self) -> RewardTable:
-        num_texts, sources = int(self.index.max()) + 1, self.scorer.sources
-        scores = {
-            name: np.zeros(num_texts, dtype=np.float64)
-            for source in sources
-            for name in source.names
-        }
-        failed = {
-            name: np.zeros(num_texts, dtype=np.int64)
-            for source in sources
-            if not source.trusted
-            for name in source.names
-        }
-        for source, part, job in self.calls:
-            size = part.stop - part.start
-            try:
-                answer = self.scorer.pool.wait(job, source.time_limit(size))
-                rows = source.check(answer, size)
-            except Exception as error:
-                if isinstance(error, BadRewardError) and source.trusted:
-                    raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
-                if source.trusted:
-                    raise
-                rows = np.full((len(source.names), size), source.floor, dtype=np.float64)
-                self.scorer.warn_once(source, error)
-                for name in source.names:
-                    failed[name][part] = 1
-            for name, row in zip(source.names, rows, strict=True):
-                scores[name][part] = row
-        parts = {name: narrow(values)[self.index] for name, values in scores.items()}
-        total = weighted_sum(parts, self.scorer.weights)
-        failures = {name: int(hits[self.index].sum()) for name, hits in failed.items()}
-        return RewardTable(total, parts, failures)
+        parts, failures = dict[str, np.ndarray](), dict[str, int]()
+        for source in self.scorer.sources:
+            calls = [(part, job) for asked, part, job in self.calls if asked is source]
+            size = calls[-1][0].stop
+            scores, failed = np.empty((len(source.names), size)), np.zeros(size, dtype=bool)
+            for part, job in calls:
+                scores[:, part], failed[part] = self._answer(source, part, job)
+            # each completion of a pair has the pair's score
+            index = self.index if source.of_distinct else np.arange(size).reshape(self.index.shape)
+            for name, row in zip(source.names, scores, strict=True):
+                values, missed = row[index], failed[index]
+                if (mixed := partly_nan(values)).any():
+                    self._refuse(source, BadRewardError(PARTLY_NAN))
+                    values, missed = np.where(mixed, source.floor, values), missed | mixed
+                parts[name] = narrow(values)
+                if not source.trusted:
+                    failures[name] = int(missed.sum())
+        return RewardTable(weighted_sum(parts, self.scorer.weights), parts, failures)
+
+    def _answer(self, source: RewardSource, part: slice, job: Job) -> tuple[np.ndarray, bool]:
+        """The scores of a call, `[len(source.names), n]`, and whether it has failed."""
+        size = part.stop - part.start
+        try:
+            answer = self.scorer.pool.wait(job, source.time_limit(size))
+            return source.check(answer, size), False
+        except Exception as error:
+            self._refuse(source, error)
+            return np.full((len(source.names), size), source.floor, dtype=np.float64), True
+
+    def _refuse(self, source: RewardSource, error: Exception) -> None:
+        """Warn of a failure, or raise it if the source is trusted."""
+        if not source.trusted:
+            self.scorer.warn_once(source, error)
+        elif isinstance(error, BadRewardError):
+            raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
+        else:
+            raise error
 
 
 class RewardScorer:
@@ -169,9 +181,15 @@ class RewardScorer:
         asked, distinct, index = distinct_pairs(examples, texts)
         pending = PendingRewards(self, index)
         for source in self.sources:
-            for part in source.pieces(len(distinct), self.workers):
-                question = asked[part], distinct[part]
-                args = question if source.batched else (question[0][0], question[1][0])
+            group, size = index.shape[1], len(distinct) if source.of_distinct else index.size
+            for part in source.pieces(size, self.workers, group):
+                if source.kind == GROUPED:
+                    place = part.start // group
+                    args: tuple[Any, Any] = users_own(examples[place]), list(texts[place])
+                elif source.kind == BATCHED:
+                    args = asked[part], distinct[part]
+                else:
+                    args = asked[part.start], distinct[part.start]
                 job = self.pool.submit(source.answer, *args, needs_thread=not source.trusted)
                 pending.calls.append((source, part, job))
         return pending

@@ -5,6 +5,7 @@ for the warm start. The trainer treats both alike. Decoding itself is in samplin
 rewards.py.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -250,6 +251,7 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, fl
     """Metrics of a batch as it was sampled, under TRL's names where TRL has one.
 
     They are means over this process's prompts, or counts: `DistContext.combine` tells them apart.
+    The mean of a reward part is over the completions that it concerns, NaN if there are none.
     """
     mask = batch.completions.completion_mask
     lengths = mask.sum(-1)
@@ -268,9 +270,22 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, fl
         "reward": float(rewards.total.mean()),
         "reward_std": float(rewards.total.std(axis=1, ddof=1).mean()),
         "frac_reward_zero_std": float(has_zero_variance(rewards).mean()),
-        **{f"rewards/{name}/mean": float(x.mean()) for name, x in rewards.parts.items()},
+        **{f"rewards/{name}/mean": mean_of(x) for name, x in rewards.parts.items()},
         **{f"rewards/{name}/failures": float(n) for name, n in rewards.failures.items()},
         "completions/clipped_ratio": 1 - float(has_ended(batch.completions, stops).float().mean()),
         **values,
         **batch.metrics,
     }
+
+
+def mean_of(scores: np.ndarray) -> float:
+    """The mean of a reward part over the completions that it concerns; NaN if there are none."""
+    missing = np.isnan(scores)
+    concerned = scores[~missing] if missing.any() else scores
+    return float(concerned.mean()) if concerned.size else math.nan
+
+
+def counts_of(batch: RolloutBatch) -> dict[str, int]:
+    """How many completions each reward part concerns, by the name of its mean."""
+    parts = batch.rewards.parts if batch.rewards else {}
+    return {f"rewards/{name}/mean": int((~np.isnan(x)).sum()) for name, x in parts.items()}

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from .config import Config
-from .evaluate import evaluate
+from .evaluate import measure
 from .learner import Learner
-from .rollout import BatchSource, RolloutBatches, SupervisedBatches, rollout_metrics
+from .rollout import BatchSource, RolloutBatches, SupervisedBatches, counts_of, rollout_metrics
 from .runtime import accel, announce
 from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
 from .runtime.distributed import DistContext
@@ -155,7 +155,8 @@ class Trainer:
             learnt = self.learner.learn(batch, self.step)
         self.step, self.in_update = self.step + 1, False
         own = rollout_metrics(batch, self.sampler.stops)
-        rolled = self.dist.combine(own | {"memory/peak_mib": peak_memory_mib(self.device)})
+        own["memory/peak_mib"] = peak_memory_mib(self.device)
+        rolled = self.dist.combine(own, counts_of(batch))
         metrics = {**rolled, **learnt}
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
@@ -172,15 +173,16 @@ class Trainer:
         """Evaluate on the first `size` held-out examples, unless this step has been evaluated."""
         if not size or (self.last and self.last["step"] == self.step):
             return
-        seed = self.config.run.seed
-        values = self.dist.on_main(
-            lambda: evaluate(self.sampler, self.task, self.scorer, size=size, seed=seed)
+        run, parts = self.config.run, (self.sampler, self.task, self.scorer)
+        found = self.dist.on_main(
+            lambda: measure(*parts, size=size, seed=run.seed, samples=run.eval_samples)
         )
         self.process.undo(self.screen.warn)
+        values = {name: x.value for name, x in found.items()}
         self.last = {"step": self.step, **values}
         self.first = self.first or self.last
         self.log.evaluation(self.step, values)
-        announce.say_evaluation(self.screen, self.step, values)
+        announce.say_evaluation(self.screen, self.step, found)
 
     # --- the end --------------------------------------------------------------------------------
 

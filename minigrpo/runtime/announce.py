@@ -1,16 +1,18 @@
 """A run's messages on the screen: at the start, at evaluations, without a signal, at the end."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from ..types import RolloutBatch
+from ..types import RewardTable, RolloutBatch
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
 from .log_files import NoLog, RunLog
 from .logging import Screen
+from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
 from .no_effect import Situation, without_effect
 from .settings import as_flags
 
@@ -119,7 +121,7 @@ def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
             **({"messages": list(example.messages)} if example.messages else {}),
             "completion": text,
             "truth": example.answer,
-            "parts": {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()},
+            "parts": parts_of(batch.rewards, g),
             "reward": float(batch.rewards.total[0, g]),
         }
         log.sample(step, record)
@@ -128,19 +130,39 @@ def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
     log.sample_text(step, "\n".join(f"    {line}" for line in shown))
 
 
-def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
+def parts_of(rewards: RewardTable, g: int) -> dict[str, float]:
+    """The reward parts of completion g of the first prompt; those that do not concern it are not
+    among them.
+    """
+    scores = {name: float(x[0, g]) for name, x in rewards.parts.items()}
+    return {name: x for name, x in scores.items() if not math.isnan(x)}
+
+
+def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> None:
+    """Print the headline of an evaluation, and the other measures of sampled completions."""
+    success = headline(found)
+    sampled, greedy = (found.get(name) for name in (success + SAMPLED, success))
     screen.say(
-        f"evaluation at step {step} on {values['n']:.0f} held-out examples: exactly right "
-        f"{values['exact_sampled']:.1%} sampled, {values['exact']:.1%} greedy; "
-        f"greedy reward {values['reward']:.3f} (held out)"
+        f"evaluation at step {step} on {found['n'].value:.0f} held-out examples: "
+        f"{in_words(success)} {percent(sampled)} sampled, {percent(greedy)} greedy; "
+        f"greedy reward {found['reward'].value:.3f} (held out)"
     )
+
+
+def percent(share: Estimate | None) -> str:
+    """A share with its 95 % interval; an evaluation of no example that it concerns has none."""
+    if share is None:
+        return "of none"
+    low, high = (f"{100 * x:.1f}" for x in (share.low, share.high))
+    return f"{share.value:.1%} [{low}, {high}]"
 
 
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
     """The text next to the progress bar."""
     seen = ""
-    if last and isinstance(last.get("exact_sampled"), float):  # a resumed log may lack it
-        right = f"{last['exact_sampled']:.1%} exactly right (sampled)"
+    name = headline(last or {})
+    if last and isinstance(last.get(name + SAMPLED), float):  # a resumed log may lack it
+        right = f"{last[name + SAMPLED]:.1%} {in_words(name)} (sampled)"
         seen = f"held out at step {last['step']:.0f}: {right}  "
     if "reward" in metrics:
         now = f"training reward {metrics['reward']:.3f} (sampled)"
@@ -160,12 +182,13 @@ def show_change(
     ]
     rows = []
     for name in names:
-        kind = name.removeprefix("exact/")
-        n = last.get(f"count/{kind}", last["n"]) if kind != name else last["n"]
+        kind = name.partition("/")[2]
+        n = last.get(f"count/{kind}", last["n"]) if kind else last["n"]
         ends = first[name], last[name], last[name] - first[name]
-        how = "sampled" if name == "exact_sampled" else "greedy"
+        is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
         numbers = f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[2]:+.3f}"
-        rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
+        how = "sampled" if is_sampled else "greedy"
+        rows.append([name.removesuffix(SAMPLED), how, f"{n:.0f}", *numbers])
     title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
 

@@ -14,7 +14,7 @@ from ..model.tokenizer import Tokenizer
 from ..types import Example, Task
 from .flags import ConfigError
 from .pool import WorkerPool
-from .reward_calls import describe_failure, task_source
+from .reward_calls import BATCHED, describe_failure, task_source
 from .text import short
 
 FIRST_TRAIN, FIRST_HELD_OUT = 16, 64  # examples of each split that are always checked
@@ -236,8 +236,9 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
     question, exact = getattr(example, "original", example), []
     for text in (example.answer, "", f"{example.answer} "):
         # two texts in a batch: an answer of a wrong shape may fit a single one
-        size = 2 if source.batched else 1
-        args = ([question] * 2, [text, example.answer]) if source.batched else (question, text)
+        batched = source.kind == BATCHED
+        size = 2 if batched else 1
+        args = ([question] * 2, [text, example.answer]) if batched else (question, text)
         try:
             answer = pool.wait(pool.submit(source.answer, *args, needs_thread=True), timeout_s)
             scores = dict(zip(source.names, source.check(answer, size)[:, 0].tolist(), strict=True))

@@ -214,9 +214,12 @@ def _numbered(example: object, number: int, where: str) -> OwnExample:
         raise ConfigError(
             f"index must be a whole number from 0 to 2**63 - 1, got {short(example.index)}"
         )
+    fields = example.fields
+    if not (isinstance(fields, Mapping) and all(isinstance(name, str) for name in fields)):
+        raise ConfigError(f"fields must be a dict whose keys are text, got {short(fields)}")
     prompt, answer, kind = str(example.prompt), str(example.answer), str(example.kind)
     prompt = prompt or question_of(messages)
-    return OwnExample(prompt, answer, number, kind, messages, original=example, where=where)
+    return OwnExample(prompt, answer, number, kind, messages, fields, original=example, where=where)
 
 
 def _checked_messages(messages: Any) -> tuple[dict[str, str], ...]:
