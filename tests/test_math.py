@@ -1,5 +1,6 @@
 """The math task: answers found and compared, hostile texts, files as published, sums, the judge."""
 
+import json
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -11,15 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minigrpo.runtime import announce
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.tasks import math_judge
-from minigrpo.tasks.math import Math, MathFiles, is_test, load
+from minigrpo.tasks.math import Math, MathFiles, is_test
 from minigrpo.tasks.math_answers import final_answer, number, same_answer
 from minigrpo.tasks.math_judge import MathVerify, Numbers, make_judge
+from minigrpo.tasks.registry import load_task
 from minigrpo.tasks.sums import Sums
+from minigrpo.tools import train
 from minigrpo.types import Example
 
-from .chat_model import write_lines
+from .chat_model import write_lines, write_model
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
@@ -202,7 +206,7 @@ def test_lines_as_they_are_published(tmp_path: Path) -> None:
     assert "\\boxed{}" in fractions.prompt and "####" not in fractions.prompt
     asked = chat.problems[0].example.prompt
     assert asked.startswith(f"{GSM8K['question']}\n\nThink step by step.")
-    task = load([str(path)], 0, chat=False)
+    task = load_task("math", seed=0, data=str(path))
     for problem in plain.problems:  # a true answer scores 1 in every part
         assert set(task.score(problem.example, problem.example.answer).values()) == {1.0}
     scores = task.score(fractions, "It is 75%, \\boxed{0.75}")
@@ -254,7 +258,7 @@ def test_formulas_need_math_verify_and_that_is_said(
     monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
     told, root = Told(), {**MATH, "problem": "?", "solution": "\\boxed{\\sqrt{2}}"}
     path = write_lines(tmp_path / "a.jsonl", [MATH, root, *numbered(60)])
-    task = load([str(path)], 0, chat=False, listener=told)  # type: ignore[arg-type]
+    task = load_task("math", seed=0, data=str(path), listener=told)  # type: ignore[arg-type]
     assert task.judged_by == "exact numbers" and len(told.warnings) == 1
     assert "1 of 62 answers are no numbers; without math-verify" in told.warnings[0]
 
@@ -277,10 +281,50 @@ def test_sums_are_right_and_their_splits_share_nothing() -> None:
             written += 1
             assert [*map(int, steps.split(","))] == np.cumsum(terms)[1:].tolist()
     assert 0.2 < written / 800 < 0.3
-    task = load([], 3, chat=False)
+    task = load_task("math", seed=3)
     assert task.judged_by == "exact numbers"
     table = task.score_batch(examples, [e.answer for e in examples])
     assert all((scores == 1).all() for scores in table.values())
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def test_the_preset_trains_a_chat_model_and_a_resume_notices_another_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step on a small random model of the preset's family."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
+    model = write_model(tmp_path / "model", context=400)
+    write_lines(tmp_path / "train.jsonl", numbered(40))
+    write_lines(tmp_path / "test.jsonl", numbered(8, start=40))
+    small = {"init_from": model, "max_new_tokens": 8, "eval_every": 0, "out_dir": "run"}
+    argv = ["--config", "gsm8k", *(f"--{k.replace('_', '-')}={x}" for k, x in small.items())]
+    train.main([*argv, "--max-steps=2", "--stop-after=1", "--device=cpu"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reward: 1 x correct + 0.1 x format" in said
+    assert "task: test.jsonl is held out; answers are compared by exact numbers" in said
+    first = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
+    assert first["n"] == 8 and {"correct", "correct_sampled", "format_sampled"} <= first.keys()
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert {"rewards/correct/mean", "rewards/format/mean"} <= metrics.keys()
+
+    monkeypatch.setattr(Numbers, "name", "something else")
+    train.main(["--config", "run/config.toml", "--out-dir", "run", "--resume", "auto"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "answers were compared by exact numbers when the checkpoint was written, and" in said
+
+
+def test_completions_that_are_cut_are_warned_of_once() -> None:
+    told = Told()
+    watch = announce.SignalWatch(told, is_main=True)  # type: ignore[arg-type]
+    for share in [0.6] * 19 + [0.4] + [0.6] * 30:
+        watch.add({"completions/clipped_ratio": share, "frac_reward_zero_std": 0.0})
+    (warning,) = told.warnings
+    assert warning.startswith(
+        "for 20 steps at least half of the completions were cut off at --max-"
+    )
 
 
 # --- the judge ------------------------------------------------------------------------------------

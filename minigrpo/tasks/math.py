@@ -27,8 +27,12 @@ from .math_judge import Judge, Numbers, make_judge
 from .scoring import BatchScored
 from .splits import PROMPTS_PER_HELD_OUT, fingerprint, is_held_out_prompt
 from .sums import Sums
+from .task_request import TaskRequest
 
 BOXED = r"\boxed{}"
+SETTINGS = {  # for the sums, with the shipped model
+    "max_new_tokens": 32
+}
 CALCULATION = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes for a calculator, inside the solutions
 
 
@@ -145,7 +149,7 @@ class MathFiles(ShuffledExamples):
         self.problems = [problem for path in paths for problem in read(path, chat, listener)]
         tests = [path for path in paths if is_test(path)]
         if tests:
-            self.about = f"{', '.join(map(str, tests))} held out"
+            self.about = f"{', '.join(map(str, tests))} is held out"
             held_out = np.array([problem.path in tests for problem in self.problems], dtype=bool)
         else:
             self.about = f"one question in {PROMPTS_PER_HELD_OUT} is held out"
@@ -221,20 +225,20 @@ def prompt_of(question: str, form: str, *, chat: bool) -> str:
     return f"Question: {question}\n{request}\nAnswer:\n"
 
 
-def load(paths: Sequence[str], seed: int, *, chat: bool, listener: Listener | None = None) -> Math:
-    """The task of these files, or of the offline sums if there are none.
+def sums(request: TaskRequest) -> Math:
+    """The task on seeded sums. Their answers are numbers, so they need no math-verify."""
+    return Math(Sums(request.seed), Numbers())
 
-    The sums have numbers as answers, so they need no math-verify.
-    """
-    if not paths:
-        return Math(Sums(seed), Numbers())
-    files = MathFiles([Path(path) for path in paths], seed, chat=chat, listener=listener)
+
+def of_files(request: TaskRequest) -> Math:
+    """The task on the files of --data."""
+    listener = request.listener
+    files = MathFiles(request.paths, request.seed, chat=request.chat, listener=listener)
     judge = make_judge()
     formulas = sum(number(truth_of(p.example.answer)[1]) is None for p in files.problems)
-    if formulas and isinstance(judge, Numbers) and listener:
+    if formulas and isinstance(judge, Numbers):
         listener.warn(
-            f"--data {','.join(paths)}: {formulas} of {len(files.problems)} answers are no "
-            "numbers; without math-verify (pip install 'minigrpo[math]') only the same spelling "
-            "is right"
+            f"--data {request.data}: {formulas} of {len(files.problems)} answers are no numbers; "
+            "without math-verify (pip install 'minigrpo[math]') only the same spelling is right"
         )
     return Math(files, judge)
