@@ -280,9 +280,9 @@ class Config(Grouped):
         return not LOSSES[self.loss.name].needs_group
 
     @staticmethod
-    def settings_of(task: object) -> Mapping[str, Any]:
+    def settings_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of a built-in task, which count below --config and the command line."""
-        return task_settings(task)
+        return task_settings(settings["task"], settings["data"])
 
     def resolved(self, given: Collection[str]) -> Self:
         """This config with the layers of --fast, except the settings that are `given`."""

@@ -81,19 +81,19 @@ class Grouped:
         self, settings: Mapping[str, Any], given: frozenset[str], typed: frozenset[str]
     ) -> Self:
         """A copy with some settings changed and checked, which remembers where they come from."""
-        if "task" in (settings := modern(settings)):
-            settings = {**self._of_task(settings["task"], given), **settings}
+        if {"task", "data"} & (settings := modern(settings)).keys():
+            settings = {**self._of_task({**self.flat(), **settings}, given), **settings}
         made = replace(self, **self._groups(settings)).resolved(given)
         # no fields, because configs with the same values are equal wherever these come from
         object.__setattr__(made, "given", given)
         object.__setattr__(made, "typed", typed)
         return made
 
-    def _of_task(self, task: object, given: frozenset[str]) -> dict[str, Any]:
+    def _of_task(self, now: Mapping[str, Any], given: frozenset[str]) -> dict[str, Any]:
         """The settings of another task in place of those of this one, except what is given."""
         default = type(self)().flat()
-        old = {name: default[name] for name in self.settings_of(self.flat().get("task"))}
-        new = {**old, **self.settings_of(task)}
+        old = {name: default[name] for name in self.settings_of(self.flat())}
+        new = {**old, **self.settings_of(now)}
         return {name: value for name, value in new.items() if name not in given}
 
     def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ class Grouped:
         return {name: getattr(getattr(self, group), field) for name, (group, field) in names}
 
     @staticmethod
-    def settings_of(task: object) -> Mapping[str, Any]:
-        """What a task changes from the defaults, by flat name; none here."""
+    def settings_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the task of these settings changes from the defaults, by flat name; none here."""
         return {}
 
     def resolved(self, given: Collection[str]) -> Self:

@@ -30,9 +30,9 @@ from .sums import Sums
 from .task_request import TaskRequest
 
 BOXED = r"\boxed{}"
-SETTINGS = {  # for the sums, with the shipped model
-    "max_new_tokens": 32
-}
+SUMS = {"max_new_tokens": 32}  # settings of a run on sums, from the shipped model
+# settings of a run on word problems, from a published model
+PROBLEMS = {"max_new_tokens": 512, "learning_rate": 1e-6, "speculative_decoding": False}
 CALCULATION = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes for a calculator, inside the solutions
 
 

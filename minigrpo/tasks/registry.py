@@ -30,8 +30,10 @@ class TaskRow:
     read: MakeTask  # on the files of --data, request.paths
     endings: Sequence[str] = (".jsonl",)  # how the names of these files may end
     shipped: str = ""  # --init-from shipped is minigrpo/assets/<shipped>.safetensors; "": refused
-    # flat name -> value: settings that differ from the defaults, unless somebody gives them
+    # flat name -> value: settings that differ from the defaults, unless somebody gives them; the
+    # first without --data, the second with it
     settings: Mapping[str, Any] = field(default_factory=dict)
+    data_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 CHESS_MODEL = "warm-start"
@@ -51,7 +53,13 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
-    "math": TaskRow(make=math.sums, read=math.of_files, shipped="math", settings=math.SETTINGS),
+    "math": TaskRow(
+        make=math.sums,
+        read=math.of_files,
+        shipped="math",
+        settings=math.SUMS,
+        data_settings=math.PROBLEMS,
+    ),
 }
 
 
@@ -104,10 +112,12 @@ def modern_name(name: str) -> str:
     return str(modern({"task": name})["task"])
 
 
-def task_settings(name: Any) -> Mapping[str, Any]:
+def task_settings(name: Any, data: Any) -> Mapping[str, Any]:
     """The settings of the task, by flat name: what it changes from the defaults."""
     row = TASKS.get(modern_name(name)) if isinstance(name, str) else None
-    return row.settings if row else {}
+    if row is None:
+        return {}
+    return row.data_settings if data else row.settings
 
 
 def shipped_model(task: str) -> str:
