@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime.text import has_lone_surrogate, parse_json, short
+from ..runtime.text import has_lone_surrogate, short
 from ..types import Example
-from .data_lines import data_lines, decode_line
+from .data_lines import data_lines, decode_line, parse_record
 from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
 from .math_answers import HASHES, after_hashes, boxed, final_answer, number
 from .math_judge import Judge, Numbers, make_judge
@@ -33,6 +33,8 @@ BOXED = r"\boxed{}"
 SUMS = {"max_new_tokens": 32}  # settings of a run on sums, from the shipped model
 # settings of a run on word problems, from a published model
 PROBLEMS = {"max_new_tokens": 512, "learning_rate": 1e-6, "speculative_decoding": False}
+KEYS = ("question", "answer"), ("problem", "solution")
+LINE = "must be an object with question and answer, or problem and solution"
 CALCULATION = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes for a calculator, inside the solutions
 
 
@@ -170,7 +172,8 @@ class MathFiles(ShuffledExamples):
 
     def example(self, key: int, index: int) -> Example:
         """Return problem `key`."""
-        return replace(self.problems[key].example, index=index)
+        example = self.problems[key].example
+        return replace(example, index=index, fields={**example.fields})  # which a reward may change
 
     def longest(self) -> Iterator[tuple[str, Example]]:
         """Yield all examples, the longest question first, each with its file and line."""
@@ -199,17 +202,16 @@ def read(path: Path, chat: bool, listener: Listener) -> Iterator[Problem]:
 
 def parse_problem(text: str, chat: bool) -> tuple[Example, str]:
     """The example and the question of a line. Raises ValueError that says what is wrong with it."""
-    record = parse_json(text)
-    keys = ("question", "answer"), ("problem", "solution")
-    found = isinstance(record, dict) and next((k for k in keys if set(k) <= record.keys()), None)
-    if not found:
-        raise ValueError("must be an object with question and answer, or problem and solution")
-    for key in found:
+    record = parse_record(text, LINE)
+    keys = next((keys for keys in KEYS if set(keys) <= record.keys()), None)
+    if keys is None:
+        raise ValueError(LINE)
+    for key in keys:
         if not isinstance(record[key], str) or has_lone_surrogate(record[key]):
             raise ValueError(f"{key} must be text, got {short(record[key])}")
-    question, solution = (record[key].strip() for key in found)
+    question, solution = (record[key].strip() for key in keys)
     if not question:
-        raise ValueError(f"{found[0]} is empty")
+        raise ValueError(f"{keys[0]} is empty")
     solution = CALCULATION.sub("", solution)
     form, _ = truth_of(solution)
     prompt = prompt_of(question, form, chat=chat)
