@@ -105,7 +105,7 @@ TEXTS = {
     "#### 1\n#### 2 clips\nThank you.": "2 clips",
     "<answer>1</answer><answer> The answer is 2. </answer>": "2",
     "<answer>\\boxed{2}</answer>": "2",
-    "The answer is 1. No, the answer is $5. There are 7.": "5",
+    "The answer is 1. No, the answer is $5. There are 7.": "$5",
     "Final Answer: **72**": "72",
     "The answer is that she has 72 clips": "72",
     "so the answer is $x^2$, 4": "$x^2$, 4",

@@ -20,6 +20,8 @@ Parsed = TypeVar("Parsed")
 MOST_CHARACTERS = 60  # of a value in a message
 WHAT = {int: "a whole number", float: "a number", str: "a name, a path or a list"}
 
+WITH_DATA = " with --data"  # after the name of a task: its settings are others then
+
 
 class ConfigError(ValueError):
     """A setting has a value that is not allowed. The message is one line that names the flag."""

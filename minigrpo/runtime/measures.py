@@ -5,7 +5,7 @@ An evaluation is a record of eval.jsonl: `n`, the headline `<success>_sampled`, 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -50,6 +50,10 @@ class Estimate:
     low: float = math.nan
     high: float = math.nan
 
+    def __str__(self) -> str:
+        value, low, high = (f"{x:.3f}" if abs(x) < 1e6 else f"{x:.4g}" for x in astuple(self))
+        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
+
 
 def estimate(values: np.ndarray) -> Estimate:
     """The mean of `[n, K]` values, K of each of n examples, with its 95 % interval.
@@ -59,7 +63,7 @@ def estimate(values: np.ndarray) -> Estimate:
     else than independent examples, and t that their number is not small. One example has none.
     """
     counts = np.isfinite(values).sum(axis=1)
-    each = np.nansum(values, axis=1)[counts > 0] / counts[counts > 0]
+    each = np.nansum(values, axis=1, dtype=np.float64)[counts > 0] / counts[counts > 0]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, Self
 import tyro
 
 from .constraints import UNIONS
-from .flags import ConfigError, did_you_mean, exit_with, flag, parse, read_flags
+from .flags import WITH_DATA, ConfigError, did_you_mean, exit_with, flag, parse, read_flags
 from .renamed import NAMES, modern
 
 PACKAGE = Path(__file__).parent.parent
@@ -92,8 +92,8 @@ class Grouped:
     def _of_task(self, now: Mapping[str, Any], given: frozenset[str]) -> dict[str, Any]:
         """The settings of another task in place of those of this one, except what is given."""
         default = type(self)().flat()
-        old = {name: default[name] for name in self.settings_of(self.flat())}
-        new = {**old, **self.settings_of(now)}
+        old = {name: default[name] for name in self.settings_of_task(self.flat())}
+        new = {**old, **self.settings_of_task(now)}
         return {name: value for name, value in new.items() if name not in given}
 
     def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,9 +113,15 @@ class Grouped:
         return {name: getattr(getattr(self, group), field) for name, (group, field) in names}
 
     @staticmethod
-    def settings_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the task of these settings changes from the defaults, by flat name; none here."""
+    def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
+        """What each task changes from the defaults, by flat name; nothing here."""
         return {}
+
+    @classmethod
+    def settings_of_task(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the task of these settings changes, without --data or with it."""
+        task = f"{settings.get('task')}{WITH_DATA if settings.get('data') else ''}"
+        return cls.settings_by_task().get(task, {})
 
     def resolved(self, given: Collection[str]) -> Self:
         """The config once all of its sources are read; `given` are the settings in them."""
@@ -273,9 +279,11 @@ def _toml_value(value: Any) -> str:
 # --- --help ---------------------------------------------------------------------------------------
 
 
-def show_help(config: type, prog: str | None) -> NoReturn:
+def show_help(config: type[Grouped], prog: str | None) -> NoReturn:
     """Print the flags with their defaults, by group, and exit."""
     about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
+    for task, own in config.settings_by_task().items():
+        about += f" Settings of the task {task}: {' '.join(as_flags(own))}."
     files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
     flags: list[Any] = [("config", files, dataclasses.field(default=""))]
     for group, kind in groups_of(config).items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from ..runtime.flags import ConfigError
+from ..runtime.flags import WITH_DATA, ConfigError
 from ..runtime.renamed import modern
 from ..types import Task
 from . import chess_files, math
@@ -112,12 +112,11 @@ def modern_name(name: str) -> str:
     return str(modern({"task": name})["task"])
 
 
-def task_settings(name: Any, data: Any) -> Mapping[str, Any]:
-    """The settings of the task, by flat name: what it changes from the defaults."""
-    row = TASKS.get(modern_name(name)) if isinstance(name, str) else None
-    if row is None:
-        return {}
-    return row.data_settings if data else row.settings
+def settings_by_task() -> dict[str, Mapping[str, Any]]:
+    """What each task changes from the defaults, by flat name; tasks that change nothing are out."""
+    found = {name: row.settings for name, row in TASKS.items()}
+    found |= {f"{name}{WITH_DATA}": row.data_settings for name, row in TASKS.items()}
+    return {name: settings for name, settings in found.items() if settings}
 
 
 def shipped_model(task: str) -> str:
