@@ -2,14 +2,16 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigrpo.runtime import announce
@@ -24,6 +26,14 @@ from minigrpo.tools import train
 from minigrpo.types import Example
 
 from .chat_model import write_lines, write_model
+
+
+@pytest.fixture(autouse=True)
+def no_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests do not depend on whether math-verify is installed."""
+    if not request.node.get_closest_marker("peer"):
+        monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
+
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
@@ -85,6 +95,7 @@ def test_equal_numbers_are_equal_however_they_are_written() -> None:
         assert not Numbers().same(answer, truth), (answer, truth)
 
 
+@settings(max_examples=30)
 @given(st.fractions(-(10**9), 10**9, max_denominator=10**6), st.integers(0, 12))
 def test_numbers_are_exact(value: Fraction, digits: int) -> None:
     top, bottom = value.numerator, value.denominator
@@ -163,7 +174,8 @@ def test_hostile_texts_score_nothing_in_bounded_time() -> None:
         assert all(score["correct"] == 0 for score in scores), text[:40]
 
 
-@given(st.text(max_size=60) | st.text("0123456789.,/$%\\{}-# boxedfrac", max_size=60))
+@settings(max_examples=30)
+@given(st.text(st.sampled_from("0123456789.,/$%\\{}-#= boxedfrac\n\ud800é"), max_size=40))
 def test_any_text_is_scored(text: str) -> None:
     task = Math(Sums(0), Numbers())
     scores = task.score(Example("?", "so\n#### 42"), text)
@@ -252,10 +264,7 @@ def test_lines_that_are_no_problems_are_skipped_and_named(tmp_path: Path) -> Non
     assert "line 2 (the solution has no final answer after #### or in \\boxed{})" in warning
 
 
-def test_formulas_need_math_verify_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
+def test_formulas_need_math_verify_and_that_is_said(tmp_path: Path) -> None:
     told, root = Told(), {**MATH, "problem": "?", "solution": "\\boxed{\\sqrt{2}}"}
     path = write_lines(tmp_path / "a.jsonl", [MATH, root, *numbered(60)])
     task = load_task("math", seed=0, data=str(path), listener=told)  # type: ignore[arg-type]
@@ -295,13 +304,19 @@ def test_the_preset_trains_a_chat_model_and_a_resume_notices_another_judge(
 ) -> None:
     """One step on a small random model of the preset's family."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
     model = write_model(tmp_path / "model", context=400)
     write_lines(tmp_path / "train.jsonl", numbered(40))
     write_lines(tmp_path / "test.jsonl", numbered(8, start=40))
-    small = {"init_from": model, "max_new_tokens": 8, "eval_every": 0, "out_dir": "run"}
+    small = {
+        "init_from": model,
+        "max_new_tokens": 8,
+        "eval_every": 0,
+        "group_size": 2,
+        "out_dir": "run",
+    }
     argv = ["--config", "gsm8k", *(f"--{k.replace('_', '-')}={x}" for k, x in small.items())]
-    train.main([*argv, "--max-steps=2", "--stop-after=1", "--device=cpu"])
+    argv += ["--max-steps=2", "--stop-after=1", "--device=cpu", "--out-dir=run"]
+    train.main(argv)
     said = " ".join(capsys.readouterr().out.split())
     assert "reward: 1 x correct + 0.1 x format" in said
     assert "task: test.jsonl is held out; answers are compared by exact numbers" in said
@@ -367,6 +382,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(file.parent))
     monkeypatch.setenv("PYTHONPATH", str(file.parent))
     monkeypatch.setattr(math_judge, "LIMIT_S", 0.2)
+    monkeypatch.setattr(math_judge, "find_spec", find_spec)
     return file
 
 
@@ -391,8 +407,7 @@ def test_a_library_that_cannot_be_imported_is_one_line(library: Path) -> None:
 
 @pytest.mark.peer
 def test_math_verify_compares_formulas_in_threads() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
+    pytest.importorskip("math_verify")
     judge = make_judge()
     assert isinstance(judge, MathVerify)
     pairs = {

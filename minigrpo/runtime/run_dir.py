@@ -244,11 +244,8 @@ class RunDir:
                 f"{', '.join(differ)}: other contents than when the checkpoint was written, so "
                 "the run does not continue as it began"
             )
-        if (judge := state.get("judge")) and judge != self.judge:
-            self.screen.warn(
-                f"answers were compared by {judge} when the checkpoint was written, and are "
-                f"compared by {self.judge} now, so the run does not continue as it began"
-            )
+        if judged := resuming.other_judge(self.judge, state.get("judge", "")):
+            self.screen.warn(judged)
         self.screen.say(f"resumed from step {step} of {self.shown}")
         for name in ("max_steps", "stop_after"):
             last = getattr(self.config.run, name)

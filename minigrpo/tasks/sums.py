@@ -1,8 +1,8 @@
 """Seeded sums: the offline questions of `--task math`, which need no data and no language.
 
-    prompt       17+8+13+5=
-    completion   25,38,43####43        written out: the sum so far after each further number
-    completion   ####43                 or at once
+    prompt       7+8+3+5=
+    completion   15,18,23####23        written out: the sum so far after each further number
+    completion   ####23                 or at once
 
 Both completions are right. One quarter of the true answers write the sums out, chosen at random, so
 a warm start on them learns both ways, and which way pays is left to reinforcement. A small model
@@ -17,7 +17,7 @@ from .math_answers import HASHES
 from .splits import is_held_out_prompt
 
 NUMBERS = (3, 6)  # how many numbers a sum has, at least and at most
-LARGEST = 19
+LARGEST = 9
 WRITTEN_OUT = 0.25  # share of the true answers that write out the sums on the way
 
 
