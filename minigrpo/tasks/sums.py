@@ -1,12 +1,14 @@
 """Seeded sums: the offline questions of `--task math`, which need no data and no language.
 
-    prompt       7+8+3+5=
-    completion   15,18,23####23        written out: the sum so far after each further number
-    completion   ####23                 or at once
+    prompt       470+851+364=
+    completion   5,18,16####1685       written out: the sum of each column with what is carried
+    completion   ####1685              or at once
 
-Both completions are right. One quarter of the true answers write the sums out, chosen at random, so
-a warm start on them learns both ways, and which way pays is left to reinforcement. A small model
-adds two numbers reliably and five numbers hardly ever, so accuracy rises as it learns to write.
+The columns are added from the right: 0+1+4 is 5, 7+5+6 is 18, and 4+8+3 with the carry is 16. The
+answer is the last of these sums and the last digits of those before it. Both completions are right.
+A part of the true answers writes the columns out, chosen at random, so a warm start on them learns
+both ways, and which way pays is left to reinforcement. To begin with the first digit one has to
+know all carries, so accuracy rises as the model learns to write.
 """
 
 import numpy as np
@@ -16,16 +18,16 @@ from ..types import Example
 from .math_answers import HASHES
 from .splits import is_held_out_prompt
 
-NUMBERS = (3, 6)  # how many numbers a sum has, at least and at most
-LARGEST = 9
-WRITTEN_OUT = 0.25  # share of the true answers that write out the sums on the way
+NUMBERS = (2, 3)  # how many numbers a sum has, at least and at most
+NUM_DIGITS = 3  # of each number
+WRITTEN_OUT = 0.3  # share of the true answers that write the columns out
 
 
 class Sums:
     """The endless sequence of sums; each is a pure function of (seed, number)."""
 
     num_held_out = None  # endless
-    about = f"sums of {NUMBERS[0]} to {NUMBERS[1]} numbers up to {LARGEST}"
+    about = f"sums of {NUMBERS[0]} or {NUMBERS[1]} numbers of {NUM_DIGITS} digits"
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -41,20 +43,26 @@ class Sums:
         rng = stream(self.seed, f"sums/{split}", number)
         while True:
             low, high = NUMBERS
-            terms = rng.integers(1, LARGEST + 1, int(rng.integers(low, high + 1)))
+            size = int(rng.integers(low, high + 1))
+            terms = rng.integers(10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS, size)
             prompt = "+".join(map(str, terms)) + "="
             if is_held_out_prompt(prompt) == (split == "held-out"):
                 break
-        answer = written_out(terms) if rng.random() < WRITTEN_OUT else at_once(terms)
+        answer = f"{HASHES}{terms.sum()}"
+        if rng.random() < WRITTEN_OUT:
+            answer = columns(terms) + answer
         fields = {"question": prompt, "answer": answer}
-        return Example(prompt, answer, number, f"{len(terms)} numbers", fields=fields)
+        return Example(prompt, answer, number, f"{size} numbers", fields=fields)
 
 
-def written_out(terms: np.ndarray) -> str:
-    """The answer after the sums on the way to it."""
-    return ",".join(map(str, np.cumsum(terms)[1:])) + at_once(terms)
+def columns(terms: np.ndarray) -> str:
+    """The sum of each column from the right, with the carry of the column before.
 
-
-def at_once(terms: np.ndarray) -> str:
-    """The answer alone."""
-    return f"{HASHES}{terms.sum()}"
+    >>> columns(np.array([470, 851, 364]))
+    '5,18,16'
+    """
+    sums, carry = list[int](), 0
+    for place in range(NUM_DIGITS):
+        sums.append(int((terms // 10**place % 10).sum()) + carry)
+        carry = sums[-1] // 10
+    return ",".join(map(str, sums))
