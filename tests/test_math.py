@@ -1,6 +1,7 @@
 """The math task: answers found and compared, hostile texts, files as published, sums, the judge."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -283,14 +284,13 @@ def test_sums_are_right_and_their_splits_share_nothing() -> None:
     assert examples == [Sums(3).train(i) for i in range(400)]
     written = 0
     for example in (*examples, *held_out):
-        terms = [int(x) for x in example.prompt.removesuffix("=").split("+")]
+        terms = [int(x) for x in re.findall(r"\d", example.prompt.removesuffix("%10="))]
         steps, _, total = example.answer.partition("####")
-        assert int(total) == sum(terms) and example.kind == f"{len(terms)} numbers"
+        assert int(total) == sum(terms) % 10 and example.kind == f"{len(terms)} numbers"
         if steps:
             written += 1
-            *lower, top = steps.split(",")  # the answer can be read off them
-            assert top + "".join(step[-1] for step in reversed(lower)) == total
-            assert int(lower[0]) == sum(term % 10 for term in terms)
+            sums = [sum(terms[:size]) % 10 for size in range(2, len(terms) + 1)]
+            assert [*map(int, steps.split(","))] == sums
     assert 0.25 < written / 800 < 0.35
     task = load_task("math", seed=3)
     assert task.judged_by == "exact numbers"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGALRM
+from signal import SIGALRM, SIGPROF
 from typing import Protocol
 
 from ..runtime.flags import ConfigError
@@ -22,7 +22,7 @@ from ..runtime.text import printable
 from .math_answers import MAX_ANSWER_CHARS, same_answer
 
 WORKER = Path(__file__).with_name("math_verify_worker.py")
-LIMIT_S = 3.0  # per pair of answers
+LIMIT_S = 3.0  # of CPU time, per pair of answers
 ATTEMPTS = 2  # a worker may be ended by a signal that is none of its business
 CACHED = 1 << 14
 
@@ -114,7 +114,7 @@ class Worker:
     def ended_by_its_limit(self) -> bool:
         """Whether the process, which has ended, was too slow."""
         self.answers.close()
-        return self.process.wait() == -SIGALRM
+        return self.process.wait() in (-SIGPROF, -SIGALRM)
 
 
 def make_judge() -> Judge:

@@ -1,8 +1,8 @@
 """The process in which math-verify compares answers; math_judge.py starts it.
 
 It reads a JSON list of two texts per line, the truth and the answer, and writes 1 or 0 per line.
-Its argument is the limit in seconds per pair. It imports nothing of minigrpo, so that it starts
-without torch.
+Its argument is the limit per pair, in seconds of CPU time: a busy machine changes no verdict.
+It imports nothing of minigrpo, so that it starts without torch.
 """
 
 import json
@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 
+WAITING = 20  # times the limit, that may pass until a process has had so much of a CPU
 MEMORY_BYTES = 2 << 30  # of the process, SymPy included
 
 
@@ -31,10 +32,12 @@ def main(limit_s: float) -> None:
     out.flush()
     for line in sys.stdin:
         truth, answer = json.loads(line)
-        # SIGALRM is not handled: it ends the process, in the middle of a multiplication too
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        # their signals are not handled: they end the process, in the middle of a multiplication too
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, WAITING * limit_s)
         verdict = same(math_verify, truth, answer)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
         out.write(f"{int(verdict)}\n")
         out.flush()
 
