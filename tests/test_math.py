@@ -1,7 +1,6 @@
 """The math task: answers found and compared, hostile texts, files as published, sums, the judge."""
 
 import json
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -282,16 +281,12 @@ def test_sums_are_right_and_their_splits_share_nothing() -> None:
     held_out = [sums.held_out(i) for i in range(400)]
     assert not {e.prompt for e in examples} & {e.prompt for e in held_out}
     assert examples == [Sums(3).train(i) for i in range(400)]
-    written = 0
     for example in (*examples, *held_out):
-        terms = [int(x) for x in re.findall(r"\d", example.prompt.removesuffix("%10="))]
+        terms = [int(x) for x in example.prompt.removesuffix("=").split("+")]
         steps, _, total = example.answer.partition("####")
-        assert int(total) == sum(terms) % 10 and example.kind == f"{len(terms)} numbers"
-        if steps:
-            written += 1
-            sums = [sum(terms[:size]) % 10 for size in range(2, len(terms) + 1)]
-            assert [*map(int, steps.split(","))] == sums
-    assert 0.25 < written / 800 < 0.35
+        assert int(total) == sum(terms) and example.kind == f"{len(terms)} numbers"
+        sums = [sum(terms[:size]) for size in range(2, len(terms) + 1)]
+        assert [*map(int, steps.split(","))] == sums
     task = load_task("math", seed=3)
     assert task.judged_by == "exact numbers"
     table = task.score_batch(examples, [e.answer for e in examples])
