@@ -30,7 +30,8 @@ from .sums import Sums
 from .task_request import TaskRequest
 
 BOXED = r"\boxed{}"
-SUMS = {"max_new_tokens": 32}  # settings of a run on sums, from the shipped model
+# settings of a run on sums, from the shipped model
+SUMS = {"max_new_tokens": 32, "learning_rate": 1.5e-4, "max_steps": 200, "eval_every": 50}
 # settings of a run on word problems, from a published model
 PROBLEMS = {"max_new_tokens": 512, "learning_rate": 1e-6, "speculative_decoding": False}
 KEYS = ("question", "answer"), ("problem", "solution")
