@@ -6,6 +6,7 @@ The trainer and the evaluation tool call `measure`; `evaluate` gives its values 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
@@ -43,12 +44,11 @@ class Graded:
 
     def select(self, rows: np.ndarray) -> "Graded":
         """Some of the examples, by an `[n]` bool mask."""
-        places = np.flatnonzero(rows)
         return replace(
             self,
-            examples=[self.examples[i] for i in places],
-            texts=[self.texts[i] for i in places],
-            rewards=self.rewards.select(places),
+            examples=list(compress(self.examples, rows)),
+            texts=list(compress(self.texts, rows)),
+            rewards=self.rewards.select(rows),
         )
 
     @property

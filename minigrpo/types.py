@@ -40,7 +40,8 @@ class Task(Protocol):
         about: what the examples are and how they are scored, said when a run starts.
         judged_by: the software that decides a score; a resumed run warns if it has changed.
         summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
-            from the `[n]` values of each part.
+            from the `[n]` values of each part for n completions, where NaN may occur. It is called
+            500 times more on bootstrap samples. NaN says that a measure is not defined.
     """
 
     parts: Mapping[str, float]  # reward part -> default weight
