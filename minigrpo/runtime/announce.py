@@ -10,6 +10,7 @@ import torch
 from ..types import RewardTable, RolloutBatch
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
+from .flags import job_of
 from .log_files import NoLog, RunLog
 from .logging import Screen
 from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
@@ -43,7 +44,7 @@ def introduce(
     screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
     if about := getattr(situation.task, "about", ""):
         screen.say(f"task: {about}")
-    of_task = config.settings_of_task(config.flat())
+    of_task = config.settings_by_task().get(job_of(config.flat()), {})
     if own := {name: x for name, x in of_task.items() if name not in config.given}:
         screen.say(f"settings of the task: {' '.join(as_flags(own))}")
     if speed.fast:

@@ -20,11 +20,14 @@ Parsed = TypeVar("Parsed")
 MOST_CHARACTERS = 60  # of a value in a message
 WHAT = {int: "a whole number", float: "a number", str: "a name, a path or a list"}
 
-WITH_DATA = " with --data"  # after the name of a task: its settings are others then
-
 
 class ConfigError(ValueError):
     """A setting has a value that is not allowed. The message is one line that names the flag."""
+
+
+def job_of(settings: Mapping[str, Any]) -> str:
+    """The task of some settings, such as `math`, or `math with --data`: their defaults differ."""
+    return f"{settings.get('task')}{' with --data' if settings.get('data') else ''}"
 
 
 def flag(name: str) -> str:

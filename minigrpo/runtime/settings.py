@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, Self
 import tyro
 
 from .constraints import UNIONS
-from .flags import WITH_DATA, ConfigError, did_you_mean, exit_with, flag, parse, read_flags
+from .flags import ConfigError, did_you_mean, exit_with, flag, job_of, parse, read_flags
 from .renamed import NAMES, modern
 
 PACKAGE = Path(__file__).parent.parent
@@ -91,9 +91,9 @@ class Grouped:
 
     def _of_task(self, now: Mapping[str, Any], given: frozenset[str]) -> dict[str, Any]:
         """The settings of another task in place of those of this one, except what is given."""
-        default = type(self)().flat()
-        old = {name: default[name] for name in self.settings_of_task(self.flat())}
-        new = {**old, **self.settings_of_task(now)}
+        default, by_task = type(self)().flat(), self.settings_by_task()
+        old = {name: default[name] for name in by_task.get(job_of(self.flat()), {})}
+        new = {**old, **by_task.get(job_of(now), {})}
         return {name: value for name, value in new.items() if name not in given}
 
     def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +116,6 @@ class Grouped:
     def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
         """What each task changes from the defaults, by flat name; nothing here."""
         return {}
-
-    @classmethod
-    def settings_of_task(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the task of these settings changes, without --data or with it."""
-        task = f"{settings.get('task')}{WITH_DATA if settings.get('data') else ''}"
-        return cls.settings_by_task().get(task, {})
 
     def resolved(self, given: Collection[str]) -> Self:
         """The config once all of its sources are read; `given` are the settings in them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from ..runtime.flags import WITH_DATA, ConfigError
+from ..runtime.flags import ConfigError, job_of
 from ..runtime.renamed import modern
 from ..types import Task
 from . import chess_files, math
@@ -115,7 +115,8 @@ def modern_name(name: str) -> str:
 def settings_by_task() -> dict[str, Mapping[str, Any]]:
     """What each task changes from the defaults, by flat name; tasks that change nothing are out."""
     found = {name: row.settings for name, row in TASKS.items()}
-    found |= {f"{name}{WITH_DATA}": row.data_settings for name, row in TASKS.items()}
+    for name, row in TASKS.items():
+        found[job_of({"task": name, "data": "FILE"})] = row.data_settings
     return {name: settings for name, settings in found.items() if settings}
 
 
