@@ -75,7 +75,8 @@ class Trainer:
         self.reference = make_reference(config, self.learner)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
         self.timer = PhaseTimer(self.device)
-        self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint)  # steps done
+        judge = getattr(self.task, "judged_by", "")
+        self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint, judge)  # steps done
         self.source = self._make_source(first_step=self.step)
 
         self.stop_reason = ""

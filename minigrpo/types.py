@@ -37,6 +37,8 @@ class Task(Protocol):
             runs without a time limit, and an error in it ends the run.
         success: the part that is 1 for a right completion and 0 for any other. Evaluation reports
             it first. Without it, a completion is right if it equals the example's answer.
+        about: what the examples are and how they are scored, said when a run starts.
+        judged_by: the software that decides a score; a resumed run warns if it has changed.
         summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
             from the `[n]` values of each part for n completions, where NaN may occur. It is called
             500 times more on bootstrap samples. NaN says that a measure is not defined.

@@ -166,9 +166,9 @@ def test_nothing_assigns_to_another_module() -> None:
 def test_every_imported_package_is_declared() -> None:
     """What the installed commands import is a dependency; extras are imported where used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [project["optional-dependencies"][name] for name in ("plots", "peer", "hub")]
+    extras = [project["optional-dependencies"][name] for name in ("plots", "peer", "hub", "math")]
     declared = {
-        re.split(r"[<>=\[ ]", x)[0].lower()
+        re.split(r"[<>=\[ ]", x)[0].lower().replace("-", "_")
         for x in itertools.chain(project["dependencies"], *extras)
     }
     found = set[str]()

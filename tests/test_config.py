@@ -143,13 +143,20 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values.get("tokenizer") == "gpt2"
     ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
+    if values.get("task") == "math":
+        values |= {"context": 256, "reward_weights": ""}
     if values.get("data"):  # the user's own
-        values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
+        keys = ("question", "answer") if values.get("task") == "math" else ("prompt", "answer")
+        values["data"] = str(write_sums(tmp_path / "sums.jsonl", keys))
     if values.get("task") == "qa":  # its prompts are messages, for a chat model
         model = chat_model.write_model(tmp_path / "model", context=1024)
         rows = [{"question": f"What is {i}?", "answer": str(i)} for i in range(40)]
         chat_model.write_lines(Path(values["data"]), rows)
         values |= {"init_from": str(model), "reward_weights": ""}
+    elif values.get("system"):
+        template = tmp_path / "template.jinja"
+        template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        values["chat_template"] = str(template)
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config.of(**values), quiet=True)
@@ -161,8 +168,10 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / written).exists()
 
 
-def write_sums(path: Path) -> Path:
-    pairs = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
+def write_sums(path: Path, keys: tuple[str, str]) -> Path:
+    """Sums in a JSONL file, which ends in the form of GSM8K whatever the keys are."""
+    rows = [(f"{a}+{b}=", f"#### {a + b}") for a in range(9) for b in range(9)]
+    pairs = [dict(zip(keys, row, strict=True)) for row in rows]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return path
 

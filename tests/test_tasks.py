@@ -1,7 +1,6 @@
 """Tasks, data and rewards that a user brings, tested with the files in examples/."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from minigrpo import Config, Trainer
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import load_rewards, load_task
-from minigrpo.types import Example
 
 from .gradients import TINY
 
@@ -52,23 +50,6 @@ def test_pairs_from_a_file_with_reward_functions(tmp_path: Path) -> None:
     assert metrics[0]["rewards/close/failures"] > 0  # a random model writes no numbers
     assert metrics[0]["rewards/brevity/failures"] == 0
     assert metrics[0]["rewards/brevity/mean"] > 0
-
-
-def test_word_problems_become_messages_and_the_last_number_is_paid(tmp_path: Path) -> None:
-    example = runpy.run_path(str(ROOT / "examples" / "word_problems.py"))
-    source, target = tmp_path / "train.jsonl", tmp_path / "gsm8k-train.jsonl"
-    line = {"question": "How many?", "answer": "1 + 1,001 = <<1+1001=1002>>1,002\n#### 1,002"}
-    source.write_text(json.dumps(line) + "\n" + json.dumps(line))
-    assert example["convert"](source, target) == 2
-    first, _ = (json.loads(text) for text in target.read_text().splitlines())
-    (message,) = first["messages"]
-    assert message["role"] == "user" and message["content"].startswith("How many?\n")
-    assert first["answer"] == "1,002"
-    (correct,) = load_rewards(str(ROOT / "examples" / "word_problems.py"))
-    question = Example("How many?", first["answer"])
-    paid = {"So 1002": 1, "1,001 and so 1,002.": 1, "1002 of 1003": 0, "-1002": 0, "none": 0}
-    assert {text: correct.function(question, text) for text in paid} == paid
-    assert correct.function(Example("How many?", "none"), "none") == 0
 
 
 def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: Path) -> None:
@@ -167,7 +148,7 @@ class A:
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"task": "chess"},
-            "--task must be chess-env, best-move, chess-env.best-move or a Python file",
+            "--task must be chess-env, best-move, chess-env.best-move, .* or a Python file",
         ),
         (
             {"task": str(tmp_path / "none.py")},
@@ -185,7 +166,7 @@ class A:
         ({"data": "games.doc"}, "must end with .pgn, .pgn.gz, .txt, .jsonl, got games.doc"),
         (
             {"data": SUMS, "task": REVERSE},
-            "--data goes with chess-env, best-move, chess-env.best-move, got --task",
+            "--data goes with chess-env, best-move, chess-env.best-move, .*got --task",
         ),
         ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
         ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that exists"),

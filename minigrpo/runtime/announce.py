@@ -10,6 +10,7 @@ import torch
 from ..types import RewardTable, RolloutBatch
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
+from .flags import job_of
 from .log_files import NoLog, RunLog
 from .logging import Screen
 from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
@@ -41,7 +42,9 @@ def introduce(
     parts = [f"{weight:g} x {name}" for name, weight in weights.items() if weight]
     where = " (in evaluations only)" if config.supervised else ""
     screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
-    of_task = config.settings_by_task().get(config.task.name, {})
+    if about := getattr(situation.task, "about", ""):
+        screen.say(f"task: {about}")
+    of_task = config.settings_by_task().get(job_of(config.flat()), {})
     if own := {name: x for name, x in of_task.items() if name not in config.given}:
         screen.say(f"settings of the task: {' '.join(as_flags(own))}")
     if speed.fast:
@@ -97,20 +100,32 @@ def busy_cores(threads: int) -> Iterator[str]:
         )
 
 
+WATCHED = {  # metric -> the least value that is a problem, and what is said of it
+    "frac_reward_zero_std": (
+        1.0,
+        "all completions of each prompt had equal rewards, so nothing is learnt. A model that "
+        "never gets a part right needs a warm start on true answers first (--loss nll)",
+    ),
+    "completions/clipped_ratio": (
+        0.5,
+        "at least half of the completions were cut off at --max-new-tokens, and judged by what "
+        "they had by then. Raise --max-new-tokens; a model that never ends needs a warm start "
+        "on true answers first (--loss nll)",
+    ),
+}
+
+
 class SignalWatch:
-    """Warns once if all groups have had equal rewards for several steps in a row."""
+    """Warns once of a metric of WATCHED that has been bad for several steps in a row."""
 
     def __init__(self, screen: Screen, is_main: bool) -> None:
-        self.screen, self.is_main, self.steps = screen, is_main, 0
+        self.screen, self.is_main, self.steps = screen, is_main, dict.fromkeys(WATCHED, 0)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        self.steps = self.steps + 1 if metrics.get("frac_reward_zero_std") == 1 else 0
-        if self.steps == STEPS_WITHOUT_SIGNAL and self.is_main:
-            self.screen.warn(
-                f"for {STEPS_WITHOUT_SIGNAL} steps all completions of each prompt had equal "
-                "rewards, so nothing is learnt. A model that never gets a part right needs a warm "
-                "start on true answers first (--loss nll)"
-            )
+        for name, (least, words) in WATCHED.items():
+            self.steps[name] = self.steps[name] + 1 if metrics.get(name, 0) >= least else 0
+            if self.steps[name] == STEPS_WITHOUT_SIGNAL and self.is_main:
+                self.screen.warn(f"for {STEPS_WITHOUT_SIGNAL} steps {words}")
 
 
 def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:

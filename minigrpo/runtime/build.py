@@ -52,13 +52,11 @@ def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
 
 def make_task(config: Config, listener: Listener | None = None) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names flag or file."""
-    given, seed = config.task, config.run.seed
-    task = load_task(
-        given.name, seed=seed, data=given.data, listener=listener, history=given.history
-    )
+    given, seed, chat = config.task, config.run.seed, bool(config.task.system)
+    settings = {"history": given.history, "chat": chat}
+    task = load_task(given.name, seed=seed, data=given.data, listener=listener, **settings)
     if not given.confidence:
         return task
-    chat = bool(given.system)
     return with_confidence(task, seed=seed, chat=chat, supervised=config.supervised)
 
 

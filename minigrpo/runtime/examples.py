@@ -127,11 +127,13 @@ class Lengths:
                 self.long_answers[where] = tokens
         self.num_answers += 1
 
-    def warn_of_long_answers(self, warn: Warn) -> None:
+    def warn_of_long_answers(self, warn: Warn, exact: bool) -> None:
         """Say how many answers no completion can equal, because they are too long, or because the
         tokenizer writes them in another way.
+
+        Unless they have to be `exact`, it only matters that a completion as long is cut off.
         """
-        if self.unwritable:
+        if self.unwritable and exact:
             warn(
                 f"{len(self.unwritable)} answers change when --tokenizer {self.tokenizer.name} "
                 "encodes and decodes them, so no completion can equal them; the first: "
@@ -142,8 +144,9 @@ class Lengths:
         where = max(self.long_answers, key=lambda name: self.long_answers[name])
         warn(
             f"{len(self.long_answers)} of {self.num_answers} answers that were looked at are "
-            f"longer than --max-new-tokens {self.longest}, so no completion can equal them; the "
-            f"longest: {where}, {self.long_answers[where]} tokens"
+            f"longer than --max-new-tokens {self.longest}, so "
+            f"{'no completion can equal them' if exact else 'completions like them are cut off'}; "
+            f"the longest: {where}, {self.long_answers[where]} tokens"
         )
 
 
@@ -172,7 +175,7 @@ def check_examples(
             data, of_file = config.task.data, getattr(source, "num_held_out", None)
             name = f"--data {data}" if data and of_file else f"--task {config.task.name}"
             _check_supply(name, source, lengths)
-    lengths.warn_of_long_answers(warn)
+    lengths.warn_of_long_answers(warn, exact=not getattr(task, "success", ""))
 
 
 def _check_supply(name: str, source: Task, lengths: Lengths) -> None:

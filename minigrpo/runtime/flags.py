@@ -25,6 +25,11 @@ class ConfigError(ValueError):
     """A setting has a value that is not allowed. The message is one line that names the flag."""
 
 
+def job_of(settings: Mapping[str, Any]) -> str:
+    """The task of some settings, such as `math`, or `math with --data`: their defaults differ."""
+    return f"{settings.get('task')}{' with --data' if settings.get('data') else ''}"
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 

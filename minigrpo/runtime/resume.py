@@ -64,6 +64,16 @@ def changed(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
     return [name for name, digest in then.items() if now.get(name, digest) != digest]
 
 
+def other_judge(now: str, then: str) -> str:
+    """What to say if other software decides scores than when the checkpoint was written, or ""."""
+    if not then or now == then:
+        return ""
+    return (
+        f"answers were compared by {then} when the checkpoint was written, and are compared by "
+        f"{now or 'nothing of that kind'} now, so the run does not continue as it began"
+    )
+
+
 def made_by(processes: int, device: torch.device) -> dict[str, Any]:
     """What the bits of a run depend on besides its config; saved in its checkpoints."""
     return {

@@ -57,6 +57,7 @@ class RunDir:
         self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
         self.base = ""  # identifies the weights at --init-from, where they are needed again
         self.tokenizer: Mapping[str, str] = {}  # its fingerprint
+        self.judge = ""  # the software that decides scores, if the task names it
         self.saved_step = -1  # of the newest checkpoint
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self._lock: IO[str] | None = None
@@ -65,13 +66,13 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def open(self, learner: Learner, tokenizer: Mapping[str, str]) -> int:
+    def open(self, learner: Learner, tokenizer: Mapping[str, str], judge: str = "") -> int:
         """Create or reopen the folder, load what --resume names, return the number of steps done.
 
-        `tokenizer` is its fingerprint, which checkpoints hold.
+        `tokenizer` is its fingerprint, and `judge` the task's `judged_by`; checkpoints hold both.
         Raises ConfigError or CheckpointError, after unlocking the folder.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.judge = tokenizer, judge
         self.files |= commits_of_models(self.config)  # known once the models have been fetched
         self.shown = self.dist.on_main(self._make_and_lock)
         self.path = self.start / self.shown
@@ -166,6 +167,7 @@ class RunDir:
         state["shape"] = asdict(learner.model.shape)  # enough to rebuild the model
         state["made_by"] = made_by(self.dist.world_size, learner.device)
         state |= {"files": self.files, "base": self.base, "tokenizer": dict(self.tokenizer)}
+        state["judge"] = self.judge
         keep_last, warn = self.config.run.keep_last, self.screen.warn
         save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
@@ -242,6 +244,8 @@ class RunDir:
                 f"{', '.join(differ)}: other contents than when the checkpoint was written, so "
                 "the run does not continue as it began"
             )
+        if judged := resuming.other_judge(self.judge, state.get("judge", "")):
+            self.screen.warn(judged)
         self.screen.say(f"resumed from step {step} of {self.shown}")
         for name in ("max_steps", "stop_after"):
             last = getattr(self.config.run, name)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, Self
 import tyro
 
 from .constraints import UNIONS
-from .flags import ConfigError, did_you_mean, exit_with, flag, parse, read_flags
+from .flags import ConfigError, did_you_mean, exit_with, flag, job_of, parse, read_flags
 from .renamed import NAMES, modern
 
 PACKAGE = Path(__file__).parent.parent
@@ -81,19 +81,19 @@ class Grouped:
         self, settings: Mapping[str, Any], given: frozenset[str], typed: frozenset[str]
     ) -> Self:
         """A copy with some settings changed and checked, which remembers where they come from."""
-        if "task" in (settings := modern(settings)):
-            settings = {**self._of_task(settings["task"], given), **settings}
+        if {"task", "data"} & (settings := modern(settings)).keys():
+            settings = {**self._of_task({**self.flat(), **settings}, given), **settings}
         made = replace(self, **self._groups(settings)).resolved(given)
         # no fields, because configs with the same values are equal wherever these come from
         object.__setattr__(made, "given", given)
         object.__setattr__(made, "typed", typed)
         return made
 
-    def _of_task(self, task: object, given: frozenset[str]) -> dict[str, Any]:
+    def _of_task(self, now: Mapping[str, Any], given: frozenset[str]) -> dict[str, Any]:
         """The settings of another task in place of those of this one, except what is given."""
         default, by_task = type(self)().flat(), self.settings_by_task()
-        old = {name: default[name] for name in by_task.get(self.flat().get("task", ""), {})}
-        new = {**old, **(by_task.get(task, {}) if isinstance(task, str) else {})}
+        old = {name: default[name] for name in by_task.get(job_of(self.flat()), {})}
+        new = {**old, **by_task.get(job_of(now), {})}
         return {name: value for name, value in new.items() if name not in given}
 
     def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:

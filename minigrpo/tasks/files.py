@@ -152,6 +152,7 @@ class ShuffledExamples(ABC):
         held_out: np.ndarray,
         questions: np.ndarray,
         hint: str = "",
+        share: str = f"one position in {POSITIONS_PER_HELD_OUT} is held out",
     ) -> None:
         """
         Args:
@@ -159,6 +160,7 @@ class ShuffledExamples(ABC):
             questions: `[n]` int, a hash of the question of each held-out example; among equal
                 hashes only the first is kept.
             hint: added to the error for an empty split.
+            share: what is held out, for that error.
 
         Raises:
             ValueError: a split is empty.
@@ -167,8 +169,7 @@ class ShuffledExamples(ABC):
         if not len(train) or not len(held_out):
             raise ValueError(
                 f"{path}: {len(train)} usable examples for training and {len(held_out)} for "
-                "evaluation; both need at least one, and one position in "
-                f"{POSITIONS_PER_HELD_OUT} is held out{hint}"
+                f"evaluation; both need at least one, and {share}{hint}"
             )
         self.seed, self._train, self._held_out = seed, train, held_out
         self.num_train, self.num_held_out = len(train), len(held_out)

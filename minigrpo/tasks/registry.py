@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from ..runtime.flags import ConfigError
+from ..runtime.flags import ConfigError, job_of
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files, hidden_digit, qa
+from . import chess_files, hidden_digit, math, qa
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
@@ -30,8 +30,10 @@ class TaskRow:
     read: MakeTask | None = None  # on the files of --data, request.paths; None: it reads none
     endings: Sequence[str] = (".jsonl",)  # how the names of these files may end
     shipped: str = ""  # --init-from shipped is minigrpo/assets/<shipped>.safetensors; "": refused
-    # flat name -> value: settings that differ from the defaults, unless somebody gives them
+    # flat name -> value: settings that differ from the defaults, unless somebody gives them; the
+    # first without --data, the second with it
     settings: Mapping[str, Any] = field(default_factory=dict)
+    data_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 CHESS_MODEL = "warm-start"
@@ -51,6 +53,13 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
+    "math": TaskRow(
+        make=math.sums,
+        read=math.of_files,
+        shipped="math",
+        settings=math.SUMS,
+        data_settings=math.PROBLEMS,
+    ),
     "qa": TaskRow(read=qa.read),
     "hidden-digit": TaskRow(
         make=hidden_digit.make, shipped="hidden-digit", settings=hidden_digit.SETTINGS
@@ -113,7 +122,10 @@ def modern_name(name: str) -> str:
 
 def settings_by_task() -> dict[str, Mapping[str, Any]]:
     """What each task changes from the defaults, by flat name; tasks that change nothing are out."""
-    return {name: row.settings for name, row in TASKS.items() if row.settings}
+    found = {name: row.settings for name, row in TASKS.items()}
+    for name, row in TASKS.items():
+        found[job_of({"task": name, "data": "FILE"})] = row.data_settings
+    return {name: settings for name, settings in found.items() if settings}
 
 
 def shipped_model(task: str) -> str:

@@ -17,6 +17,7 @@ class TaskRequest:
     seed: int
     data: str = ""  # files of examples, separated by commas; "" for the task's own generator
     history: int = 0  # earlier moves in a chess prompt
+    chat: bool = False  # whether --system makes prompts the messages of a user
     listener: Listener = field(default_factory=SilentListener)  # gets progress and warnings
 
     @property

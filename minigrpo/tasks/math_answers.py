@@ -1,0 +1,213 @@
+r"""Find the final answer in a text, and compare answers as exact numbers.
+
+Nothing here evaluates an expression. A number is read by one regular expression and becomes an
+exact rational: 0.1 is one tenth, not the nearest float. Every function takes any text, in time that
+grows with its length only, and returns None where it finds nothing.
+
+These are equal:
+
+- 1/2, 0.5, .50, \frac{1}{2} and 5e-1; 1 1/2 and 1.5
+- 1,234 and 1234; but 1,23 is no number, because separators stand before groups of three digits
+- $5, 5 dollars, 5\text{ cm} and 5: currencies and units are ignored. "5 million", "5 pi" and "5x"
+  are no numbers
+- 50% and 50, and also 50% and 0.5, because published answers leave out the sign. 50 and 0.5 differ
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_TEXT_CHARS = 20_000  # at the end of a text, where its answer is
+MAX_ANSWER_CHARS = 1_000
+MAX_DIGITS = 300  # of a number; the time of arithmetic with more grows with their square
+
+# --- where a text gives its answer ----------------------------------------------------------------
+
+BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed ([^\s{}$\\]+)|\\.|[{}]", re.DOTALL)
+HASHES = "####"
+ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
+END_OF_SENTENCE = re.compile(r"\.(?:\s|$)|\n")
+INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
+# a minus after a letter, a digit or a bracket subtracts: the last number of "7-3" is 3
+NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]])-)?[$€£¥]?{DECIMAL}(?:/{INTEGER})?%?")
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` that is closed; of nested ones the inner one."""
+    opened: list[int] = []  # where the content of each open brace begins; -1: the brace of no box
+    last, content = -1, None
+    for found in BOX_OR_BRACE.finditer(text):
+        token, start, end = found[0], -1, found.start()
+        if token == "{":
+            opened.append(-1)
+        elif token.endswith("{") and len(token) > 2:
+            opened.append(found.end())
+        elif token == "}" and opened:
+            start = opened.pop()
+        elif found[1]:
+            start, end = found.span(1)
+        if start > last and (inside := text[start:end].strip()):
+            last, content = start, inside
+    return content
+
+
+def after_hashes(text: str) -> str | None:
+    """The rest of the line after the last `####`."""
+    _, mark, rest = text.rpartition(HASHES)
+    return (rest.strip().split("\n", 1)[0].strip() if mark else "") or None
+
+
+def in_tags(text: str) -> str | None:
+    """The content of the last `<answer>...</answer>`."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    if start < 0:
+        return None
+    inside = text[start + len("<answer>") : end].strip()
+    return after_words(inside) or inside or None
+
+
+def after_words(text: str) -> str | None:
+    """What stands after the last "the answer is", up to the end of the sentence.
+
+    That is all of it if it is a number or a formula, and else the last number in it.
+    """
+    last = max(ANSWER_IS.finditer(text), key=re.Match.start, default=None)
+    rest = text[last.end() :][:MAX_ANSWER_CHARS].strip() if last else ""
+    sentence = END_OF_SENTENCE.split(rest, maxsplit=1)[0].strip(" :*.")
+    is_formula = "\\" in sentence or sentence.count("$") > 1  # one may be a currency
+    return sentence if is_formula or number(sentence) else last_number(sentence)
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text."""
+    found = NUMBER_IN_TEXT.findall(text)
+    return found[-1] if found else None
+
+
+FORMS: dict[str, Callable[[str], str | None]] = {  # in the order in which they are looked for
+    r"\boxed{}": boxed,
+    HASHES: after_hashes,
+    "<answer>": in_tags,
+    "the answer is": after_words,
+    "the last number": last_number,
+}
+
+
+def final_answer(text: str, form: str = "") -> str | None:
+    """The answer that a text gives, in the first of `FORMS` that it has; `form` is tried first."""
+    text = text[-MAX_TEXT_CHARS:]
+    for name in (form, *FORMS) if form else FORMS:
+        if (found := FORMS[name](text)) is not None:
+            return found
+    return None
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+SPELLINGS = {  # TeX and typography -> plain text
+    "\u2212": "-",
+    "\\$": "$",
+    "\\%": "%",
+    "\\!": "",
+    "\\,": "",
+    "{,}": ",",
+    "\\ ": " ",
+    "\\(": "",
+    "\\)": "",
+    "~": " ",
+    "^{\\circ}": "",
+    "^\\circ": "",
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+    "\\left": "",
+    "\\right": "",
+}
+FRACTION = re.compile(r"\\frac\s*(?:\{([+-]?[0-9,]+)\}|([0-9]))\s*(?:\{([0-9,]+)\}|([0-9]))")
+TEXT_MACRO = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+NUMBER = re.compile(
+    rf"""(?:[A-Za-z]\s?=\s?)?                         # x = 5
+    (?P<sign>[+-]?)\s*[$€£¥]?\s*(?P<inner>[+-]?)      # -$5 and $-5
+    (?:(?:(?P<whole>{INTEGER})\s+)?(?P<top>{INTEGER})\s?/\s?(?P<bottom>{INTEGER})
+      |(?P<decimal>{DECIMAL})\.?(?:[eE](?P<exponent>[+-]?[0-9]{{1,2}}))?)
+    (?P<percent>\s?%|\s(?i:per\s?cent))?(?P<unit>.*)""",
+    re.DOTALL | re.VERBOSE,
+)
+# words of at least two letters, apart from the number: "5x" and "5 m" are formulas
+UNIT = re.compile(r"(?:\s+[A-Za-z][A-Za-z'/-]+(?:\^\{?[23]\}?|[²³])?){1,4}\s*")
+NOT_UNITS = {  # words that change the value
+    *("and", "or", "to", "plus", "minus", "times", "over", "by", "mod", "pi", "sqrt", "sin", "cos"),
+    *("tan", "log", "ln", "exp", "half", "dozen", "hundred", "thousand", "million", "billion"),
+    "trillion",
+}
+
+
+class Number(NamedTuple):
+    """A number as it was written."""
+
+    value: Fraction
+    percent: bool  # a percent sign follows
+
+
+def number(text: str) -> Number | None:
+    """The number that a text is, with or without currency and unit; None for anything else."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    for written, plain in SPELLINGS.items():
+        text = text.replace(written, plain)
+    text = FRACTION.sub(r" \1\2/\3\4", TEXT_MACRO.sub(r" \1", text))
+    text = text.strip("$* \t\r\n").removesuffix(".")  # the marks of TeX, bold type, a currency
+    found = NUMBER.fullmatch(text)
+    if not found or not _is_unit(found["unit"]):
+        return None
+    if sum(map(str.isdigit, text)) > MAX_DIGITS:
+        return None
+    value = _value(found)
+    if value is None:
+        return None
+    negative = (found["sign"] == "-") != (found["inner"] == "-")
+    return Number(-value if negative else value, bool(found["percent"]))
+
+
+def _is_unit(text: str) -> bool:
+    """Whether what follows a number leaves its value as it is."""
+    if not text.strip():
+        return True
+    return bool(UNIT.fullmatch(text)) and not NOT_UNITS & set(text.lower().split())
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    """The value of a match of `NUMBER` without its sign; None for a division by zero."""
+    whole, top, bottom, decimal = (
+        (found[name] or "0").replace(",", "") for name in ("whole", "top", "bottom", "decimal")
+    )
+    if found["top"]:
+        return int(whole) + Fraction(int(top), int(bottom)) if int(bottom) else None
+    return Fraction(decimal) * Fraction(10) ** int(found["exponent"] or 0)
+
+
+def same_number(a: Number, b: Number) -> bool:
+    """Whether two numbers are equal; a percent sign on one of them may count or not."""
+    if a.percent == b.percent:
+        return a.value == b.value
+    percent, plain = (a, b) if a.percent else (b, a)
+    return plain.value in (percent.value, percent.value / 100)
+
+
+def same_answer(truth: str, answer: str) -> bool | None:
+    """Whether two answers are equal: as numbers if both are, else as texts without their layout.
+
+    None if that does not decide it: the texts differ, and at least one is no number.
+    """
+    a, b = number(truth), number(answer)
+    if a and b:
+        return same_number(a, b)
+    return True if _without_layout(truth) == _without_layout(answer) else None
+
+
+def _without_layout(text: str) -> str:
+    for written, plain in SPELLINGS.items():
+        text = text.replace(written, plain)
+    return re.sub(r"[\s$]+", "", TEXT_MACRO.sub(r"\1", text)).removesuffix(".")
