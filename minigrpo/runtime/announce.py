@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from ..types import RolloutBatch
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
+from .flags import as_flags
 from .log_files import NoLog, RunLog
 from .logging import Screen
 from .no_effect import Situation, without_effect
-from .settings import as_flags
 
 STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
 STEPS_BETWEEN_SAMPLES = 10
@@ -152,7 +153,10 @@ def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
 def show_change(
     screen: Screen, first: Evaluation, last: Evaluation, step: int, seconds: float
 ) -> None:
-    """Print evaluations before and after, first the sampled measure, which GRPO maximises."""
+    """Print evaluations before and after, first the sampled measure, which GRPO maximises.
+
+    `seconds` are those of all parts of the run; NaN if they are not known.
+    """
     names = [
         name
         for name in first
@@ -166,7 +170,11 @@ def show_change(
         how = "sampled" if name == "exact_sampled" else "greedy"
         numbers = f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[2]:+.3f}"
         rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
-    title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
+    took = f" ({seconds:.0f} s)" if isfinite(seconds) else ""
+    between = f"before and after {step} steps"
+    if first["step"]:  # of a resumed run whose first evaluations are lost
+        between = f"after {first['step']:.0f} and after {step} steps"
+    title = f"held-out examples {between}{took}"
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
 
 
