@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..records import is_number
 from ..run_data import RunData, mean
 from .said import Said
 
@@ -90,7 +91,8 @@ def shares(run: RunData, name: str = "exact_sampled") -> list[tuple[int, float, 
     return [
         (r["step"], float(r[name]), float(r[NUM_TRIALS]))
         for r in run.evaluations
-        if isinstance(r.get(name), int | float) and r.get(NUM_TRIALS)
+        if is_number(r.get(name)) and 0 <= r[name] <= 1
+        if is_number(r.get(NUM_TRIALS)) and r[NUM_TRIALS] > 0
     ]
 
 
