@@ -18,8 +18,9 @@ from pathlib import Path
 from minigrpo.config import Config
 from minigrpo.runtime.flags import ConfigError, flag
 from minigrpo.runtime.logging import Screen
-from minigrpo.runtime.settings import PACKAGE, toml_lines
+from minigrpo.runtime.settings import toml_lines
 from minigrpo.runtime.tokenizers import with_own_tokenizer
+from minigrpo.runtime.toml_files import PACKAGE
 
 SECONDS_BETWEEN_LOOKS = 0.5
 BAD_INPUT = 2  # exit code of a run whose flags are wrong; all others would fail too

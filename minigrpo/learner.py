@@ -29,9 +29,9 @@ from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime import accel
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard, check_weights, weight_norm
+from .runtime.guard import NonFiniteGuard, check_weights, load_scaler, weight_norm
 from .runtime.oom import OOMBackoff
-from .runtime.optim import check_moments, learning_rate_at, make_optimizer
+from .runtime.optim import learning_rate_at, load_optimizer, make_optimizer
 from .types import Completions, RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
@@ -280,14 +280,12 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         load_trained(self.model, state["model"])
-        # a speed flag comes from this run, not from the checkpoint
-        fused = {"fused": self.config.speed.fused_optimizer}
-        groups = [group | fused for group in state["optimizer"]["param_groups"]]
-        self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
-        check_moments(self.optimizer)
-        self.guard.load_state_dict(state.get("guard", {}))
+        steps = state["step"]
+        most_updates = steps * self.config.optimizer.num_iterations
+        load_optimizer(self.optimizer, state["optimizer"], most_updates=most_updates)
+        self.guard.load_state_dict(state.get("guard", {}), steps)
         if self.scaler.is_enabled() and "scaler" in state:
-            self.scaler.load_state_dict(state["scaler"])
+            load_scaler(self.scaler, state["scaler"])
 
 
 def _add(sums: Metrics, values: Metrics) -> None:

@@ -104,8 +104,8 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        began = time.perf_counter()
         self.log = self.run_dir.open_log(self.step)
+        began = time.perf_counter() - self.run_dir.earlier_seconds
         parameters = sum(p.numel() for p in self.model.parameters())
         announce.introduce(self.screen, self._situation(), parameters, self.scorer.weights)
         try:

@@ -1,6 +1,8 @@
 """Annotation by a real engine, and the error messages if there is none."""
 
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,14 @@ import chess.engine
 import pytest
 
 from minigrpo import Config, Trainer
+from minigrpo.runtime.files import lock_file
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.tasks.best_move import check, read
 from minigrpo.tasks.games import Games
 from minigrpo.tasks.registry import load_task
 from minigrpo.tools import annotate
 from minigrpo.tools.annotate import Engines, find_engine, key
+from minigrpo.tools.uci import answers_uci
 
 from .gradients import TINY
 from .test_games import SMALL, asked, everything
@@ -168,7 +173,7 @@ def test_when_an_engine_dies_its_answers_so_far_are_kept(
         (["--n", 0], "--n must be at least 1, got 0"),
         (["--depth", -1], "--depth must be at least 0, got -1"),
         (["--engine", "/nowhere/fish"], "--engine /nowhere/fish: no such program"),
-        (["--engine", "true"], "is no UCI engine (EngineTerminatedError)"),
+        (["--engine", "true"], "/true: is no UCI engine (it does not answer uciok)"),
         ([], "no Stockfish: apt-get install stockfish, or --engine PATH"),
         (["--out", "a.txt"], "--out must end with .jsonl, got a.txt"),
     ],
@@ -209,3 +214,74 @@ def test_a_file_that_does_not_fit_is_left_alone(
         run(path, *arguments)
     assert stop.value.code == 2 and words in capsys.readouterr().err
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        (b'{"prompt": "P: 8/8 w - -", "ans', b""),  # this tool died while it wrote
+        (b'{"pro', b""),
+        (b'{"prompt": "P: x", "made_by": "Fish"}', b'{"prompt": "P: x", "made_by": "Fish"}\n'),
+        (b'{"question": "6*7?", "answer": "42"}', None),
+        (b'{"prompt": "P: x", "answer": "e2e4"}', None),
+        (b"precious", None),
+        (b'{"prompt": "P: x", "made_by": "Fish"}\nprecious', None),
+    ],
+)
+def test_only_a_line_of_its_own_is_cut_off(
+    content: bytes, left: bytes | None, tmp_path: Path
+) -> None:
+    """A file that did not end with a line break lost its last line, whoever had written it."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    if left is None:
+        with pytest.raises(ConfigError, match=r"line \d: was not written by this tool"):
+            annotate.read_done(file, "Fish")
+    else:
+        annotate.read_done(file, "Fish")
+    assert file.read_bytes() == (content if left is None else left)
+
+
+@engine
+def test_two_programs_do_not_write_to_one_file(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / "a.jsonl", "a") as file:
+        assert lock_file(file)
+        with pytest.raises(SystemExit):
+            run(tmp_path / "a.jsonl", "--n", 3)
+    assert "a.jsonl: another program is writing to it" in capsys.readouterr().err
+    assert len(run(tmp_path / "a.jsonl", "--n", 3)) == 3
+
+
+def running(mark: bytes) -> list[Path]:
+    """The processes that this session has started and that have not ended; needs /proc."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            if mark in environment.read_bytes().split(b"\0"):
+                found.append(environment.parent)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        ("exec cat", False),
+        ("exec yes", False),
+        ("sleep 60 & sleep 60", False),  # with a process of its own
+        ("exec tr x y < /dev/zero", False),  # a line without end
+        ("read line; echo id name X; echo uciok; exec sleep 60", True),
+    ],
+)
+def test_a_program_is_asked_whether_it_is_an_engine_and_ended(
+    body: str, answers: bool, tmp_path: Path, process_mark: bytes
+) -> None:
+    program = tmp_path / "engine"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    assert answers_uci(str(program), seconds=0.3) == answers
+    deadline = time.monotonic() + 10  # a signal to the others of a group arrives a moment later
+    while running(process_mark) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(process_mark)

@@ -369,7 +369,7 @@ def test_auto_is_the_tokenizer_of_the_models_folder_or_run(model: Path, tmp_path
     template.touch()
     for tokenizer in ("chess", model):  # runs of earlier versions say chess
         (run / "config.toml").write_text(
-            f'[model]\ntokenizer = "{tokenizer}"\nchat_template = "{template}"\n'
+            f'[model]\ntokenizer = "{tokenizer}"\nchat_template = "{template}"\n[versions]\n'
         )
         assert chosen(run) == chosen(run / "config.toml") == (str(tokenizer), str(template))
     template.unlink()

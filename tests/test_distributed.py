@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from minigrpo import Config
+from minigrpo import Config, Trainer
 from minigrpo.runtime.combinations import check_shares
 from minigrpo.runtime.flags import ConfigError
 
@@ -128,11 +128,7 @@ def test_a_run_of_two_processes_is_one_run(calm: Path) -> None:
 
 
 def test_two_processes_log_the_metrics_of_one(calm: Path, tmp_path: Path) -> None:
-    words = command(max_steps=20, out_dir=tmp_path / "run")
-    words = [sys.executable, "train.py", *words[words.index("distributed_train.py") + 1 :]]
-    subprocess.run(
-        words, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    Trainer(Config.of(**OPTIONS, out_dir=str(tmp_path / "run")), quiet=True).fit()
     one, two = (
         [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()]
         for f in (tmp_path / "run", calm)
@@ -144,6 +140,7 @@ def test_two_processes_log_the_metrics_of_one(calm: Path, tmp_path: Path) -> Non
                 assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_all_down_and_a_restart_ends_with_the_same_bits(
     calm: Path, tmp_path: Path
 ) -> None:
@@ -156,7 +153,8 @@ def test_a_killed_rank_takes_all_down_and_a_restart_ends_with_the_same_bits(
     assert weights(tmp_path / "run") == weights(calm)
 
 
-@pytest.mark.parametrize("fault", [pytest.param("kill", marks=pytest.mark.slow), "raise"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "raise"])
 def test_a_fault_in_one_rank_ends_all_of_them_soon(fault: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     process = start(env={"FAULT": fault, "FAULT_MARKER": str(marker)}, out_dir=tmp_path / "run")

@@ -135,6 +135,29 @@ def test_a_run_of_a_few_steps_is_not_judged_by_its_trend(name: str) -> None:
     assert diagnose(replace(run, metrics=run.metrics[: FEWEST_STEPS - 1])) == []
 
 
+@pytest.mark.parametrize(
+    ("reward", "dead", "rule"),
+    [(0.0, 1.0, "no signal"), (0.4, 1.0, "no signal"), (1.0, 1.0, "saturated"), (0.4, 0.9, None)],
+)
+def test_a_short_run_without_any_signal_is_told_so(
+    reward: float, dead: float, rule: str | None
+) -> None:
+    few = np.full(3, reward)
+    metrics = {"reward": few, "rewards/exact/mean": few, "frac_reward_zero_std": np.full(3, dead)}
+    found = diagnose(made_up(metrics, evaluated=[]))
+    assert [finding.rule for finding in found] == ([rule] if rule else [])
+    if rule:
+        assert "steps 1 to 3" in found[0].evidence
+        assert ("every reward is 0" in found[0].evidence) == (reward == 0)
+
+
+@pytest.mark.parametrize("odd", [{"n": "x"}, {"n": -5}, {"exact_sampled": 7.0}, {"n": None}])
+def test_an_evaluation_that_is_no_share_is_left_out(odd: dict[str, Any]) -> None:
+    run = made_up(HEALTHY)
+    run.evaluations[1].update(odd)
+    assert diagnose(run) == []
+
+
 def test_all_texts_cut_off_is_another_fault_than_some() -> None:
     (finding,) = diagnose(changed(metrics={"completions/clipped_ratio": np.ones(STEPS)}))
     assert "does not write its end-of-text token" in finding.what

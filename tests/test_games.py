@@ -254,6 +254,7 @@ def _promoted(node: chess.pgn.GameNode, move: chess.Move) -> chess.pgn.ChildNode
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_every_ply_of_real_games_is_an_example(played: tuple[Path, str]) -> None:
     path, good = played
     heard = Heard()
@@ -278,6 +279,7 @@ def test_every_ply_of_real_games_is_an_example(played: tuple[Path, str]) -> None
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_real_games_compressed_and_with_other_line_ends_are_the_same(
     played: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -639,7 +639,7 @@ def test_numbers_of_numpy_are_settings() -> None:
 
 @pytest.mark.parametrize("setting", [attack("29", 'data = "games.pgn"'), 'rewards = "mine.py"'])
 def test_a_tool_says_where_the_paths_of_a_run_begin(tmp_path: Path, setting: str) -> None:
-    (tmp_path / "config.toml").write_text(f"[task]\n{setting}\n")
+    (tmp_path / "config.toml").write_text(f"[task]\n{setting}\n[versions]\n")
     message = refused(lambda: load(ModelSelection(tmp_path), Screen()))
     assert "not found; the paths of a run are relative to the folder where training" in message
 

@@ -76,6 +76,11 @@ FLAGS = {
     "a file name with a line break": (["--config", "a\nb"], "no such file or preset"),
     "a file name with a NUL byte": (["--config", "a\0b.toml"], "--config a\\x00b.toml: cannot be"),
     "short flag": (["-c", "x"], "'-c' belongs to no flag"),
+    "an old name": (
+        ["--draft-window", "0"],
+        "--draft-window 0: --num-speculative-tokens must be at least 0 and at most 1024, got -1",
+    ),
+    "an old name, a bad choice": (["--layout", "x"], "--layout 'x': --packing must be repeated or"),
 }
 
 
@@ -99,6 +104,9 @@ FILES = {
     "a long text": (f'task = "{"x" * 5000}\\n"', "--task must be printable text"),
     "a combination": ("group_size = 1", "--group-size must be at least 2 with --loss grpo"),
     "infinite": ("grad_clip = inf", "--grad-clip must be a number above 0 and finite"),
+    "an old name": ("draft_window = 0", "--draft-window 0: --num-speculative-tokens must be at"),
+    "nothing": ("", "has no settings"),
+    "a comment": ("# group_size = 4", "has no settings"),
     "a weight": ('[reward_weights]\nvalid = "big"', "--reward-weights must read part=number"),
 }
 

@@ -4,6 +4,7 @@ Most ids name the attack's number in the list of attacks that this project is he
 """
 
 import contextlib
+import copy
 import errno
 import io
 import json
@@ -12,8 +13,9 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from minigrpo import Config, Trainer
+from minigrpo.learner import Learner
 from minigrpo.losses import advantages, policy_loss
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
@@ -164,6 +167,20 @@ def test_what_is_not_finite_is_null_and_counted_in_every_file(tmp_path: Path) ->
     assert str(seen) == "{'step': 1, 'a': nan, 'b': nan, 'c': 1.0}" and not said
 
 
+def test_the_seconds_of_a_run_are_those_of_all_its_parts_or_unknown(run: Path) -> None:
+    """A killed part leaves no summary, and not the one of the part before it."""
+    file, before = run / "summary.json", json.loads((run / "summary.json").read_text())
+    file.write_text(json.dumps(before | {"wall_seconds": 1000.0}))
+    assert make(run, max_steps=4, eval_every=2, resume="auto").fit()["wall_seconds"] > 1000
+    trainer = make(run, max_steps=4, eval_every=2, resume="2")
+    trainer.log = trainer.run_dir.open_log(2)
+    assert not file.exists()
+    trainer.log.close()
+    trainer.run_dir.close()
+    make(run, max_steps=4, eval_every=2, resume="2").fit()
+    assert strict_json(file.read_text())["wall_seconds"] is None
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -210,6 +227,47 @@ def test_a_line_that_was_cut_off_when_the_process_died_is_nothing_to_warn_of(
     assert "warning" not in capfd.readouterr().err
 
 
+def test_evaluations_out_of_order_are_compared_in_order(run: Path) -> None:
+    file = run / "eval.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[::-1]))
+    log = RunLog(run, pytest.fail, start_step=4)
+    log.close()
+    assert [record["step"] for record in log.evaluated] == [0, 2, 4]
+
+
+def test_a_resume_without_the_logs_of_the_steps_before_says_so(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its table compared two evaluations of the last steps as before and after all of them."""
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (run / name).unlink()
+    config = Config.of(**{**CHEAP, "max_steps": 6, "out_dir": str(run), "resume": "auto"})
+    Trainer(config).fit()
+    out, err = capfd.readouterr()
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert f"{name}: has nothing of the 4 steps before" in err.replace("\n", " ")
+    assert "held-out examples after 4 and after 6 steps" in out
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (lambda text: "", "has no settings"),
+        (lambda text: text[: text.index("[run]")], "is cut off"),
+    ],
+)
+def test_a_resume_says_that_the_record_of_the_run_is_damaged_and_mends_it(
+    run: Path, cut: Callable[[str], str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(cut(whole))
+    make(run, max_steps=4, eval_every=2, resume="auto").fit()
+    said = capfd.readouterr().err
+    assert said.count("warning") == 1 and f"run/config.toml: {words}" in said.replace("\n", "")
+    assert (run / "config.toml").read_text() == whole
+
+
 def test_a_log_that_cannot_be_rewritten_stays_as_it_was(run: Path) -> None:
     """Attack 9: it was opened for writing, which emptied it, and rewritten in place."""
     before = (run / "metrics.jsonl").read_bytes()
@@ -223,25 +281,30 @@ def test_a_log_that_cannot_be_rewritten_stays_as_it_was(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        attack(29, "metrics.jsonl", "is not a file"),
-        attack(27, "tensorboard", "cannot be written"),
-        attack(27, ".lock", "cannot be written"),
+        attack(29, "metrics.jsonl", ": is not a file"),
+        attack(27, "tensorboard", " in it is a file, not a folder"),
+        attack(27, ".lock", ": cannot be written"),
+        ("profile", " in it is a file, not a folder"),
+        ("model.safetensors", " in it is a folder, not a file"),
+        ("model.safetensors.tmp", " in it is a folder, not a file"),
+        ("summary.json", " in it is a folder, not a file"),
+        ("checkpoints/step_000006/state.pt", " is in the way of a checkpoint"),
     ],
 )
-def test_what_is_in_the_way_of_a_log_is_named_before_any_work(
+def test_what_is_in_the_way_of_a_file_is_named_before_any_work(
     run: Path, name: str, words: str
 ) -> None:
     path = run / name
-    if path.is_dir():
-        shutil.rmtree(path)
+    if "file, not a folder" in words:
+        shutil.rmtree(path, ignore_errors=True)
         path.write_text("in the way")
     else:
         path.unlink(missing_ok=True)
-        path.mkdir()
-    with pytest.raises(ConfigError, match=f"{name}.*: {words}") as error:
+        path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{name}{words}") as error:
         make(run, max_steps=6, eval_every=2, resume="auto").fit()
     assert "\n" not in str(error.value)
-    assert find_checkpoint(run / "checkpoints", "auto", pytest.fail)["step"] == 4  # type: ignore[index]
+    assert find_checkpoint(run / "checkpoints", "auto", str)["step"] == 4  # type: ignore[index]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -915,6 +978,11 @@ def test_a_resume_compares_the_shape_of_the_checkpoint(run: Path) -> None:
         {"files": ["x"]},
         {"tokenizer": "x"},
         {"made_by": 7},
+        {"config": {3: 4}},
+        {"config": None},
+        {"optimizer": None},
+        {"model": torch.zeros(2)},
+        {"shape": {"heads": torch.zeros(2)}},
     ],
     ids=repr,
 )
@@ -924,15 +992,73 @@ def test_a_crafted_state_is_one_line(run: Path, change: dict[str, Any]) -> None:
         make(run, max_steps=4, eval_every=2, resume="4")
 
 
-def test_a_moment_of_another_shape_is_refused(run: Path) -> None:
-    """A fused optimizer would write beyond its end."""
+def test_a_tensor_without_values_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "first_not_finite", lambda state: "")
+        model = {"w": torch.zeros(2, device="meta")}
+        path = save_checkpoint(tmp_path, 1, {"step": 1, "model": model}, keep_last=9)
+    with pytest.raises(CheckpointError, match="state.pt: cannot be loaded .* meta tensors"):
+        load_checkpoint(path)
 
-    def cut(state: dict[str, Any]) -> None:
-        state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
 
-    resave(run, 4, cut)
-    with pytest.raises(CheckpointError, match="exp_avg of a parameter .* has the shape .3"):
-        make(run, max_steps=4, eval_every=2, resume="auto")
+@pytest.fixture(scope="module")
+def learner(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    """That of the run, after its four steps, to load crafted states into."""
+    folder = shutil.copytree(finished, tmp_path_factory.mktemp("learner") / "run")
+    trainer = make(folder, max_steps=4, eval_every=2, resume="auto")
+    trainer.run_dir.close()
+    return trainer.learner
+
+
+CRAFTED: dict[str, tuple[Sequence[str | int], Any, str]] = {  # place, value, words
+    "halvings": (("guard", "halvings"), 99, "guard.halvings is 99, after 4 steps with 0 skipped"),
+    "half": (("guard", "halvings"), 0.5, "guard.halvings is 0.5"),
+    "skipped": (("guard", "skipped"), 5, "guard.skipped is 5, after 4 steps"),
+    "below 0": (("guard", "in_a_row"), -1, "guard.in_a_row is -1"),
+    "rate": (("optimizer", "param_groups", 0, "lr"), "fast", "param_groups.0.lr is 'fast'"),
+    "betas": (("optimizer", "param_groups", 1, "betas"), ("a", "b"), "1.betas.0 is 'a'"),
+    "other betas": (("optimizer", "param_groups", 0, "betas"), (0.1, 0.1), r"was \(0.1, 0.1\), is"),
+    "decay": (("optimizer", "param_groups", 0, "weight_decay"), 7.0, "weight_decay was 7.0"),
+    "a parameter twice": (("optimizer", "param_groups", 0, "params", 1), 0, "params was"),
+    "no group": (("optimizer", "param_groups"), [], "has 2 groups of parameters, not 0"),
+    "shape": (("optimizer", "state", 0, "exp_avg"), torch.zeros(3), r"exp_avg has the shape \[3\]"),
+    "whole numbers": (("optimizer", "state", 1, "step"), torch.tensor(4), "step has the type"),
+    "one number": (
+        ("optimizer", "state", 0, "exp_avg"),
+        torch.zeros(1, 1).expand(360, 16),
+        r"exp_avg has the s.* not \[360, 16\]|exp_avg has the strides \[0, 0\]",
+    ),
+    "no tensor": (("optimizer", "state", 1, "exp_avg_sq"), 1.0, "exp_avg_sq is 1.0"),
+    "another key": (("optimizer", "state", 0, "max_exp_avg_sq"), 1.0, "max_exp_avg_sq is unknown"),
+    "another step": (("optimizer", "state", 1, "step"), torch.tensor(3.0), "has 3, 4 updates"),
+    "no moments": (("optimizer", "state", 0), {}, "optimizer.state.0.* is missing"),
+    "complex": (
+        ("model", "wte.weight"),
+        torch.zeros(2, 2, dtype=torch.cfloat),
+        "no tensor of real",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_state_is_compared_with_what_is_running(learner: Learner, name: str) -> None:
+    """torch and the guard would take it, and train otherwise, not at all, or fail in an update."""
+    state: Any = copy.deepcopy({**learner.state_dict(), "step": 4})
+    learner.load_state_dict(state)
+    *places, last = CRAFTED[name][0]
+    inner = reduce(lambda value, place: value[place], places, state)
+    inner[last] = CRAFTED[name][1]
+    with pytest.raises((ValueError, RuntimeError), match=CRAFTED[name][2]):
+        learner.load_state_dict(state)
+
+
+def test_more_updates_than_steps_and_a_square_below_0_are_refused(learner: Learner) -> None:
+    state: Any = copy.deepcopy({**learner.state_dict(), "step": 3})
+    with pytest.raises(ValueError, match="optimizer.state has 4 updates, of at most 3"):
+        learner.load_state_dict(state)
+    state["optimizer"]["state"][0]["exp_avg_sq"][0] = -1
+    with pytest.raises(ValueError, match="state.0.exp_avg_sq is below 0"):
+        learner.load_state_dict({**state, "step": 4})
 
 
 def test_what_a_task_changes_while_it_is_checked_is_undone(tmp_path: Path) -> None:
@@ -951,3 +1077,12 @@ def test_what_a_task_changes_while_it_is_checked_is_undone(tmp_path: Path) -> No
         assert not torch.is_autocast_enabled("cpu")
     finally:
         torch.set_autocast_enabled("cpu", False)
+
+
+def test_weights_that_pay_nothing_are_refused_unless_something_else_teaches(tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {"reward_weights": "similarity=0", "max_steps": 1}
+    with pytest.raises(ConfigError, match="--reward-weights: all weights are 0 .*nothing"):
+        make(tmp_path / "run", **nothing)
+    assert not (tmp_path / "run").exists()
+    for number, other in enumerate(({"loss": "nll"}, {"overlong": "punish", "overlong_buffer": 2})):
+        make(tmp_path / str(number), **nothing, **other).fit()

@@ -19,13 +19,17 @@ from minigrpo import Config, Trainer
 from minigrpo.model import weights
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
-from minigrpo.tools import annotate, curves, evaluate, export, loading, plan, sample
+from minigrpo.runtime.flags import ConfigError
+from minigrpo.tools import annotate, curves, doctor, evaluate, export, loading, plan, sample, train
 from minigrpo.tools.messages import one_line_errors
 from minigrpo.tools.records import read_records
 
 from .gradients import TINY
 
-GOOD = '{"step": 0, "n": 8, "exact": 0.25}\n{"step": 9, "n": 8, "exact": 0.5}\n'
+GOOD = (
+    '{"step": 0, "n": 8, "exact": 0.25, "brier": null}\n'
+    '{"step": 9, "n": 8, "exact": 0.5, "brier": null}\n'
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,11 @@ def test_evaluate_refuses_a_path_before_it_loads_the_model(
             id="attack 34, metric",
         ),
         pytest.param(
+            ["--out", "c.png", "--metric", "brier"],
+            "--metric brier: log has no finite value of it; others have: exact",
+            id="a metric of nulls",
+        ),
+        pytest.param(
             ["--out", "c.png", "--metric", "exat"],
             "--metric exat: log has only exact; did you mean exact?",
             id="attack 34, typo",
@@ -179,6 +188,32 @@ def test_export_does_not_overwrite_the_model_that_it_exports(
     export.main([str(other), "--out", "other"])  # that replaces no file that it reads
 
 
+def test_export_does_not_overwrite_the_model_that_the_run_began_with(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.main([str(run), "--out", "base"])
+    capsys.readouterr()
+    record = run / "config.toml"
+    for init_from in ("base", "base/model.safetensors"):
+        text = record.read_text()
+        record.write_text(text.replace('init_from = "scratch"', f'init_from = "{init_from}"'))
+        err = refused(capsys, export, run, "--out", "../" + Path.cwd().name + "/base")
+        assert "base: is the model that run began with; take another folder" in err
+        record.write_text(text)
+
+
+def test_export_finds_what_is_in_the_way_before_it_replaces_a_file(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.main([str(run), "--out", "model"])
+    capsys.readouterr()
+    Path("model/tokenizer_config.json").mkdir()
+    before = Path("model/model.safetensors").stat().st_mtime_ns
+    err = refused(capsys, export, run, "--out", "model")
+    assert "--out model: tokenizer_config.json in it is a folder, not a file" in err
+    assert Path("model/model.safetensors").stat().st_mtime_ns == before
+
+
 def test_export_refuses_a_folder_whose_other_files_would_be_read_with_its_own(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +283,50 @@ def test_evaluate_does_not_write_onto_a_file_of_the_run(
     assert (run / name).read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (lambda text: "", "has no settings"),
+        (lambda text: text[: text.index("[run]")], "is cut off, a run's record ends with"),
+        (lambda text: text.replace("seed = 0", "seed = -1"), "--seed must be at least 0"),
+    ],
+)
+def test_the_settings_of_a_damaged_record_are_not_guessed(
+    run: Path, cut: Callable[[str], str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The defaults would be another task, tokenizer or seed."""
+    record = run / "config.toml"
+    record.write_text(cut(record.read_text()))
+    for tool, argv in (
+        (evaluate, [run, "--n", 2]),
+        (sample, [run, "--prompt", "1+1="]),
+        (sample, [run]),
+        (export, [run, "--out", "new"]),
+        (doctor, [run]),
+        (train, ["--init-from", run, "--out-dir", "new"]),
+        (plan, ["--init-from", run]),
+    ):
+        assert f"run/config.toml: {words}" in refused(capsys, tool, *argv)
+    assert not Path("new").exists()
+
+
+def test_a_run_that_lost_its_record_is_not_taken_for_a_model(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be evaluated on the default task."""
+    (run / "config.toml").unlink()
+    for tool, argv in (
+        (evaluate, [run]),
+        (export, [run, "--out", "new"]),
+        (train, ["--init-from", run, "--out-dir", "new"]),
+    ):
+        assert "run: is a run without its config.toml" in refused(capsys, tool, *argv)
+    doctor.main([str(run)])
+    assert "run: has no config.toml, so its settings are taken to be" in capsys.readouterr().err
+    words = ["--n", "1", "--max-new-tokens", "4"]
+    evaluate.main([str(run / "model.safetensors"), *words])  # the weights alone
+
+
 # --- what curves reads ----------------------------------------------------------------------------
 
 
@@ -286,6 +365,27 @@ def test_a_bad_eval_jsonl_is_one_line_that_names_its_line(
     assert words in refused(capsys, curves, "log", "--kinds")
 
 
+def test_a_pipe_in_place_of_a_log_is_not_waited_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "log" / "eval.jsonl").unlink()
+    os.mkfifo(here / "log" / "eval.jsonl")
+    assert "log/eval.jsonl: is not a file" in refused(capsys, curves, "log")
+
+
+def test_a_mean_is_drawn_only_where_all_of_its_runs_have_a_value(here: Path) -> None:
+    """Where a run ended early, the line would jump to the mean of the others."""
+    whole = [{"step": step, "exact": step / 10} for step in (0, 5, 9)]
+    short = [{"step": step, "exact": 1.0} for step in (0, 5)]
+    assert curves.points([whole, short], "exact") == {0: [0.0, 100.0], 5: [50.0, 100.0]}
+    said: list[str] = []
+    lines = {"grpo": [whole, short], "rloo": [whole]}
+    curves.check_common_steps(lines, "exact", said.append)
+    assert said == ["grpo: its 2 runs have 2 of 3 evaluated steps in common; only these are drawn"]
+    with pytest.raises(ConfigError, match="--pool: the runs of grpo have no evaluated step in com"):
+        curves.check_common_steps({"grpo": [whole[:1], short[1:]]}, "exact", pytest.fail)
+
+
 def test_a_line_that_is_still_being_written_is_left_out(here: Path) -> None:
     file = here / "log" / "eval.jsonl"
     file.write_text(f'{GOOD}{{"step": 12, "exa')
@@ -293,13 +393,33 @@ def test_a_line_that_is_still_being_written_is_left_out(here: Path) -> None:
 
 
 def test_null_and_nan_are_missing_values(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ['{"step": 4, "exact": null}', '{"step": 6, "exact": NaN}', '{"step": 8}']
+    lines = ['{"step": 14, "exact": null}', '{"step": 16, "exact": NaN}', '{"step": 18}']
     (here / "log" / "eval.jsonl").write_text(GOOD + "\n".join(lines) + "\n")
     records = curves.read(Path("log"))
     assert curves.points([records], "exact") == {0: [25.0], 9: [50.0]}
     curves.main(["log", "--kinds"])
     cells = capsys.readouterr().out.splitlines()[4].split()  # the last evaluation has no value
-    assert cells == ["log", "8", "-", "-", "-", "25.0%", "-", "-", "-"]
+    assert cells == ["log", "18", "-", "-", "-", "25.0%", "-", "-", "-"]
+
+
+def test_lines_of_two_runs_in_one_file_are_put_in_order_and_said(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = here / "log" / "eval.jsonl"
+    lines = [json.dumps({"step": step, "n": 8, "exact": step / 10}) for step in (4, 0, 9, 2)]
+    file.write_text("\n".join(lines) + "\n")
+    curves.main(["log"])
+    out, err = capsys.readouterr()
+    assert "0.0%" in out and "90.0%" in out and "its steps are not in order" in err
+    file.write_text("\n".join([*lines, json.dumps({"step": 4, "n": 8, "exact": 1.0})]) + "\n")
+    records = curves.read(Path("log"))
+    assert curves.points([records], "exact") == {0: [0.0], 2: [20.0], 4: [100.0], 9: [90.0]}
+    (here / "log" / "metrics.jsonl").write_text('{"step": 2}\n{"step": 1}\n{"step": 2}\n')
+    doctor.main(["log"])
+    out, err = capsys.readouterr()
+    assert "in 2 steps" in out
+    for name in ("metrics", "eval"):
+        assert f"log/{name}.jsonl: 1 lines repeat the step of an earlier one" in err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"wall_seconds": "x"}', "[" * 100_000])
@@ -442,7 +562,8 @@ def test_a_checkpoint_of_another_version_is_named_and_an_older_one_used(
     sample.main([str(run), "--examples", "1"])
     out, err = capsys.readouterr()
     assert f"{path_of(run / 'checkpoints', 2)}, greedy" in out
-    assert "step_000003: is not a checkpoint of this version" in err and err.count("\n") == 1
+    words = "is not a checkpoint of this version" if change != {"model": 7} else "its model is 7"
+    assert "step_000003" in err and words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -92,7 +92,8 @@ def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize("name", ["USR1", pytest.param("TERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_a_signal_in_mid_run_saves_copies_requeues_and_the_next_part_goes_on(
     name: str, slurm: dict[str, str], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from minigrpo.model.shape import ModelShape
 from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.optim import learning_rate_at
+from minigrpo.tools import train as train_tool
 
 from .gradients import TINY
 
@@ -286,21 +287,15 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
 
 
 def test_a_file_that_is_not_there_is_one_line_and_exit_code_2_before_any_work(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    argv = [
-        sys.executable,
-        "train.py",
-        "--init-from",
-        str(tmp_path / "nowhere"),
-        "--out-dir",
-        str(run),
-    ]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --init-from") and done.stderr.count("\n") == 1
-    assert not done.stdout
+    with pytest.raises(SystemExit) as stop:
+        train_tool.main(["--init-from", str(tmp_path / "nowhere"), "--out-dir", str(run)])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert err.startswith("error: --init-from") and err.count("\n") == 1
+    assert not out
     assert not run.exists()
 
 

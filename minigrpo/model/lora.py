@@ -146,6 +146,12 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     expected = trained_state(model).keys()
     problems = [f"{name} is missing" for name in expected - state.keys()]
     problems += [f"{name} is unknown" for name in state.keys() - expected]
+    # copied into a weight, complex numbers and integers would become others without a word
+    problems += [
+        f"{name} is no tensor of real numbers"
+        for name, x in state.items()
+        if not (isinstance(x, Tensor) and x.is_floating_point())
+    ]
     if problems:
         raise RuntimeError("; ".join(sorted(problems)[:8]))
     model.load_state_dict(state, strict=False)

@@ -10,12 +10,11 @@ import torch
 from ..types import RewardTable, RolloutBatch
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
-from .flags import job_of
+from .flags import as_flags, job_of
 from .log_files import NoLog, RunLog
 from .logging import Screen
 from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
 from .no_effect import Situation, without_effect
-from .settings import as_flags
 
 STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
 STEPS_BETWEEN_SAMPLES = 10
@@ -196,7 +195,8 @@ def show_change(
 ) -> None:
     """Print evaluations before and after, first the sampled measure, which GRPO maximises.
 
-    `found` has their 95 % intervals by step; an evaluation from before a resume has none.
+    `found` has their 95 % intervals by step; an evaluation from before a resume has none. `seconds`
+    are those of all parts of the run; NaN if they are not known.
     """
     rows, kinds = [], []
     for name in (name for name in first if name in last and name not in ("step", "n")):
@@ -212,8 +212,11 @@ def show_change(
         elif success != "count":
             shares = f"{before:.3f}", f"{after:.3f}"
             kinds.append([kind, f"{last.get(f'count/{kind}', math.nan):.0f}", *shares, change])
-    steps = f"before and after {last['step']:.0f} steps ({seconds:.0f} s)"
-    title = f"{last['n']:.0f} held-out examples {steps}, with 95 % intervals"
+    took = f" ({seconds:.0f} s)" if math.isfinite(seconds) else ""
+    between = f"before and after {last['step']:.0f} steps"
+    if first["step"]:  # of a resumed run whose first evaluations are lost
+        between = f"after {first['step']:.0f} and after {last['step']:.0f} steps"
+    title = f"{last['n']:.0f} held-out examples {between}{took}, with 95 % intervals"
     screen.table(title, ["", "", "before", "after", "change"], rows, narrow=True)
     if kinds:
         title = f"{in_words(headline(last))} by kind of question, greedy"

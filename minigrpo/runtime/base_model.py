@@ -22,10 +22,10 @@ from ..model.lora import (
     merge_adapters,
     weights_digest,
 )
-from ..model.shape import ModelShape
 from ..model.transformer import Transformer
 from .flags import ConfigError
 from .rng import weights_seed
+from .saved_state import shape_of
 from .settings import is_run
 
 CHANGED = "other weights than when training began"
@@ -107,7 +107,7 @@ def adapted_model(
 
     Raises BaseError in one line; an error of another kind for a state of another version.
     """
-    shape, settings = ModelShape(**state["shape"]), state["config"]
+    shape, settings = shape_of(state), state["config"]
     known = {field.name for field in fields(ModelConfig)}
     config = ModelConfig(**{name: x for name, x in settings.items() if name in known})
     name = f"the adapters belong to --init-from {config.init_from}"

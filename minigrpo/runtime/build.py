@@ -61,8 +61,12 @@ def make_task(config: Config, listener: Listener | None = None) -> Task:
 
 
 def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:
-    """The scorer. Raises ValueError for a bad reward file, or a weight of an unknown part."""
-    return RewardScorer(
+    """The scorer. Raises ValueError for a bad reward file, or weights of which nothing is learnt.
+
+    With weights of 0 alone all rewards are equal, unless --overlong punish makes them differ.
+    Supervised training takes no rewards.
+    """
+    scorer = RewardScorer(
         task,
         weights=config.task.weights(),
         functions=load_rewards(config.task.rewards, warn),
@@ -70,6 +74,13 @@ def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> Re
         timeout_s=config.task.reward_timeout,
         warn=warn,
     )
+    if not (any(scorer.weights.values()) or config.supervised or config.loss.overlong == "punish"):
+        scorer.close()
+        raise ConfigError(
+            f"--reward-weights: all weights are 0 ({', '.join(scorer.weights)}), so all rewards "
+            "would be equal and nothing would be learnt; give a part a weight"
+        )
+    return scorer
 
 
 def make_model(

@@ -25,6 +25,9 @@ from .text import parse_json, quoted
 
 State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"
+# what a state holds, each a dict by text
+PLAIN = ("config", "guard", "shape", "made_by", "files", "tokenizer")
+WITH_TENSORS = ("model", "optimizer", "scaler")
 FORMAT = 1  # raised when an older version of the library could misread a checkpoint
 
 
@@ -58,9 +61,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def in_the_way(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint but is no folder, so that it cannot be saved."""
+    """What has the name of a checkpoint, or of a file in one, but is of another kind."""
     there = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in there if step_of(path) is not None and not path.is_dir())
+    named = sorted(path for path in there if step_of(path) is not None)
+    names = [name + end for name in (STATE, MANIFEST) for end in ("", PARTIAL)]
+    blocked = [path for path in named if not path.is_dir()]
+    return blocked + [path / x for path in named for x in names if (path / x).is_dir()]
 
 
 def was_interrupted(path: Path) -> bool:
@@ -196,22 +202,25 @@ def load_checkpoint(path: Path) -> State:
         raise CheckpointError(f"{file}: damaged, its sha256 is not the one in its manifest")
     try:
         state: State = torch.load(file, map_location="cpu", weights_only=True)
+        problem = _misfit(state, step_of(path))
+        name = "" if problem else first_not_finite(state)
     # EOFError, UnpicklingError or RuntimeError, depending on where the file is damaged
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be loaded ({reason_of(error)})") from None
-    if problem := _misfit(state, step_of(path)):
-        raise CheckpointError(f"{file}: {problem}")
-    if name := first_not_finite(state):
-        raise CheckpointError(f"{file}: {name} has values that are not finite")
+    if problem or name:
+        raise CheckpointError(f"{file}: {problem or f'{name} has values that are not finite'}")
     return state
 
 
 def _misfit(state: Any, step: int | None) -> str:
     """What is wrong with a state whose folder is named for a step, or ""."""
-    if not isinstance(state, dict) or not isinstance(state.get("config", {}), dict):
+    if not isinstance(state, dict):
         return "is not the state of a run"
-    for name in ("shape", "made_by", "files", "tokenizer", "guard"):
-        if not isinstance(state.get(name) or {}, dict):
+    for name in (*PLAIN, *WITH_TENSORS):
+        found = {} if state.get(name) is None else state[name]
+        fits = isinstance(found, dict) and all(isinstance(key, str) for key in found)
+        plain = name in WITH_TENSORS or not any(isinstance(x, Tensor) for _, x in _leaves(found))
+        if not fits or not plain:
             return f"its {name} is {quoted(state[name])}"
     found = state.get("step", step)
     if found is not None and (type(found) is not int or found < 0):

@@ -4,13 +4,14 @@ A file is written under another name, flushed to disk and renamed. A full disk o
 the previous contents, never a part of the new ones.
 """
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PARTIAL = ".tmp"  # what the name of an unfinished file ends with
 NUM_NOT_FINITE = "num_nonfinite"  # key in a record: how many of its values were not finite
@@ -51,6 +52,20 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(file: IO[Any]) -> bool:
+    """Lock a file for as long as it is open; False if another process has locked it.
+
+    On a file system without locks the answer is True.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 # --- JSON -----------------------------------------------------------------------------------------

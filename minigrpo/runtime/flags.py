@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import os
@@ -12,12 +13,13 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
 Parsed = TypeVar("Parsed")
 MOST_CHARACTERS = 60  # of a value in a message
+CONFIG_HELP = "A TOML file with settings, or the name of a shipped preset; may be repeated."
 WHAT = {int: "a whole number", float: "a number", str: "a name, a path or a list"}
 
 
@@ -32,6 +34,15 @@ def job_of(settings: Mapping[str, Any]) -> str:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as a user would type them."""
+    on_off = {True: "", False: "no_"}
+    return [
+        flag(on_off[x] + name) if isinstance(x, bool) else f"{flag(name)} {x}"
+        for name, x in settings.items()
+    ]
 
 
 def exit_with(error: Exception) -> NoReturn:
@@ -153,6 +164,22 @@ def parse(kind: type[Parsed], argv: Sequence[str] | None = None, **options: Any)
         if stop.code in (0, None):
             raise
         raise ConfigError(_first_paragraph(complaint.getvalue())) from None
+
+
+def show_help(groups: Mapping[str, Any], about: str, prog: str | None) -> NoReturn:
+    """Print the flags of a run with their defaults, by group, and exit.
+
+    Args:
+        groups: name -> the dataclass of its settings.
+        about: what is said first.
+    """
+    files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
+    flags: list[Any] = [("config", files, dataclasses.field(default=""))]
+    for group, kind in groups.items():
+        flags.append((group, kind, dataclasses.field(default=kind())))
+    options = dataclasses.make_dataclass("Options", flags)
+    parse(options, ["--help"], description=about, config=(tyro.conf.OmitArgPrefixes,), prog=prog)
+    raise SystemExit(0)
 
 
 UNREADABLE = {  # what Python says about a value -> what is allowed

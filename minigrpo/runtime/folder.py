@@ -1,14 +1,16 @@
 """The folder that --out-dir names: create or reopen it, check what it holds, and lock it."""
 
-import fcntl
 import tempfile
 import time
 from pathlib import Path
 from typing import IO
 
 from ..config import Config
+from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS
+from ..model.weight_files import WEIGHTS
 from .checkpoint import checkpoints, existing_checkpoint, in_the_way
 from .failures import reason_of
+from .files import PARTIAL, lock_file
 from .flags import ConfigError
 
 # A folder with any of these holds a run, or a model, which a new run would overwrite.
@@ -18,10 +20,13 @@ OF_A_RUN = [
     "eval.jsonl",
     "samples.jsonl",
     "summary.json",
-    "model.safetensors",
-    "adapter_model.safetensors",
+    WEIGHTS,
+    PEFT_WEIGHTS,
 ]
-OF_A_RUN += ["tensorboard", "bad_batches", "profile"]
+FOLDERS = ["tensorboard", "bad_batches", "profile"]
+OF_A_RUN += FOLDERS
+# Written after the last step: what is in their way must be found before the first.
+WRITTEN_LATE = ["summary.json", WEIGHTS, PEFT_WEIGHTS, PEFT_CONFIG]
 
 
 def working_folder() -> Path:
@@ -68,7 +73,14 @@ def _check_contents(folder: Path, resume: str, shown: Path) -> None:
             f"another folder starts afresh (found: {there[0]})"
         )
     if blocked := in_the_way(folder / "checkpoints"):
-        raise ConfigError(f"--out-dir: {blocked[0]} is in the way of a checkpoint's folder")
+        raise ConfigError(f"--out-dir: {blocked[0]} is in the way of a checkpoint")
+    for name in WRITTEN_LATE:
+        for file in (folder / name, folder / f"{name}{PARTIAL}"):
+            if file.is_dir():
+                raise ConfigError(f"--out-dir {shown}: {file.name} in it is a folder, not a file")
+    for name in FOLDERS:
+        if (folder / name).is_file():
+            raise ConfigError(f"--out-dir {shown}: {name} in it is a file, not a folder")
     if resume not in ("", "auto"):
         existing_checkpoint(folder / "checkpoints", int(resume))
 
@@ -82,14 +94,10 @@ def lock(folder: Path) -> IO[str]:
         file = open(folder / ".lock", "a")
     except OSError as error:
         raise ConfigError(f"{folder / '.lock'}: cannot be written ({reason_of(error)})") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_file(file):
         file.close()
         raise ConfigError(
             f"--out-dir {folder}: another run is writing to it; "
             "wait until it ends, or choose another folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+        )
     return file

@@ -6,13 +6,16 @@ as long as the scale can fall, which is down to SCALE_FLOOR.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .failures import Diverged
+from .saved_state import misfit
+from .text import quoted
 
 BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
 BAD_STEPS_TO_STOP = 6
@@ -81,12 +84,33 @@ class NonFiniteGuard:
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        for field in fields(self):
-            value = state.get(field.name, 0)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"the guard's {field.name} is {value!r}")
-            setattr(self, field.name, value)
+    def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
+        """Raises ValueError for counts that a run cannot have after `steps` steps."""
+        counts = {field.name: state.get(field.name, 0) for field in fields(self)}
+        if problem := misfit(counts, asdict(self), "guard"):
+            raise ValueError(problem)
+        most = {
+            "skipped": steps,
+            "in_a_row": min(counts["skipped"], BAD_STEPS_TO_STOP - 1),
+            "halvings": counts["skipped"] // BAD_STEPS_TO_HALVE,
+        }
+        for name, count in counts.items():
+            if not 0 <= count <= most.get(name, count):
+                raise ValueError(
+                    f"guard.{name} is {count}, after {steps} steps with {counts['skipped']} skipped"
+                )
+            setattr(self, name, count)
+
+
+def load_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Any]) -> None:
+    """Load the scale of a loss scaler. Raises ValueError if the state does not fit."""
+    own = scaler.state_dict()
+    if problem := misfit(saved, own, "scaler"):
+        raise ValueError(problem)
+    varies = {name: saved[name] for name in ("scale", "_growth_tracker")}
+    if saved != {**own, **varies} or saved["scale"] < SCALE_FLOOR or saved["_growth_tracker"] < 0:
+        raise ValueError(f"scaler is {quoted(saved)}")
+    scaler.load_state_dict(dict(saved))
 
 
 def weight_norm(model: nn.Module) -> Tensor:

@@ -208,18 +208,21 @@ class RunLog:
         self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
         samples = folder / "samples.jsonl"
         self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
+        for log in (self.metrics, self.evaluations):
+            if start_step and not log.kept:
+                warn(f"{log.file.path}: has nothing of the {start_step} steps before the resume")
         self.board = EventFile(folder / "tensorboard", trouble, first_step=last + 1)
 
     @property
     def evaluated(self) -> list[dict[str, Any]]:
-        """Evaluations from before the resume, with NaN for what was not finite."""
+        """Evaluations from before the resume by step, with NaN for what was not finite."""
         return [
             {
                 name: math.nan if value is None else value
                 for name, value in record.items()
                 if name != NUM_NOT_FINITE
             }
-            for record in self.evaluations.kept
+            for record in sorted(self.evaluations.kept, key=lambda record: record["step"])
         ]
 
     def step(self, step: int, values: Scalars) -> None:

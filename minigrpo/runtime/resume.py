@@ -10,7 +10,7 @@ import torch
 from ..config import Config
 from .flags import ConfigError, flag
 from .renamed import modern
-from .settings import places
+from .settings import is_run, places, read_record
 from .text import parse_json
 
 # Groups whose settings may differ when a run is resumed. They do not change training beyond
@@ -123,6 +123,16 @@ def check_nothing_trained(folder: Path, save_every: int) -> None:
             f"--resume auto: {folder} has metrics of {steps} steps, but no checkpoint; bring the "
             "checkpoints back, or take another folder"
         )
+
+
+def damage_of_record(run: Path) -> str:
+    """What is wrong with the record of a run's settings; "" if nothing is, or if there is none."""
+    try:
+        if is_run(run):
+            read_record(Config, run)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def changes(

@@ -36,7 +36,7 @@ from .checkpoint import (
 from .distributed import DistContext
 from .environment import versions
 from .failures import RunFailed, reason_of
-from .files import to_json, write_whole
+from .files import write_whole
 from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
 from .log_files import NoLog, RunLog
@@ -44,6 +44,7 @@ from .logging import Screen
 from .origins import check_same_tokenizer, commits_of_models, recorded
 from .resume import changed, changes, check_same_run, contents_of_files, made_by
 from .settings import toml_lines
+from .summary import take_earlier_seconds, write_summary
 
 
 class RunDir:
@@ -59,6 +60,7 @@ class RunDir:
         self.tokenizer: Mapping[str, str] = {}  # its fingerprint
         self.judge = ""  # the software that decides scores, if the task names it
         self.saved_step = -1  # of the newest checkpoint
+        self.earlier_seconds = 0.0  # that the parts before a resume took; NaN: not known
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self._lock: IO[str] | None = None
 
@@ -92,6 +94,7 @@ class RunDir:
 
         def start() -> None:
             self._write_config()
+            self.earlier_seconds = take_earlier_seconds(self.path, step)
             logs.append(RunLog(self.path, self.screen.warn, start_step=step))
             self._set_later_aside()
 
@@ -198,8 +201,9 @@ class RunDir:
         def find() -> bool:
             found.update(find_checkpoint(self.checkpoints, resume, self.screen.warn) or {})
             if found:
-                if "config" not in found or "step" not in found:
-                    raise CheckpointError(f"{self.shown}: a checkpoint has no step or no config")
+                for name in ("step", "config", "model", "optimizer"):
+                    if found.get(name) is None:
+                        raise CheckpointError(f"{self.shown}: a checkpoint has no {name}")
                 check_same_run(self.config, found["config"], self.path)
                 resuming.check_same_shape(asdict(learner.model.shape), found.get("shape") or {})
                 check_base(self.config, self.base, found.get("base", ""))
@@ -246,6 +250,8 @@ class RunDir:
             )
         if judged := resuming.other_judge(self.judge, state.get("judge", "")):
             self.screen.warn(judged)
+        if damage := resuming.damage_of_record(self.path):
+            self.screen.warn(f"{damage}; it is written anew, with the settings of this command")
         self.screen.say(f"resumed from step {step} of {self.shown}")
         for name in ("max_steps", "stop_after"):
             last = getattr(self.config.run, name)
@@ -291,10 +297,4 @@ class RunDir:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`; if that is not possible, warn, and leave none."""
-        file = self.path / "summary.json"
-        try:
-            write_whole(file, lambda aside: aside.write_text(to_json(summary, indent=1)))
-        except OSError as error:
-            with contextlib.suppress(OSError):  # of an earlier part, it would say how that ended
-                file.unlink(missing_ok=True)
-            self.screen.warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+        write_summary(self.path, summary, self.screen.warn)

@@ -5,26 +5,30 @@ In Python a setting is `config.sampling.group_size`; its flag is `--group-size`,
 The flag of a field `name` is the name of its group: `config.loss.name` is `--loss`.
 """
 
-import dataclasses
 import json
 import sys
-import tomllib
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Self
-
-import tyro
+from typing import Any, ClassVar, Self
 
 from .constraints import UNIONS
-from .flags import ConfigError, did_you_mean, exit_with, flag, job_of, parse, read_flags
+from .flags import (
+    ConfigError,
+    as_flags,
+    did_you_mean,
+    exit_with,
+    flag,
+    job_of,
+    read_flags,
+    show_help,
+    shown,
+)
 from .renamed import NAMES, modern
-
-PACKAGE = Path(__file__).parent.parent
-CONFIG_HELP = "A TOML file with settings, or the name of a shipped preset; may be repeated."
-RECORD = "config.toml"  # that a run writes into its folder, with a table `versions`
-
+from .toml_files import RECORD as RECORD
+from .toml_files import find_preset as find_preset
+from .toml_files import read_toml
 
 # --- flat names and groups ------------------------------------------------------------------------
 
@@ -53,6 +57,22 @@ def kinds(config: type) -> dict[str, tuple[type, ...]]:
         options = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
         found[name] = tuple(str if typing.get_args(x) else x for x in options)
     return found | {old: found[now.name] for old, now in NAMES.items()}
+
+
+def current(config: type, settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Settings by their current names. Raises ConfigError for a bad value under an old name.
+
+    Such a value is checked here, because the message must have the name that the user knows.
+    `where` begins it.
+    """
+    for old in settings.keys() & NAMES.keys():
+        ((name, value),) = modern({old: settings[old]}).items()
+        group, field = places(config)[name]
+        try:
+            groups_of(config)[group](**{field: value})
+        except ConfigError as error:
+            raise ConfigError(f"{where}{flag(old)} {shown(settings[old])}: {error}") from None
+    return modern(settings)
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,7 @@ class Grouped:
         """The groups with some settings changed, not yet checked across settings."""
         known = places(type(self))
         groups: dict[str, dict[str, Any]] = {group: {} for group, _ in known.values()}
-        for name, value in modern(settings).items():
+        for name, value in current(type(self), settings).items():
             if name not in known:
                 raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, list(known))}")
             group, field = known[name]
@@ -132,19 +152,19 @@ class Grouped:
         words = sys.argv[1:] if argv is None else argv
         try:
             if {"-h", "--help"} & set(words):
-                show_help(cls, prog)
+                show_help(groups_of(cls), description(cls), prog)
             flags = read_flags(words, kinds(cls) | {"config": (str,)})
-            return cls._merged(flags.pop("config", []), modern(flags))
+            return cls._merged(flags.pop("config", []), flags)
         except ConfigError as error:
             exit_with(error)
 
     @classmethod
-    def _merged(cls, paths: Sequence[str | Path], flags: Mapping[str, Any]) -> Self:
+    def _merged(cls, paths: Sequence[str | Path], typed: Mapping[str, Any]) -> Self:
         """A config from files, then flags, each over the ones before. Raises ConfigError.
 
         Only the result is checked across settings, because a flag may make a file's value fit.
         """
-        default = cls()
+        default, flags = cls(), current(cls, typed)
         default._groups(flags)
         values: dict[str, Any] = {}
         for path in paths:
@@ -162,15 +182,6 @@ class Grouped:
             raise ConfigError(f"{error}{files}") from None
 
 
-def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as a user would type them."""
-    on_off = {True: "", False: "no_"}
-    return [
-        flag(on_off[x] + name) if isinstance(x, bool) else f"{flag(name)} {x}"
-        for name, x in settings.items()
-    ]
-
-
 # --- TOML -----------------------------------------------------------------------------------------
 
 
@@ -179,75 +190,73 @@ def is_run(path: Path) -> bool:
     return (path / RECORD).is_file()
 
 
-def find_preset(path: str) -> Path:
-    """The path of a file, or of a shipped preset given by name (`rtx4090`)."""
-    presets = (PACKAGE / "configs", PACKAGE.parent / "configs")  # in a wheel, in a checkout
-    names: list[str] = []
-    if not path:
-        raise ConfigError("--config must name a TOML file or a preset, got ''")
-    file = Path(path)
-    if file.is_file():
-        return file
-    for folder in presets:
-        if (folder / f"{path}.toml").exists():  # a name may have a dot: qwen2.5-0.5b
-            return folder / f"{path}.toml"
-        names += sorted(preset.stem for preset in folder.glob("*.toml"))
-    if file.suffix and not file.is_dir():
-        return file
-    if file.is_dir():
-        hint = f"; did you mean {file / RECORD}?" if (file / RECORD).is_file() else ""
-        raise ConfigError(f"--config {path}: is a folder, not a file{hint}")
-    raise ConfigError(f"--config {path}: no such file or preset; presets: {', '.join(names)}")
-
-
 def read_settings(config: type, path: str | Path, *, by: str = "--config ") -> dict[str, Any]:
     """The settings of a TOML file, by flat name. The file has a table per group, or no tables.
 
     A table `reward_weights` is converted to its text form. The table `versions` of a run's own
-    config.toml is skipped. Raises ConfigError for a file that cannot be read, or an unknown key;
-    the message begins with `by` and the path.
+    config.toml is skipped. Raises ConfigError for a file that cannot be read or sets nothing, and
+    for an unknown key; the message begins with `by` and the path.
     """
+    return _settings_in(config, read_toml(path, by), f"{by}{path}")
+
+
+def read_record(config: type[Grouped], run: Path) -> dict[str, Any]:
+    """The settings of a run's folder, by flat name. Raises ConfigError, which names the file.
+
+    In place of a record that is cut off, the defaults would mean another task or tokenizer. A
+    record ends with the table `versions`, so one without it is not whole.
+    """
+    file = run / RECORD
+    values = read_toml(file, "")
+    settings = _settings_in(config, values, str(file))
+    if "versions" not in values:
+        raise ConfigError(f"{file}: is cut off, a run's record ends with the table [versions]")
     try:
-        text = find_preset(str(path)).read_text("utf-8-sig")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{by}{path}: cannot be read ({reason})") from None
-    try:
-        values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also integers of more than 4,300 digits
-        raise ConfigError(f"{by}{path}: is not TOML: {error}") from None
+        config.of(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return settings
+
+
+def _settings_in(config: type, contents: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings in a file's `contents`, by flat name. Raises ConfigError; `where` begins it."""
+    values = {name: value for name, value in contents.items() if name != "versions"}
+    if not isinstance(contents.get("versions", {}), Mapping):
+        raise ConfigError(f"{where}: versions must be a table, as in a run's {RECORD}")
+    if not values:
+        raise ConfigError(f"{where}: has no settings")
     known = places(config)
     groups = {group for group, _ in known.values()}
-    if not isinstance(values.pop("versions", {}), Mapping):
-        raise ConfigError(f"{by}{path}: versions must be a table, as in a run's {RECORD}")
     settings: dict[str, Any] = {}
     for key, value in values.items():
         if key in groups - known.keys() and not isinstance(value, Mapping):
-            raise ConfigError(f"{by}{path}: {key} must be a table, [{key}]")
+            raise ConfigError(f"{where}: {key} must be a table, [{key}]")
         in_table = key in groups and isinstance(value, Mapping)
         for name, x in value.items() if in_table else [(key, value)]:
-            name, x = next(iter(modern({key if name == "name" else name: x}).items()))
+            given = {key if name == "name" else name: x}
+            ((name, x),) = current(config, given, f"{where}: ").items()
             if in_table and name in known and known[name][0] != key:
-                raise ConfigError(f"{by}{path}: {name} belongs in [{known[name][0]}]")
+                raise ConfigError(f"{where}: {name} belongs in [{known[name][0]}]")
             if name in settings:
-                raise ConfigError(f"{by}{path}: {name} is set twice")
+                raise ConfigError(f"{where}: {name} is set twice")
             settings[name] = x
     weights = settings.get("reward_weights")
     if isinstance(weights, Mapping):
-        for part in weights:
-            if set(part) & set(",="):
-                raise ConfigError(
-                    f"{by}{path}: [reward_weights] names one part per line, "
-                    f"without , and =, got {part!r}"
-                )
-        settings["reward_weights"] = ",".join(f"{part}={x}" for part, x in weights.items())
+        settings["reward_weights"] = _weights_as_text(weights, where)
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, list(known))
-            raise ConfigError(f"{by}{path}: unknown key {name!r}{hint}")
+            raise ConfigError(f"{where}: unknown key {name!r}{hint}")
     return settings
+
+
+def _weights_as_text(weights: Mapping[str, Any], where: str) -> str:
+    for part in weights:
+        if set(part) & set(",="):
+            raise ConfigError(
+                f"{where}: [reward_weights] names one part per line, without , and =, got {part!r}"
+            )
+    return ",".join(f"{part}={x}" for part, x in weights.items())
 
 
 def toml_lines(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
@@ -279,20 +288,3 @@ def description(config: type[Grouped]) -> str:
     for task, own in config.settings_by_task().items():
         about += f" Settings of the task {task}: {' '.join(as_flags(own))}."
     return about
-
-
-def show_help(config: type[Grouped], prog: str | None) -> NoReturn:
-    """Print the flags with their defaults, by group, and exit."""
-    files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
-    flags: list[Any] = [("config", files, dataclasses.field(default=""))]
-    for group, kind in groups_of(config).items():
-        flags.append((group, kind, dataclasses.field(default=kind())))
-    options = dataclasses.make_dataclass("Options", flags)
-    parse(
-        options,
-        ["--help"],
-        description=description(config),
-        config=(tyro.conf.OmitArgPrefixes,),
-        prog=prog,
-    )
-    raise SystemExit(0)

@@ -11,7 +11,7 @@ from ..config import Config
 from ..model.hub import HubModel
 from ..model.tokenizer_files import has_tokenizer
 from .flags import ConfigError
-from .settings import RECORD, is_run, read_settings
+from .settings import is_run, read_record
 from .text import check_file_name
 
 AUTO, CHESS = "auto", "chess"
@@ -51,7 +51,7 @@ def own_tokenizer(model: str) -> tuple[str, str]:
         return CHESS, ""  # whoever loads the model says that it is not there
     folder = Path(model) if os.path.isdir(model) else Path(model).parent
     if is_run(folder):
-        settings = read_settings(Config, folder / RECORD, by="")
+        settings = read_record(Config, folder)
         name, template = settings.get("tokenizer", CHESS), settings.get("chat_template", "")
         if name != AUTO:
             return _found(name, "tokenizer", folder), _found(template, "chat-template", folder)

@@ -6,18 +6,19 @@ from pathlib import Path
 import torch
 
 from ..model.hub import local_folder
-from ..model.lora import PEFT_CONFIG
-from ..model.shape import ModelShape
+from ..model.lora import PEFT_CONFIG, load_trained
 from ..model.transformer import Transformer
 from ..model.weight_files import INDEX, WEIGHTS, other_format
 from ..tasks.registry import shipped_model
 from .base_model import BaseError, adapted_model
 from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from .flags import ConfigError
-from .settings import is_run
+from .saved_state import shape_of
+from .settings import RECORD, is_run
 from .text import printable
 
 SHIPPED = "shipped"  # a model that comes with the package
+LEFT_BY_A_RUN = ("metrics.jsonl", "checkpoints")
 
 
 def load_model(
@@ -36,6 +37,11 @@ def load_model(
         return SHIPPED, Transformer.from_pretrained(shipped_model(task), matrices)
     if is_run(path):
         return _newest(path, warn)
+    if any((path / name).exists() for name in LEFT_BY_A_RUN):
+        raise ConfigError(
+            f"{path}: is a run without its {RECORD}, so its task and tokenizer are not known; "
+            f"{path / WEIGHTS}, if there is one, is its model alone"
+        )
     found = local_folder(str(path))
     if found.is_dir() and not any((found / name).exists() for name in (WEIGHTS, INDEX)):
         held = other_format(found)
@@ -55,8 +61,11 @@ def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
     if state["config"].get("lora_rank"):
         task = state["config"].get("task", "chess-env")
         return adapted_model(state, lambda base, dtype: load_model(base, warn, dtype, task=task)[1])
-    model = Transformer.empty(ModelShape(**state["shape"]))
-    model.load_state_dict(state["model"])
+    shape, found = shape_of(state), sum(x.numel() for x in state["model"].values())
+    if shape.num_parameters != found:
+        raise ValueError(f"a model of this shape has {shape.num_parameters} weights, not {found}")
+    model = Transformer.empty(shape)
+    load_trained(model, state["model"])
     return model
 
 
@@ -65,7 +74,8 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transform
 
     A damaged checkpoint is skipped with a warning that names it.
     """
-    for path in checkpoints(folder / "checkpoints")[::-1]:
+    found = checkpoints(folder / "checkpoints")
+    for path in found[::-1]:
         try:
             state = load_checkpoint(path)
         except CheckpointError as error:
@@ -78,6 +88,8 @@ def _newest(folder: Path, warn: Callable[[str], object]) -> tuple[str, Transform
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             reason = printable(str(error))[:200]
             warn(f"{path}: is not a checkpoint of this version ({reason}); trying an older one")
+    if checkpoints(folder / "checkpoints") != found:  # the run goes on, and has replaced them
+        return _newest(folder, warn)
     if (folder / WEIGHTS).exists():
         return str(folder / WEIGHTS), Transformer.from_pretrained(folder / WEIGHTS)
     raise ConfigError(f"{folder}: a run without a whole checkpoint, and without {WEIGHTS}")

@@ -9,6 +9,7 @@ not analysed a second time: an interrupted command continues where it stopped.
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..runtime.files import lock_file
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_file, one_line
@@ -40,11 +42,13 @@ from ..tasks.chess_files import read_file
 from ..tasks.files import ExampleSource
 from ..tasks.splits import POSITIONS_PER_HELD_OUT
 from .messages import one_line_errors
+from .uci import answers_uci
 
 PLACES = ("stockfish", "/usr/games/stockfish")  # where to look for an engine
 TRAIN_SHARE = POSITIONS_PER_HELD_OUT - 1  # training positions per held-out one
 INSTALL = "apt-get install stockfish, or --engine PATH"
 MOST_WORKERS = 256  # each is a process
+BEGINNING = f'{{"prompt": "{PROMPT_PREFIX}'.encode()  # of each line of the file
 AHEAD = 8  # positions per engine that are queued at a time
 
 
@@ -109,6 +113,11 @@ class Engines:
         self.multipv = multipv
         self.all: list[chess.engine.SimpleEngine] = []
         self.idle: SimpleQueue[chess.engine.SimpleEngine] = SimpleQueue()
+        try:
+            if not answers_uci(path):
+                raise ConfigError(f"--engine {path}: is no UCI engine (it does not answer uciok)")
+        except OSError as error:
+            raise ConfigError(f"--engine {path}: cannot be started ({error.strerror})") from None
         for _ in range(size):
             try:
                 engine = chess.engine.SimpleEngine.popen_uci(path)
@@ -173,16 +182,18 @@ def positions(source: ExampleSource) -> Iterator[str]:
 
 
 def read_done(path: Path, made_by: str) -> set[str]:
-    """The positions that a file already has. An incomplete last line is cut off.
+    """The positions that a file already has. An incomplete last line of this tool is cut off.
 
     Raises ConfigError if another tool wrote the file, or if it was made with other flags.
     """
     if not path.exists():
         return set()
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
+    *lines, last = data.split(b"\n")
+    if last and not _is_cut_off(last):  # a file of somebody who writes no line break at the end
+        lines.append(last)
     done: set[str] = set()
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
             fen, by = record["prompt"].removeprefix(PROMPT_PREFIX), record["made_by"]
@@ -196,10 +207,20 @@ def read_done(path: Path, made_by: str) -> set[str]:
                 "the same flags"
             )
         done.add(key(fen))
-    if len(whole) < len(data):
+    if last:
         with open(path, "r+b") as file:
-            file.truncate(len(whole))
+            if _is_cut_off(last):
+                file.truncate(len(data) - len(last))
+            else:
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
     return done
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a last line is the beginning of a line of this tool, which died while it wrote."""
+    start = BEGINNING[: len(line)]
+    return line.startswith(start) and not line.endswith(b"}")
 
 
 def run(arguments: Arguments) -> None:
@@ -241,6 +262,9 @@ def _annotate(
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with progress, open(arguments.out, "a", encoding="utf-8") as file:
+            if not lock_file(file):
+                raise ConfigError(f"--out {arguments.out}: another program is writing to it")
+            done |= read_done(arguments.out, made_by)  # written while the positions were read
             while left := max(0, arguments.n - len(done)):
                 fens = list(islice(new, min(left, AHEAD * arguments.workers)))
                 if not fens:

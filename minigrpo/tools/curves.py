@@ -4,7 +4,7 @@ minigrpo curves runs/a runs/b --out curves.png
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -54,12 +54,12 @@ class Arguments:
             raise ConfigError("--metric, --pool and --difference go with --out")
 
 
-def read(run: Path) -> Records:
+def read(run: Path, warn: Callable[[str], object] = lambda text: None) -> Records:
     """The evaluations of a run. Raises ConfigError, in one line, if they cannot be read."""
     if not (run / "eval.jsonl").exists():
         what = "no eval.jsonl in this folder" if run.is_dir() else "no such folder"
         raise ConfigError(f"{run}: {what}, so it is no run that was evaluated")
-    return read_records(run / "eval.jsonl", only_numbers=True)
+    return read_records(run / "eval.jsonl", only_numbers=True, warn=warn)
 
 
 def label_of(metric: str) -> str:
@@ -71,12 +71,16 @@ def label_of(metric: str) -> str:
 
 def check_metric(run: Path, records: Records, metric: str) -> None:
     """Raise ConfigError unless the metric has a value in some evaluation."""
-    if any(value(record, metric) is not None for record in records):
+    have = {name for record in records for name in record if value(record, name) is not None}
+    if metric in have:
         return
-    there = sorted({name for record in records for name, x in record.items() if is_number(x)})
-    names = [name for name in there if name not in ("step", "n")]
+    names = sorted(have - {"step", "n"})
+    if any(metric in record for record in records):
+        others = f"; others have: {', '.join(names)}" if names else ""
+        raise ConfigError(f"--metric {metric}: {run} has no finite value of it{others}")
     hint = did_you_mean(metric, names).removesuffix("; --help lists what is allowed")
-    raise ConfigError(f"--metric {metric}: {run} has only {', '.join(names)}{hint}")
+    there = f"only {', '.join(names)}" if names else "no metric with a finite value"
+    raise ConfigError(f"--metric {metric}: {run} has {there}{hint}")
 
 
 def value(record: Mapping[str, Any], metric: str) -> float | None:
@@ -164,13 +168,37 @@ def pooled(runs: Mapping[Path, Records]) -> dict[str, list[Records]]:
 
 
 def points(runs: Sequence[Records], metric: str) -> dict[int, list[float]]:
-    """Percentages by step, one per run that has a value at that step."""
+    """Percentages by step, one per run, at the steps at which all runs have a value."""
+    found = _values(runs, metric)
+    return {step: values for step, values in found.items() if len(values) == len(runs)}
+
+
+def _values(runs: Sequence[Records], metric: str) -> dict[int, list[float]]:
+    """Percentages by step, one per run that has a value there."""
     out: dict[int, list[float]] = {}
     for records in runs:
         for record in records:
             if (found := value(record, metric)) is not None:
                 out.setdefault(record["step"], []).append(100 * found)
     return dict(sorted(out.items()))
+
+
+def check_common_steps(
+    lines: Mapping[str, Sequence[Records]], metric: str, warn: Callable[[str], object]
+) -> None:
+    """Warn of runs drawn as one line that have values at different steps.
+
+    Raises ConfigError if they have no step in common.
+    """
+    for name, runs in lines.items():
+        every, common = _values(runs, metric), points(runs, metric)
+        if not common:
+            raise ConfigError(f"--pool: the runs of {name} have no evaluated step in common")
+        if len(common) < len(every):
+            warn(
+                f"{name}: its {len(runs)} runs have {len(common)} of {len(every)} evaluated steps "
+                "in common; only these are drawn"
+            )
 
 
 def draw(
@@ -231,7 +259,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
 def compare(arguments: Arguments) -> None:
     """Print the tables and draw the figure. Raises ConfigError in one line."""
     arguments.check()
-    screen, runs = Screen(has_result=True), {run: read(run) for run in arguments.runs}
+    screen = Screen(has_result=True)
+    runs = {run: read(run, screen.warn) for run in arguments.runs}
     metric = arguments.metric or headline(next(iter(runs.values()))[-1]) + SAMPLED
     for run, records in runs.items():
         if arguments.out:
@@ -243,6 +272,7 @@ def compare(arguments: Arguments) -> None:
     if arguments.out:
         names = names_of(list(runs))
         lines = pooled(runs) if arguments.pool else {names[run]: [runs[run]] for run in runs}
+        check_common_steps(lines, metric, screen.warn)
         draw(lines, metric, arguments.out, difference=arguments.difference)
         screen.say(f"wrote {arguments.out}")
 

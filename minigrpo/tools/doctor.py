@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         arguments.check()
         screen = Screen(has_result=True)
         for folder in arguments.runs:
-            run = read_run(folder)
+            run = read_run(folder, screen.warn)
             if len(arguments.runs) > 1:
                 screen.say(f"{folder}:")
             show(screen, run)

@@ -18,8 +18,9 @@ from typing import Annotated
 import tyro
 from safetensors import SafetensorError
 
+from ..config import Config
 from ..model.hub import cached_folder, local_folder
-from ..model.lora import PEFT_WEIGHTS, adapters, merge_adapters, peft_files
+from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS, adapters, merge_adapters, peft_files
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.tokenizer_files import (
@@ -40,7 +41,7 @@ from ..runtime.flags import ConfigError, parse
 from ..runtime.folder import OF_A_RUN
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line, write_output
-from ..runtime.settings import is_run
+from ..runtime.settings import is_run, read_record
 from ..runtime.text import check_file_name
 from ..runtime.trained import load_model
 from .loading import ModelSelection, config_of
@@ -73,7 +74,11 @@ class Arguments:
         target = folder / WEIGHTS if source.is_file() else folder
         if source.exists() and target.exists() and source.samefile(target):
             raise ConfigError(f"--out {folder}: is the model to export; take another folder")
-        for name in (WEIGHTS, CONFIG):
+        if is_run(self.run) and _is_base(folder, self.run):
+            raise ConfigError(
+                f"--out {folder}: is the model that {self.run} began with; take another folder"
+            )
+        for name in (WEIGHTS, CONFIG, PEFT_WEIGHTS, PEFT_CONFIG, *FILES):
             if (folder / name).is_dir():
                 raise ConfigError(f"--out {folder}: {name} in it is a folder, not a file")
         other = WEIGHTS if self.adapters else PEFT_WEIGHTS
@@ -81,6 +86,15 @@ class Arguments:
             raise ConfigError(f"--out {folder}: holds {other}; take another folder")
         if self.adapters and not is_run(self.run):
             raise ConfigError(f"--adapters: {self.run} is no run, so it has no adapters")
+
+
+def _is_base(folder: Path, run: Path) -> bool:
+    """Whether a folder has the model that a run began with. Raises ConfigError for a bad record."""
+    init_from = read_record(Config, run).get("init_from", "shipped")
+    base = cached_folder(init_from) or Path(init_from)
+    base = base.parent if base.is_file() else base
+    named = init_from not in ("scratch", "shipped") and base.exists() and folder.exists()
+    return named and base.samefile(folder)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:

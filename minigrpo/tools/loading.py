@@ -16,7 +16,7 @@ from ..runtime.build import make_task, make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.origins import check_tokenizer_of_run
-from ..runtime.settings import RECORD, is_run, places, read_settings
+from ..runtime.settings import is_run, places, read_record
 from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, with_own_tokenizer
 from ..runtime.trained import load_model
@@ -103,7 +103,7 @@ def config_of(selection: ModelSelection) -> Config:
     """The run's config, or the defaults, with the settings of `selection` that are not None."""
     settings: dict[str, Any] = {}
     if is_run(selection.run):
-        settings = read_settings(Config, selection.run / RECORD, by="")
+        settings = read_record(Config, selection.run)
     known = places(Config)
     given = {name: x for name, x in asdict(selection).items() if x is not None and x is not False}
     asked = {name: x for name, x in given.items() if name in known}

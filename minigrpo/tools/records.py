@@ -1,5 +1,6 @@
 """Read the JSONL files of a run's folder; what is wrong in one is named with its line."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -10,10 +11,14 @@ Record = dict[str, Any]
 MOST = 10**300  # JSON may spell whole numbers for which a float has no room
 
 
-def read_records(path: Path, *, only_numbers: bool = False) -> list[Record]:
-    """The records of a JSONL file of which each line is an object with an integer `step`.
+def read_records(
+    path: Path, *, only_numbers: bool = False, warn: Callable[[str], object] = lambda text: None
+) -> list[Record]:
+    """The records of a JSONL file of which each line is an object with an integer `step`, by step.
 
     An incomplete last line is left out, because a run may be writing it, or have died while it did.
+    Of several lines about one step the last one counts. Runs write neither those nor lines out of
+    order: `warn` is told of them, because two runs may have written to the file.
 
     Args:
         only_numbers: all values must be numbers or null.
@@ -21,6 +26,8 @@ def read_records(path: Path, *, only_numbers: bool = False) -> list[Record]:
     Raises:
         ConfigError: one line that names the file, the line in it, and what is wrong.
     """
+    if not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+        raise ConfigError(f"{path}: is not a file")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -44,7 +51,21 @@ def read_records(path: Path, *, only_numbers: bool = False) -> list[Record]:
         records.append(record)
     if not records:
         raise ConfigError(f"{path}: has no records")
-    return records
+    return _by_step(path, records, warn)
+
+
+def _by_step(path: Path, records: list[Record], warn: Callable[[str], object]) -> list[Record]:
+    """One record per step, in order. Shuffled steps would be drawn as zigzag, and have no trend."""
+    steps = [record["step"] for record in records]
+    in_order = sorted({record["step"]: record for record in records}.items())
+    if twice := len(steps) - len(in_order):
+        warn(
+            f"{path}: {twice} lines repeat the step of an earlier one; the last line of each step "
+            "counts. Did two runs write to this folder?"
+        )
+    elif steps != sorted(steps):
+        warn(f"{path}: its steps are not in order; they are read as if they were")
+    return [record for _, record in in_order]
 
 
 def read_object(path: Path) -> Record:

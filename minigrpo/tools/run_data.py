@@ -1,7 +1,7 @@
 """A run as its folder shows it: settings, metrics per step, evaluations, and how it ended."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from ..runtime.accel import pick_device
 from ..runtime.flags import ConfigError
 from ..runtime.machine import memory_limit_mib
 from ..runtime.measures import headline
-from ..runtime.settings import RECORD, read_settings
+from ..runtime.settings import RECORD, read_record
 from .records import Record, is_number, read_object, read_records
 
 WINDOW = 5  # the start and the end of a run are this part of its steps: a fifth
+FEWEST_STEPS = 20  # a shorter run is not judged by its trends
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,17 @@ class RunData:
         return mean(self.series(name)[-self.window :])
 
     @property
+    def is_short(self) -> bool:
+        return len(self.metrics) < FEWEST_STEPS
+
+    @property
     def window(self) -> int:
-        return max(1, len(self.metrics) // WINDOW)
+        """The steps in the start and in the end; of a short run, both are all of them."""
+        return len(self.metrics) if self.is_short else len(self.metrics) // WINDOW
 
     @property
     def last_steps(self) -> str:
-        """The steps of the last fifth, in words."""
+        """The steps of the end, in words."""
         first, last = self.metrics[-self.window]["step"], self.metrics[-1]["step"]
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
@@ -74,21 +80,25 @@ def mean(values: np.ndarray) -> float:
     return float(found.mean()) if len(found) else float("nan")
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, warn: Callable[[str], object] = lambda text: None) -> RunData:
     """Read a run's folder, also while the run is going or after it was killed.
+
+    `warn` gets what is odd in its records.
 
     Raises ConfigError, in one line, for a folder without the records of a run.
     """
     if not (folder / "metrics.jsonl").exists():
         what = "no metrics.jsonl in this folder" if folder.is_dir() else "no such folder"
         raise ConfigError(f"{folder}: {what}, so it is no run")
-    metrics = read_records(folder / "metrics.jsonl")
+    metrics = read_records(folder / "metrics.jsonl", warn=warn)
     config = Config()
     if (folder / RECORD).exists():
-        config = Config.of(**read_settings(Config, folder / RECORD, by=""))
+        config = Config.of(**read_record(Config, folder))
+    else:
+        warn(f"{folder}: has no {RECORD}, so its settings are taken to be the defaults")
     evaluations = []
     if (folder / "eval.jsonl").exists() and (folder / "eval.jsonl").stat().st_size:
-        evaluations = read_records(folder / "eval.jsonl")
+        evaluations = read_records(folder / "eval.jsonl", warn=warn)
     summary = {}
     if (folder / "summary.json").exists():
         summary = read_object(folder / "summary.json")

@@ -55,7 +55,7 @@ def see_the_doctor(run: Path) -> None:
     """Print what `minigrpo doctor` says of a run that has ended."""
     screen = Screen()
     try:
-        show(screen, read_run(run))
+        show(screen, read_run(run, screen.warn))
     except ConfigError as error:  # a full disk may have left no metrics; the run is none the worse
         screen.warn(f"no diagnosis: {error}")
 

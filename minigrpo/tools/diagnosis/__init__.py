@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..run_data import FEWEST_STEPS as FEWEST_STEPS
 from ..run_data import RunData
 from . import cost, policy, reward
 from .said import Said
-
-FEWEST_STEPS = 20  # a shorter run is not judged by its trends
 
 
 class Finding(NamedTuple):
@@ -32,14 +31,17 @@ class Rule:
     threshold: float
     source: str  # why this threshold
     say: Callable[[RunData, float], Said | None]
-    trend: bool = True  # whether it needs FEWEST_STEPS
+    trend: bool = True  # whether it says nothing about a run of fewer than FEWEST_STEPS
 
 
 RULES: dict[str, Rule] = {
     "no signal": Rule(
-        0.8, "groups of equal rewards have no gradient (DAPO, 2503.14476)", reward.no_signal
+        0.8,
+        "groups of equal rewards have no gradient (DAPO, 2503.14476); in a short run, all of them",
+        reward.no_signal,
+        trend=False,
     ),
-    "saturated": Rule(0.98, "all parts within 2 % of 1", reward.saturated),
+    "saturated": Rule(0.98, "all parts within 2 % of 1", reward.saturated, trend=False),
     "silent part": Rule(0.0, "never above 0", reward.silent_part),
     "dominated": Rule(0.05, "one part within 5 % of 1, another within 5 % of 0", reward.dominated),
     "reward failures": Rule(0, "a working reward never fails", reward.reward_failures, trend=False),
@@ -81,7 +83,7 @@ def diagnose(run: RunData, rules: dict[str, Rule] | None = None) -> list[Finding
 
 def _findings(run: RunData, rules: dict[str, Rule]) -> Iterator[Finding]:
     for name, rule in rules.items():
-        if rule.trend and len(run.metrics) < FEWEST_STEPS:
+        if rule.trend and run.is_short:
             continue
         if said := rule.say(run, rule.threshold):
             yield Finding(name, *said)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...runtime.measures import SAMPLED, in_words
+from ..records import is_number
 from ..run_data import RunData, mean
 from .said import Said
 
@@ -92,7 +93,8 @@ def shares(run: RunData) -> list[tuple[int, float, float]]:
     return [
         (r["step"], float(r[name]), float(r[NUM_TRIALS]))
         for r in run.evaluations
-        if isinstance(r.get(name), int | float) and r.get(NUM_TRIALS)
+        if is_number(r.get(name)) and 0 <= r[name] <= 1
+        if is_number(r.get(NUM_TRIALS)) and r[NUM_TRIALS] > 0
     ]
 
 

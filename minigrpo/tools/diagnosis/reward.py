@@ -8,11 +8,14 @@ from .said import Said, listed
 
 def no_signal(run: RunData, threshold: float) -> Said | None:
     share = run.end("frac_reward_zero_std")
-    if not share > threshold or _saturated(run):
+    few = share < 1 if run.is_short else not share > threshold
+    if few or np.isnan(share) or _saturated(run):
         return None
+    rewards = run.series("reward")[-run.window :]
+    unpaid = ", and every reward is 0" if not rewards.any() else ""
     return Said(
         "Most groups teach nothing, because all of their completions have equal rewards.",
-        f"{share:.0%} of the groups in {run.last_steps}",
+        f"{share:.0%} of the groups in {run.last_steps}{unpaid}",
         "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
         "with partial credit; a model that never gets anything right needs a warm start "
         "(--loss nll).",
