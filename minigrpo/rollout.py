@@ -204,6 +204,8 @@ class RolloutBatches:
         # float64 for the gather, because each process has its own precision; then float32, unless
         # that would merge different rewards
         total = self.dist.gather(total.double())
+        if not total.isfinite().all():  # because the KL is not: the learner skips the step
+            return torch.full((share, total.shape[1]), torch.nan)
         small = bool((total.abs() <= FLOAT32_UP_TO).all())
         rewards_of_all = total.float() if small else total
         everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()

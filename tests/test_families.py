@@ -295,6 +295,11 @@ def bytes_only(state: State) -> None:
     state[f"{DOWN}.weight"] = state[f"{DOWN}.weight"].to(torch.int8)
 
 
+def lose_some(state: State) -> None:
+    for name in ("layers.1.post_attention_layernorm", "layers.0.self_attn.k_proj", "embed_tokens"):
+        del state[f"model.{name}.weight"]
+
+
 def adapters(state: State) -> None:
     state["base_model.model.lora_A.weight"] = torch.ones(2, 2)
 
@@ -307,6 +312,9 @@ def adapters(state: State) -> None:
         (fp8, f"is quantised ({DOWN}.weight is F8_E4M3)"),
         (bytes_only, f"{DOWN}.weight is I8, not a float"),
         (adapters, "base_model.model.lora_A.weight is unknown"),
+        (lose_some, "model.layers.1.post_attention_layernorm.weight is missing"),
+        (lose_some, "model.layers.0.self_attn.k_proj.weight is missing"),
+        (lose_some, "model.embed_tokens.weight is missing"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -383,7 +391,7 @@ def mib(name):
 config = Config.of(max_new_tokens=8, init_from=sys.argv[1])
 Learner(config, Transformer(ModelShape(9)))  # for what torch imports late
 before = mib("VmRSS")
-model = make_model(config, types.SimpleNamespace(n_vocab=4096, name="made-up"))
+model = make_model(config, types.SimpleNamespace(n_vocab=4096, name="made-up", unknown_stops=()))
 Learner(config, model)
 print(mib("VmHWM") - before)
 """

@@ -16,6 +16,8 @@ from torch import Tensor
 # differences in a group. Smaller ones stay in float32.
 FLOAT32_UP_TO = 64.0
 MAX_CHARS = 60  # of a value in a message
+KINDS = {"float": "floating-point numbers", "real": "real numbers"}  # of tensors
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -32,10 +34,10 @@ def number(name: str, value: Any, *, above: float = -math.inf, least: float = -m
 
 
 def count(name: str, value: Any, *, may_be_tensor: bool = False) -> None:
-    """Raise ValueError unless `value` is at least 1 and whole, or perhaps a scalar tensor."""
+    """Raise ValueError unless `value` is at least 1 and whole, or perhaps a tensor of one such."""
     if may_be_tensor and isinstance(value, Tensor) and value.numel() == 1:
-        if value.device.type == "cpu" and not value >= 1:
-            raise ValueError(f"{name} must be at least 1, got {value.item()}")
+        if value.dtype not in WHOLE or (value.device.type == "cpu" and not value >= 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {_shown(value)}")
         return
     whole(name, value, least=1)
 
@@ -53,7 +55,7 @@ def tensor(
     shape: Sequence[int] | None = None,
     *,
     needed: bool = False,
-    dtype: torch.dtype | Literal["float"] | None = "float",
+    dtype: torch.dtype | Literal["float", "real"] = "float",
 ) -> None:
     """Raise ValueError unless `x` is a tensor of this shape, or None if it is not `needed`.
 
@@ -61,7 +63,7 @@ def tensor(
 
     Args:
         shape: None for any.
-        dtype: "float" for any floating-point type, None for any type.
+        dtype: "float" for any floating-point type, "real" for integers and bool, too.
     """
     wanted = "" if shape is None else f" must have the shape {list(shape)}"
     if x is None:
@@ -72,9 +74,34 @@ def tensor(
         raise ValueError(f"{name} must be a torch.Tensor, got {_shown(x)}")
     if shape is not None and x.shape != torch.Size(shape):
         raise ValueError(f"{name}{wanted}, got {list(x.shape)}")
-    if dtype is not None and not (x.is_floating_point() if dtype == "float" else x.dtype is dtype):
-        kind = "of floating-point numbers" if dtype == "float" else f"of {dtype}"
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got {x.layout}")
+    allowed = {"float": x.is_floating_point(), "real": not (x.is_complex() or x.is_quantized)}
+    if not allowed.get(str(dtype), x.dtype is dtype):
+        kind = f"of {KINDS.get(str(dtype), dtype)}"
         raise ValueError(f"{name} must be a tensor {kind}, got {x.dtype}")
+
+
+def rewards(x: Any) -> None:
+    """Raise ValueError unless `x` is a tensor `[..., G]` of finite numbers, with groups."""
+    tensor("rewards", x, needed=True, dtype="real")
+    if not x.dim() or x.shape[-1] < 2:
+        raise ValueError(f"--group-size must be at least 2, got {x.shape[-1:].numel()}")
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"rewards must be finite, got {_shown(x[~x.isfinite()][0].item())}")
+
+
+def mask(x: Any, shape: Sequence[int] | None = None) -> None:
+    """Raise ValueError unless `x` is a tensor `[..., S]` of bool."""
+    tensor("mask", x, shape, needed=True, dtype=torch.bool)
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"mask must be [..., S] with at least one column, got {list(x.shape)}")
+
+
+def kind(name: str, value: Any, wanted: type) -> None:
+    """Raise ValueError unless `value` is of this class."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name} must be a {wanted.__name__}, got {_shown(value)}")
 
 
 def batch(logp: Any, mask: Any, advantages: Any, needs_group: bool) -> None:
@@ -83,7 +110,7 @@ def batch(logp: Any, mask: Any, advantages: Any, needs_group: bool) -> None:
     if not logp.dim() or not logp.shape[-1]:
         raise ValueError(f"logp must be [..., S] with at least one column, got {list(logp.shape)}")
     tensor("mask", mask, logp.shape, needed=True, dtype=torch.bool)
-    tensor("advantages", advantages, logp.shape[:-1], needed=needs_group, dtype=None)
+    tensor("advantages", advantages, logp.shape[:-1], needed=needs_group, dtype="real")
 
 
 def clip(low: Any, high: Any, cap: Any) -> None:

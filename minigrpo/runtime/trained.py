@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ..model.hub import local_folder
-from ..model.lora import PEFT_CONFIG
+from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
@@ -19,27 +19,32 @@ from .text import printable
 
 
 def load_model(
-    path: Path, warn: Callable[[str], object], matrices: torch.dtype | None = None
+    name: str, warn: Callable[[str], object], matrices: torch.dtype | None = None
 ) -> tuple[str, Transformer]:
     """The model of a run, of a file or folder, ORG/NAME, or `shipped`, and where it comes from.
 
-    Of a file, `matrices` is the type of weights with two dimensions; None: float32.
+    Args:
+        name: as the user typed it: a Path would make ORG/NAME of ./ORG/NAME.
+        matrices: of a file, the type of weights with two dimensions; None: float32.
+
     Raises ValueError in one line.
     """
-    if is_run(path):
-        return _newest(path, warn)
-    found = local_folder(str(path))
-    if found.is_dir() and not any((found / name).exists() for name in (WEIGHTS, INDEX)):
+    if is_run(Path(name)):
+        return _newest(Path(name), warn)
+    found = local_folder(name)
+    whole = any((found / file).exists() for file in (WEIGHTS, INDEX))
+    if found.is_dir() and not whole:
         held = other_format(found)
         raise ConfigError(
-            f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS}){held}"
+            f"{name}: neither a run (no config.toml) nor a model (no {WEIGHTS}){held}"
         )
-    if (found / WEIGHTS).exists() and (found / PEFT_CONFIG).exists():
+    left_out = [file for file in (PEFT_CONFIG, PEFT_WEIGHTS) if (found / file).exists()]
+    if whole and left_out:
         raise ConfigError(
-            f"{path}: has adapters ({PEFT_CONFIG}) beside its weights, which would be left out; "
+            f"{name}: has adapters ({left_out[0]}) beside its weights, which would be left out; "
             "merge them into the weights, or move them away"
         )
-    return str(path), load_pretrained(str(found), matrices)
+    return name, load_pretrained(str(found), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:

@@ -42,6 +42,7 @@ from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line, write_output
 from ..runtime.settings import is_run
 from ..runtime.text import check_file_name
+from ..runtime.tokenizers import warn_of_other_tokenizer
 from ..runtime.trained import load_model
 from .loading import ModelSelection, config_of
 from .loading import tokenizer_of as tokenizer_of_selection
@@ -50,7 +51,7 @@ from .messages import one_line_errors
 
 @dataclass(frozen=True)
 class Arguments:
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional]  # no Path, which would lose its ./
     """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
     out: str
     """The folder to write."""
@@ -69,7 +70,7 @@ class Arguments:
             raise ConfigError(
                 f"--out {folder}: holds a run, which an export would overwrite (found: {left[0]})"
             )
-        source = cached_folder(str(self.run)) or self.run
+        source = cached_folder(self.run) or Path(self.run)
         target = folder / WEIGHTS if source.is_file() else folder
         if source.exists() and target.exists() and source.samefile(target):
             raise ConfigError(f"--out {folder}: is the model to export; take another folder")
@@ -79,7 +80,7 @@ class Arguments:
         other = WEIGHTS if self.adapters else PEFT_WEIGHTS
         if (folder / other).exists():  # transformers would load both as one model
             raise ConfigError(f"--out {folder}: holds {other}; take another folder")
-        if self.adapters and not is_run(self.run):
+        if self.adapters and not is_run(Path(self.run)):
             raise ConfigError(f"--adapters: {self.run} is no run, so it has no adapters")
 
 
@@ -95,13 +96,14 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
             return
         if tokenizer:
             ends = ends_of(tokenizer, model.shape.vocab_size, name)
+            warn_of_other_tokenizer(arguments.run, tokenizer, screen.warn)
         else:
             ends = ends_without_tokenizer(arguments.run, model.shape, screen.warn)
         write(merge_adapters(model), Path(arguments.out), ends, tokenizer)
         screen.say(f"{name} -> {arguments.out}")
 
 
-def write_adapters(run: Path, model: Transformer, folder: Path, screen: Screen) -> None:
+def write_adapters(run: str, model: Transformer, folder: Path, screen: Screen) -> None:
     """Write the adapters of a run's model. Raises ConfigError in one line."""
     if not adapters(model):
         raise ConfigError(f"--adapters: {run} was trained without --lora-rank")
@@ -121,17 +123,17 @@ def write_adapters(run: Path, model: Transformer, folder: Path, screen: Screen) 
 def tokenizer_of(arguments: Arguments) -> Tokenizer | None:
     """The tokenizer of --tokenizer, else of the run, else in the model's folder, if any."""
     folder = folder_of(arguments.run)
-    if is_run(folder) or str(folder) == "shipped":
-        selection = ModelSelection(folder, tokenizer=arguments.tokenizer or None)
+    if is_run(folder) or arguments.run == "shipped":
+        selection = ModelSelection(str(folder), tokenizer=arguments.tokenizer or None)
         return tokenizer_of_selection(selection, config_of(selection))
     if arguments.tokenizer:
         return load_tokenizer(arguments.tokenizer)
     return load_tokenizer(str(folder)) if has_tokenizer(folder) else None
 
 
-def folder_of(model: Path) -> Path:
+def folder_of(model: str) -> Path:
     """The folder of a run or of a model in Hugging Face's layout; another file is by itself."""
-    path = local_folder(str(model))
+    path = local_folder(model)
     return path.parent if path.name == WEIGHTS else path
 
 
@@ -149,7 +151,7 @@ def ends_of(tokenizer: Tokenizer, size: int, name: str) -> list[int]:
 
 
 def ends_without_tokenizer(
-    model: Path, shape: ModelShape, warn: Callable[[str], object]
+    model: str, shape: ModelShape, warn: Callable[[str], object]
 ) -> list[int]:
     """The tokens that end a text, as the model's own settings say; else the last one."""
     found = dict.fromkeys(end_numbers(folder_of(model)))
