@@ -177,6 +177,14 @@ def test_the_date_is_fixed_and_the_beginning_is_the_templates(tmp_path: Path) ->
     assert ids[0] == tokenizer.special["<|begin_of_text|>"] and ids.count(ids[0]) == 1
 
 
+def test_a_mark_of_an_editor_is_no_part_of_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    load_tokenizer.cache_clear()
+    chat = load_tokenizer("chess", str(file)).chat
+    assert chat and chat.render(ask("a")) == "a"
+
+
 def test_options_reach_the_template(tmp_path: Path) -> None:
     tokenizer, chat = load(tmp_path, "qwen3")
     plain, quick = (chat.encode(ask("a"), tokenizer, enable_thinking=on) for on in (True, False))

@@ -229,6 +229,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope, a text": ({"rope_parameters": "yarn"}, "malformed settings"),
     "theta": ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta in config.json is '1e4', no"),
+    "theta, two": ({"rope_theta": 5}, "rope_theta in config.json is both 100.0 and 5; keep one"),
     "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps in config.json is 0, not a positive number"),
     "window": ({"use_sliding_window": True}, "use_sliding_window in config.json is True"),
     "layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "has 'sliding_attention'"),

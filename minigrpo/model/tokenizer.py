@@ -192,6 +192,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
             if GPT-2's ranks or ORG/NAME are not cached and cannot be fetched.
     """
     own = _override(chat_template)
+    if not name.strip():
+        raise ValueError(f"--tokenizer must be auto, chess, gpt2 or a path, got {name!r}")
     if name == "chess":
         return _of_ranks(name, shipped_ranks(), own, CHESS_PATTERN)
     if name == "gpt2":
@@ -219,7 +221,7 @@ def _override(file: str | None) -> ChatTemplate | None:
     if file is None:
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")  # some editors write a mark in front
     except (OSError, ValueError) as error:
         raise ValueError(f"--chat-template {file}: cannot be read ({error})") from None
     return ChatTemplate(text, f"--chat-template {file}", {"eos_token": END_OF_TEXT})

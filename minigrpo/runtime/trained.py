@@ -29,6 +29,8 @@ def load_model(
 
     Raises ValueError in one line.
     """
+    if not str(name).strip():
+        raise ConfigError("the model must be shipped, a run, a path or ORG/NAME, got nothing")
     if is_run(Path(name)):
         return _newest(Path(name), warn)
     found = local_folder(name)
@@ -44,7 +46,8 @@ def load_model(
             f"{name}: has adapters ({left_out[0]}) beside its weights, which would be left out; "
             "merge them into the weights, or move them away"
         )
-    return name, load_pretrained(str(found), matrices)
+    model = load_pretrained if name == "shipped" else Transformer.from_pretrained
+    return name, model(str(found), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:

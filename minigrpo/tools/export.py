@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +48,8 @@ from .loading import ModelSelection, config_of
 from .loading import tokenizer_of as tokenizer_of_selection
 from .messages import one_line_errors
 
+MARK = "written_by"  # a key of config.json
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -70,18 +72,30 @@ class Arguments:
             raise ConfigError(
                 f"--out {folder}: holds a run, which an export would overwrite (found: {left[0]})"
             )
-        source = cached_folder(self.run) or Path(self.run)
-        target = folder / WEIGHTS if source.is_file() else folder
-        if source.exists() and target.exists() and source.samefile(target):
-            raise ConfigError(f"--out {folder}: is the model to export; take another folder")
         for name in (WEIGHTS, CONFIG):
             if (folder / name).is_dir():
                 raise ConfigError(f"--out {folder}: {name} in it is a folder, not a file")
-        other = WEIGHTS if self.adapters else PEFT_WEIGHTS
-        if (folder / other).exists():  # transformers would load both as one model
-            raise ConfigError(f"--out {folder}: holds {other}; take another folder")
+        others = (WEIGHTS, INDEX) if self.adapters else (PEFT_WEIGHTS,)
+        if found := [name for name in others if (folder / name).exists()]:
+            # transformers would load both as one model
+            raise ConfigError(f"--out {folder}: holds {found[0]}; take another folder")
+        self._check_that_no_model_is_lost(folder)
         if self.adapters and not is_run(Path(self.run)):
             raise ConfigError(f"--adapters: {self.run} is no run, so it has no adapters")
+
+    def _check_that_no_model_is_lost(self, folder: Path) -> None:
+        """Raise ConfigError if the export would overwrite a model that is no export, or needed."""
+        for name in (self.run, *bases(self.run)):
+            source = cached_folder(name) or Path(name)
+            target = folder / WEIGHTS if source.is_file() else folder
+            if source.exists() and target.exists() and source.samefile(target):
+                what = "the model to export" if name == self.run else f"the base of {self.run}"
+                raise ConfigError(f"--out {folder}: is {what}; take another folder")
+        if (folder / WEIGHTS).exists() and MARK not in read_json(folder / CONFIG):
+            raise ConfigError(
+                f"--out {folder}: holds a model that was not written by this command; take another "
+                "folder"
+            )
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -101,6 +115,16 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
             ends = ends_without_tokenizer(arguments.run, model.shape, screen.warn)
         write(merge_adapters(model), Path(arguments.out), ends, tokenizer)
         screen.say(f"{name} -> {arguments.out}")
+
+
+def bases(model: str) -> Iterator[str]:
+    """--init-from of a run; if that is a run, its --init-from, too, and so on."""
+    seen = set[str]()
+    with contextlib.suppress(ConfigError):  # settings of another version
+        while is_run(Path(model)) and model not in seen:
+            seen.add(model)
+            model = config_of(ModelSelection(model)).model.init_from
+            yield model
 
 
 def write_adapters(run: str, model: Transformer, folder: Path, screen: Screen) -> None:
@@ -188,6 +212,12 @@ def write_ends(folder: Path, ends: Sequence[int], bos: int) -> None:
     file.write_text(json.dumps(settings, indent=1) + "\n")
 
 
+def write_mark(folder: Path) -> None:
+    """Say in config.json who wrote this model, so that the next export may replace it."""
+    settings = {**read_json(folder / CONFIG), MARK: "minigrpo export"}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
+
+
 def check_nothing_stale(folder: Path, new: Path) -> None:
     """Raise ConfigError for a file of another model that would be read with the `new` ones."""
     names = (INDEX, *FILES)
@@ -215,6 +245,7 @@ def write(
             if tokenizer:
                 add_tokenizer(partial, tokenizer)
             write_ends(partial, ends, bos)
+            write_mark(partial)
             check_nothing_stale(folder, partial)
             for file in partial.iterdir():
                 os.replace(file, folder / file.name)
