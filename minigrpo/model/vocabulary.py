@@ -50,7 +50,7 @@ class Vocabulary:
     @property
     def size(self) -> int:
         """The number of tokens."""
-        return sum(map(len, (self.ranks, self.special, self.added, self.unreachable)))
+        return len(self.ranks) + len(self.special) + len(self.added) + len(self.unreachable)
 
     def bytes_by_number(self) -> dict[int, bytes]:
         """The text of each token."""
