@@ -201,6 +201,8 @@ def test_the_end_of_a_turn_is_a_stop_and_ends_answers(tmp_path: Path, kind: str)
     assert tokenizer.turn_end == tokenizer.special[end]
     assert tokenizer.stops == {tokenizer.eot, tokenizer.turn_end} and len(tokenizer.stops) == 2
     assert ChatTemplate("{{ raise_exception('no') }}").turn_end([end]) is None
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+    assert ChatTemplate(strict + KINDS[kind][3]).turn_end([end]) == end
     assert ChatTemplate("{{ messages[0].content }}").turn_end([end]) is None
 
 

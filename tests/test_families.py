@@ -372,6 +372,13 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         ValueError, match=r"model-00001-of-00002.safetensors: there is no such file"
     ):
         Transformer.from_pretrained(tmp_path)
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        save_file({"model.norm.weight": torch.ones(4)}, tmp_path / name)
+    index = {"weight_map": {"model.norm.weight": names[0], "lm_head.weight": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"{names[1]}: model.norm.weight is also in {names[0]}"):
+        Transformer.from_pretrained(tmp_path)
     index = {"weight_map": {"model.norm.weight": "../elsewhere/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"'../elsewhere/model.safetensors' is no file beside it"):

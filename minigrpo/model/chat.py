@@ -162,13 +162,15 @@ class ChatTemplate:
         """The special token that the template writes after an assistant's answer, if any."""
         answer = "An answer that no template has."
         dialogue = [{"role": "user", "content": "A"}, {"role": "assistant", "content": answer}]
-        try:
-            text = self.render(dialogue, add_generation_prompt=False)
-        except ValueError:  # a template may ask for more than these messages
-            return None
-        _, found, rest = text.rpartition(answer)
-        after = _Shield.of(tuple(special)).pattern.match(rest.lstrip())
-        return after[0] if found and after else None
+        for before in ([], [{"role": "system", "content": "A"}]):  # some ask for one
+            try:
+                text = self.render([*before, *dialogue], add_generation_prompt=False)
+            except ValueError:
+                continue
+            _, found, rest = text.rpartition(answer)
+            after = _Shield.of(tuple(special)).pattern.match(rest.lstrip())
+            return after[0] if found and after else None
+        return None
 
     def _run(self, work: Callable[[], Result]) -> Result:
         try:
