@@ -348,6 +348,19 @@ def test_weights_in_another_format_are_named(
         assert words in refused(tmp_path / file, capsys)  # by itself
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapters_beside_weights_are_not_left_out(
+    tmp_path: Path, file: str, sharded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = write(tmp_path) / "model.safetensors"
+    if sharded:
+        weights.rename(tmp_path / "model-00001-of-00001.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (tmp_path / file).write_text("{}")
+    assert f"has adapters ({file}) beside its weights" in refused(tmp_path, capsys)
+
+
 def test_without_its_config_a_llama_is_not_taken_for_a_gpt2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,8 +211,13 @@ def test_export_does_not_overwrite_a_model_that_it_did_not_write(
     settings = json.loads(Path("base/config.json").read_text())
     assert settings.pop("written_by") == "minigrpo export"
     Path("base/config.json").write_text(json.dumps(settings))
-    words = "--out base: holds a model that was not written by this command; take another folder"
-    assert words in refused(capsys, export, "run", "--out", "base")
+    words = "which this command did not write; take another folder"
+    assert f"base: has model.safetensors, {words}" in refused(
+        capsys, export, "run", "--out", "base"
+    )
+    Path("own").mkdir()
+    Path("own/tokenizer.json").write_text("precious")
+    assert f"own: has tokenizer.json, {words}" in refused(capsys, export, "run", "--out", "own")
     assert Path("base/model.safetensors").read_bytes() == before
     Path("shards").mkdir()
     Path("shards/model.safetensors.index.json").write_text("{}")

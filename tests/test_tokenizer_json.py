@@ -256,7 +256,7 @@ def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, found, **several)  # an ordinary token is shown where it is a stop
     assert tokenizer.decode([7, text]) == tokenizer.decode([7]) != ""
     assert ends(tokenizer_config={}, config={}, generation_config={}) == (text, {text})
-    missing = "in tokenizer_config.json or special_tokens_map.json is not in tokenizer.json"
+    missing = "in tokenizer_config.json or special_tokens_map.json is no added token of tokenizer."
     assert f"eos_token '<|no|>' {missing}" in error_of(
         tmp_path, found, tokenizer_config={"eos_token": "<|no|>"}
     )

@@ -125,7 +125,8 @@ def end_of_text(folder: Path, numbers: Mapping[str, int], size: int) -> int:
     name = named_tokens(folder).get("eos_token")
     if name is not None and name not in numbers:
         raise ValueError(
-            f"eos_token {name!r} in {TOKENIZER_CONFIG} or {SPECIAL_TOKENS} is not in {TOKENIZER}"
+            f"eos_token {name!r} in {TOKENIZER_CONFIG} or {SPECIAL_TOKENS} is no added token of "
+            f"{TOKENIZER}"
         )
     known = [number for number in end_numbers(folder) if 0 <= number < size]
     if name is None and not known and END_OF_TEXT not in numbers:

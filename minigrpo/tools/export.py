@@ -26,6 +26,8 @@ from ..model.tokenizer_files import (
     CHAT_TEMPLATE,
     FILES,
     GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     copy_tokenizer_files,
     end_numbers,
     has_tokenizer,
@@ -91,9 +93,11 @@ class Arguments:
             if source.exists() and target.exists() and source.samefile(target):
                 what = "the model to export" if name == self.run else f"the base of {self.run}"
                 raise ConfigError(f"--out {folder}: is {what}; take another folder")
-        if (folder / WEIGHTS).exists() and MARK not in read_json(folder / CONFIG):
+        of_a_model = (WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG)
+        there = [name for name in of_a_model if (folder / name).exists() and not self.adapters]
+        if there and MARK not in read_json(folder / CONFIG):
             raise ConfigError(
-                f"--out {folder}: holds a model that was not written by this command; take another "
+                f"--out {folder}: has {there[0]}, which this command did not write; take another "
                 "folder"
             )
 
