@@ -276,7 +276,7 @@ def policy_loss(
         None if x is None else x.detach() for x in (old_logp, ref_logp, advantages, token_weights)
     )
     normalizer = LossNormalizer.of(mask) if normalizer is None else normalizer
-    check.kind("normalizer", normalizer, LossNormalizer)
+    check.instance("normalizer", normalizer, LossNormalizer)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
     # mask before exp, because inf * 0 is NaN in the backward pass
