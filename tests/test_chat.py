@@ -343,6 +343,7 @@ USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
         ("{# nothing #}", "leaves out messages of the role user"),
         ("What is asked?<|im_end|>", "leaves out messages of the role user"),
         ("{{ messages[0].content }}", "leaves out messages of the role user"),
+        ("{{ messages[1].content | wordcount }}", "leaves out messages of the role user"),
         (USERS, "leaves out messages of the role system"),
         (
             "{{ messages | map(attribute='content') }}",

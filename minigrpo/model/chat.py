@@ -31,6 +31,7 @@ Option = bool | float | None  # of a template, such as enable_thinking of Qwen3
 # This is the date that Llama 3.2's template falls back to.
 TODAY = datetime(2024, 7, 26)
 PUNCTUATION = re.compile(r"[^\w\s]")
+PROBE = "qxzj"  # a word that is looked for in what a template writes
 ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-f]+>")  # how Python shows an object that is no text
 # Unicode keeps these free for use inside programs. Data may hold them all the same, so a mark is
 # one that the messages and the template do not have.
@@ -149,12 +150,12 @@ class ChatTemplate:
         for number, message in reversed([*enumerate(messages)]):  # the question first
             if number < len(messages) - 1 and message["role"] not in INSTRUCTIONS:
                 continue
-            other = {**message, "content": f"not {message['content']} either"}
+            other = {**message, "content": f"{PROBE} {message['content']} {PROBE}"}
             try:
-                same = written == self.render([*messages[:number], other, *messages[number + 1 :]])
+                text = self.render([*messages[:number], other, *messages[number + 1 :]])
             except ValueError:  # it reads the message
-                same = False
-            if same:
+                continue
+            if text.casefold().count(PROBE) <= written.casefold().count(PROBE):
                 raise ValueError(f"{self.name}: leaves out messages of the role {message['role']}")
         self.checked.add(roles)
 
