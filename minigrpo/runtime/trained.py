@@ -46,8 +46,8 @@ def load_model(
             f"{name}: has adapters ({left_out[0]}) beside its weights, which would be left out; "
             "merge them into the weights, or move them away"
         )
-    model = load_pretrained if name == "shipped" else Transformer.from_pretrained
-    return name, model(str(found), matrices)
+    model = load_pretrained if str(name) == "shipped" else Transformer.from_pretrained
+    return str(name), model(str(found), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
