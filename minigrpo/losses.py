@@ -34,17 +34,15 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         scale: what divides the result. `group`: the group's std + 1e-4. `batch`: the std of the
             whole batch + 1e-4. `none`: nothing (Dr. GRPO, arXiv 2503.20783). ddof = 1.
 
-    A group with equal rewards has advantages of exactly 0. Raises ValueError for groups of one, and
-    for an argument that is not allowed.
+    A group with equal rewards has advantages of exactly 0. They have no gradient. Raises ValueError
+    for groups of one, for rewards that are not finite, and for an argument that is not allowed.
     """
-    check.tensor("rewards", rewards, needed=True, dtype=None)
-    if not rewards.dim() or rewards.shape[-1] < 2:
-        raise ValueError(f"--group-size must be at least 2, got {rewards.shape[-1:].numel()}")
+    check.rewards(rewards)
     check.choice("estimator", estimator, ("group_mean", "leave_one_out"))
     check.choice("advantage scale", scale, ("group", "batch", "none"))
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     large = bool((rewards.to(dtype).abs() > check.FLOAT32_UP_TO).any())
-    rewards = rewards.to(torch.float64 if large else dtype)
+    rewards = rewards.detach().to(torch.float64 if large else dtype)
     size = rewards.shape[-1]
     centred = rewards - rewards.mean(-1, keepdim=True)
     if estimator == "leave_one_out":
@@ -67,12 +65,13 @@ class LossNormalizer:
     tokens: int | Tensor  # N, completion tokens in the loss
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a count below 1."""
+        """Raises ValueError for what is no whole number, or below 1."""
         check.count("completions", self.completions, may_be_tensor=True)
         check.count("tokens", self.tokens, may_be_tensor=True)
 
     @classmethod
     def of(cls, mask: Tensor) -> "LossNormalizer":
+        check.mask(mask)
         return cls(max(1, mask[..., 0].numel()), mask.sum().clamp(min=1))
 
 
@@ -213,6 +212,8 @@ def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float)
     forward; `sampler_logp` is of the distribution that the tokens were drawn from.
     """
     check.number("cap", cap, above=0)
+    check.tensor("logp", logp, needed=True)
+    check.tensor("sampler_logp", sampler_logp, logp.shape, needed=True)
     return (logp.detach() - sampler_logp.detach()).exp().clamp(max=cap)
 
 
@@ -253,7 +254,8 @@ def policy_loss(
     Returns:
         The scalar loss, and metrics: scalars without gradient. Only `logp` gets a gradient. Raises
         ValueError, with the name of the argument, for one that is unknown, missing, out of range,
-        of another type, or of a shape that only broadcasts.
+        of another type, or of a shape that only broadcasts. Numbers that are not finite give a loss
+        that is not finite.
     """
     check.choice("loss", loss, LOSSES)
     check.choice("kl", kl, (*KL_ESTIMATORS, KL_IN_REWARD))
@@ -273,7 +275,8 @@ def policy_loss(
     old_logp, ref_logp, advantages, token_weights = (
         None if x is None else x.detach() for x in (old_logp, ref_logp, advantages, token_weights)
     )
-    normalizer = normalizer or LossNormalizer.of(mask)
+    normalizer = LossNormalizer.of(mask) if normalizer is None else normalizer
+    check.instance("normalizer", normalizer, LossNormalizer)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
     # mask before exp, because inf * 0 is NaN in the backward pass

@@ -21,7 +21,7 @@ from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime.distributed import DistContext
 from .runtime.logging import PhaseTimer
-from .runtime.loss_arguments import FLOAT32_UP_TO
+from .runtime.loss_arguments import FLOAT32_UP_TO, LARGEST_REWARD
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .runtime.rollout_metrics import has_ended, has_zero_variance
@@ -205,6 +205,8 @@ class RolloutBatches:
         # float64 for the gather, because each process has its own precision; then float32, unless
         # that would merge different rewards
         total = self.dist.gather(total.double())
+        if not (total.abs() <= LARGEST_REWARD).all():  # such as a NaN: the learner skips the step
+            return torch.full((share, total.shape[1]), torch.nan)
         small = bool((total.abs() <= FLOAT32_UP_TO).all())
         rewards_of_all = total.float() if small else total
         everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()

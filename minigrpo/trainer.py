@@ -55,7 +55,8 @@ class Trainer:
         self.task = make_task(config, self.screen if self.dist.is_main else None)
         self.scorer = make_scorer(config, self.task, self.screen.warn)
         self.process.undo(self.screen.warn)
-        self.model = make_model(config, self.tokenizer, self.device, self.screen.say)
+        made_for = self.tokenizer, self.device, self.screen.say, self.screen.warn
+        self.model = make_model(config, *made_for)
         limits = self.model.shape.context, self.screen.warn
         self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
         self.estimate = measure_lengths_and_estimate(

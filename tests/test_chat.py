@@ -177,6 +177,14 @@ def test_the_date_is_fixed_and_the_beginning_is_the_templates(tmp_path: Path) ->
     assert ids[0] == tokenizer.special["<|begin_of_text|>"] and ids.count(ids[0]) == 1
 
 
+def test_a_mark_of_an_editor_is_no_part_of_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    load_tokenizer.cache_clear()
+    chat = load_tokenizer("chess", str(file)).chat
+    assert chat and chat.render(ask("a")) == "a"
+
+
 def test_options_reach_the_template(tmp_path: Path) -> None:
     tokenizer, chat = load(tmp_path, "qwen3")
     plain, quick = (chat.encode(ask("a"), tokenizer, enable_thinking=on) for on in (True, False))
@@ -193,6 +201,8 @@ def test_the_end_of_a_turn_is_a_stop_and_ends_answers(tmp_path: Path, kind: str)
     assert tokenizer.turn_end == tokenizer.special[end]
     assert tokenizer.stops == {tokenizer.eot, tokenizer.turn_end} and len(tokenizer.stops) == 2
     assert ChatTemplate("{{ raise_exception('no') }}").turn_end([end]) is None
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+    assert ChatTemplate(strict + KINDS[kind][3]).turn_end([end]) == end
     assert ChatTemplate("{{ messages[0].content }}").turn_end([end]) is None
 
 
@@ -289,6 +299,7 @@ def test_wrong_messages_are_one_line(messages: Any, words: str) -> None:
     [
         ("{% for %}", "line 1: Expected an expression"),
         ("a\n{% if x %}", "line 2: Unexpected end of template"),
+        ("a\n{{ ['a', 'b'] | random }}", "line 2: No filter named 'random'"),
     ],
 )
 def test_a_damaged_template_is_one_line_before_any_work(
@@ -321,6 +332,64 @@ def test_what_a_template_must_not_do_is_one_line(template: str) -> None:
     with pytest.raises(ValueError, match="the chat template: .") as error:
         ChatTemplate(template).render(ask("a"))
     assert "\n" not in str(error.value)
+
+
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{# nothing #}", "leaves out messages of the role user"),
+        ("What is asked?<|im_end|>", "leaves out messages of the role user"),
+        ("{{ messages[0].content }}", "leaves out messages of the role user"),
+        ("{{ messages[1].content | wordcount }}", "leaves out messages of the role user"),
+        (USERS, "leaves out messages of the role system"),
+        (
+            "{{ messages | map(attribute='content') }}",
+            "writes <generator object .*which is no text",
+        ),
+        (USERS + "{{ lipsum() }}", "'lipsum' is undefined"),
+    ],
+)
+def test_a_template_without_the_question_or_the_instructions_is_refused(
+    tmp_path: Path, template: str, words: str
+) -> None:
+    tokenizer, _ = load(tmp_path, "qwen2.5")
+    with pytest.raises(ValueError, match=f"^the chat template: {words}") as error:
+        ChatTemplate(template).encode(ask("1+1?", system="Short."), tokenizer)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_is_asked_about_each_sequence_of_roles_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, _ = load(tmp_path, "qwen2.5")
+    chat = ChatTemplate(USERS)
+    ids = chat.encode(ask("1+1?"), tokenizer)
+    assert chat.encode(ask("b", "not written", "1+1?"), tokenizer) == [*tokenizer.encode("b"), *ids]
+    calls = list[object]()
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda self, x, **how: calls.append(x) or render(self, x, **how)
+    )
+    chat.encode(ask("2+2?"), tokenizer)
+    plain = len(calls)
+    with pytest.raises(ValueError, match="leaves out messages of the role developer"):
+        chat.encode([{"role": "developer", "content": "Short."}, *ask("2+2?")], tokenizer)
+    assert len(calls) > 2 * plain
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_template_is_one_line(tmp_path: Path, content: str) -> None:
+    folder, file = write(tmp_path / "own", "qwen2.5"), tmp_path / "own.jinja"
+    file.write_text(content)
+    load_tokenizer.cache_clear()
+    with pytest.raises(ValueError, match=f"^--chat-template {file}: is empty$"):
+        load_tokenizer(str(folder), str(file))
+    (folder / "chat_template.jinja").write_text(content)
+    with pytest.raises(ValueError, match="own: chat_template.jinja: is empty$"):
+        load_tokenizer(str(folder))
 
 
 # --- where a template comes from ------------------------------------------------------------------

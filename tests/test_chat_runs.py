@@ -24,10 +24,11 @@ from minigrpo.runtime.settings import toml_lines
 from minigrpo.runtime.tokenizers import own_tokenizer, with_own_tokenizer
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import load_task
-from minigrpo.tools import evaluate, sample, train
+from minigrpo.tools import evaluate, export, sample, train
 from minigrpo.tools.ask import StreamedText, on_screen
 from minigrpo.types import Example
 
+from . import bpe
 from .chat_model import write_lines, write_model
 from .gradients import TINY
 from .test_chat import ask, names_in
@@ -178,6 +179,52 @@ def test_a_template_of_ones_own_counts_before_the_models(
     config = {"init_from": "shipped", "max_new_tokens": 90, "chat_template": str(own)}
     trainer = make_trainer(model, chats, **config)
     assert trainer.tokenizer.name == "chess" and prompts_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("Answer!", "line {line}: --chat-template {file}: leaves out messages of the role user"),
+        ("{{ messages | map('first') }}", "line {line}: --chat-template {file}: writes <generator"),
+        ("{{ messages | random }}", "--chat-template {file}, line 1: No filter named 'random'"),
+        ("\n", "--chat-template {file}: is empty"),
+    ],
+)
+def test_a_template_that_would_teach_nothing_ends_a_run_before_it_starts(
+    model: Path, chats: Path, tmp_path: Path, template: str, words: str
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(template)
+    with pytest.raises(ValueError, match="own.jinja") as error:
+        make_trainer(model, chats, chat_template=str(own))
+    line = str(error.value).partition("line ")[2].partition(":")[0]
+    assert words.format(file=own, line=line) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_is_not_the_models_own_is_said(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its size fits, and its tokens are others."""
+    data = write_lines(tmp_path / "data.jsonl", PLAIN)
+    copied = tmp_path / "copied"
+    shutil.copytree(model, copied)
+    make_trainer(model, data, tokenizer=str(copied))
+    assert not capfd.readouterr().err
+    other = tmp_path / "other"
+    merges = bpe.learn("the way that others learn " * 9, 9, bpe.QWEN)
+    left = load_tokenizer(str(model)).n_vocab - 256 - len(merges) - 3
+    found = bpe.tokenizer_json(merges, "qwen", added=[f"<{n}>" for n in range(left)])
+    bpe.write_folder(other, found, tokenizer_config={"eos_token": "<|im_end|>"})
+    words = f"--tokenizer {other} has other tokens than {model}, which belongs to {model}: "
+    make_trainer(model, data, tokenizer=str(other))
+    assert words in capfd.readouterr().err
+    call(sample, model, "--prompt", "hi", "--max-new-tokens", 2, "--tokenizer", other, "--raw")
+    assert words in capfd.readouterr().err
+    call(export, model, "--out", tmp_path / "out", "--tokenizer", other)
+    assert words in capfd.readouterr().err
+    call(export, model, "--out", tmp_path / "out2")
+    assert not capfd.readouterr().err
 
 
 # --- lines of data --------------------------------------------------------------------------------

@@ -229,6 +229,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope, a text": ({"rope_parameters": "yarn"}, "malformed settings"),
     "theta": ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta in config.json is '1e4', no"),
+    "theta, two": ({"rope_theta": 5}, "rope_theta in config.json is both 100.0 and 5; keep one"),
     "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps in config.json is 0, not a positive number"),
     "window": ({"use_sliding_window": True}, "use_sliding_window in config.json is True"),
     "layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "has 'sliding_attention'"),
@@ -295,6 +296,11 @@ def bytes_only(state: State) -> None:
     state[f"{DOWN}.weight"] = state[f"{DOWN}.weight"].to(torch.int8)
 
 
+def lose_some(state: State) -> None:
+    for name in ("layers.1.post_attention_layernorm", "layers.0.self_attn.k_proj", "embed_tokens"):
+        del state[f"model.{name}.weight"]
+
+
 def adapters(state: State) -> None:
     state["base_model.model.lora_A.weight"] = torch.ones(2, 2)
 
@@ -307,6 +313,9 @@ def adapters(state: State) -> None:
         (fp8, f"is quantised ({DOWN}.weight is F8_E4M3)"),
         (bytes_only, f"{DOWN}.weight is I8, not a float"),
         (adapters, "base_model.model.lora_A.weight is unknown"),
+        (lose_some, "model.layers.1.post_attention_layernorm.weight is missing"),
+        (lose_some, "model.layers.0.self_attn.k_proj.weight is missing"),
+        (lose_some, "model.embed_tokens.weight is missing"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -339,6 +348,19 @@ def test_weights_in_another_format_are_named(
         assert words in refused(tmp_path / file, capsys)  # by itself
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapters_beside_weights_are_not_left_out(
+    tmp_path: Path, file: str, sharded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = write(tmp_path) / "model.safetensors"
+    if sharded:
+        weights.rename(tmp_path / "model-00001-of-00001.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (tmp_path / file).write_text("{}")
+    assert f"has adapters ({file}) beside its weights" in refused(tmp_path, capsys)
+
+
 def test_without_its_config_a_llama_is_not_taken_for_a_gpt2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,6 +385,13 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         ValueError, match=r"model-00001-of-00002.safetensors: there is no such file"
     ):
         Transformer.from_pretrained(tmp_path)
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        save_file({"model.norm.weight": torch.ones(4)}, tmp_path / name)
+    index = {"weight_map": {"model.norm.weight": names[0], "lm_head.weight": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"{names[1]}: model.norm.weight is also in {names[0]}"):
+        Transformer.from_pretrained(tmp_path)
     index = {"weight_map": {"model.norm.weight": "../elsewhere/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"'../elsewhere/model.safetensors' is no file beside it"):
@@ -383,7 +412,7 @@ def mib(name):
 config = Config.of(max_new_tokens=8, init_from=sys.argv[1])
 Learner(config, Transformer(ModelShape(9)))  # for what torch imports late
 before = mib("VmRSS")
-model = make_model(config, types.SimpleNamespace(n_vocab=4096, name="made-up"))
+model = make_model(config, types.SimpleNamespace(n_vocab=4096, name="made-up", unknown_stops=()))
 Learner(config, model)
 print(mib("VmHWM") - before)
 """

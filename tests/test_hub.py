@@ -24,7 +24,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.origins import fetch_models
-from minigrpo.tools import export, train
+from minigrpo.tools import evaluate, export, plan, sample, train
 from minigrpo.tools.loading import ModelSelection, load
 
 from . import bpe
@@ -169,12 +169,60 @@ def test_a_copy_in_the_cache_is_found_by_branch_tag_and_commit(here: Path) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        *("shipped", "a/b/c", "/a/b", "./a/b", "../a", "a/..", "a/b/", "", "a b/c", "a/b@", "ä/b"),
+        *(
+            "shipped",
+            "a/b/c",
+            "/a/b",
+            "./a/b",
+            "../a",
+            "~/a",
+            "a/..",
+            "a/b/",
+            "",
+            "a b/c",
+            "a/b@",
+            "ä/b",
+        ),
         *("a/model.safetensors", "a/b.tiktoken", "a/b@../c", "a--b/c", "a/b\0", "a/" + "b" * 97),
     ],
 )
 def test_what_has_another_form_is_a_path(here: Path, name: str) -> None:
     assert HubModel.of(name) is None and local_folder(name) == Path(name)
+
+
+def test_what_begins_as_a_path_is_a_path_for_every_flag_and_tool(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Although the Hub has a model of that name."""
+    put(write_model(here / "source"))
+    before, name = [*here.iterdir()], f"./{NAME}"
+    for tool, argv in (
+        (train, ["--init-from", name]),
+        (train, ["--tokenizer", name]),
+        (plan, ["--init-from", name]),
+        (export, [name, "--out", "out"]),
+        (export, ["shipped", "--tokenizer", name, "--out", "out"]),
+        (evaluate, [name]),
+        (sample, [name, "--prompt", "a"]),
+        (sample, ["./shipped", "--prompt", "a"]),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            tool.main(argv)
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and said.count("\n") == 1, said
+        assert str(Path(argv[0])) in said or str(Path(name)) in said
+        assert "no" in said and "Hugging Face" not in said
+    assert [*here.iterdir()] == before
+
+
+def test_a_folder_that_is_named_with_its_dot_is_read(here: Path) -> None:
+    put(write_model(here / "source"))
+    write_model(here / NAME, seed=1)
+    expected = Transformer.from_pretrained(here / NAME).wte.weight
+    for name in (f"./{NAME}", NAME):  # a path that exists counts before the Hub
+        selection = ModelSelection(name, data=SUMS, max_new_tokens=8)
+        loaded = load(selection, Screen(quiet=True))
+        assert loaded.name == name and torch.equal(loaded.sampler.model.wte.weight, expected)
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", *SHARDS])
@@ -385,7 +433,7 @@ def test_a_run_keeps_the_name_and_notices_another_commit(
 
 def test_tools_take_a_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = put(write_model(here / "source"))
-    selection = ModelSelection(Path(NAME), tokenizer=NAME, data=SUMS, max_new_tokens=8)
+    selection = ModelSelection(NAME, tokenizer=NAME, data=SUMS, max_new_tokens=8)
     loaded = load(selection, Screen(quiet=True))
     assert loaded.name == NAME
     expected = Transformer.from_pretrained(folder).wte.weight

@@ -323,6 +323,12 @@ TWO = torch.zeros(2, 3)
         ({"mask": torch.ones(2, 3)}, "mask must be a tensor of torch.bool, got torch.float32"),
         ({"mask": torch.ones(2, 3).long()}, "mask must be a tensor of torch.bool, got torch.int64"),
         ({"old_logp": TWO.long()}, "old_logp must be a tensor of floating-point numbers"),
+        ({"logp": TWO.cfloat()}, "logp must be a tensor of floating-point numbers, got torch.comp"),
+        ({"token_weights": TWO.bool()}, "token_weights must be a tensor of floating-point numbers"),
+        ({"advantages": TWO[:, 0].cfloat()}, "advantages must be a tensor of real numbers, got to"),
+        ({"logp": TWO.to_sparse()}, "logp must be a dense tensor, got torch.sparse_coo"),
+        ({"normalizer": 0}, "normalizer must be a LossNormalizer, got 0"),
+        ({"normalizer": (2, 6)}, r"normalizer must be a LossNormalizer, got \(2, 6\)"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused_by_name(changes: dict, words: str) -> None:
@@ -332,10 +338,22 @@ def test_an_argument_that_cannot_work_is_refused_by_name(changes: dict, words: s
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("counts", [(-1, -1), (1, 0), (0, 1), (1, torch.tensor(-2)), (1.5, 1)])
-def test_a_normalizer_of_less_than_one_is_refused(counts: tuple) -> None:
+COUNTS = [(-1, -1), (1, 0), (0, 1), (1.5, 1), (True, 1), ("1", 1), (None, 1)]
+TENSORS = [-2, 2.5, math.nan, math.inf, True, 2j, [1, 2]]
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, *((1, torch.tensor(x)) for x in TENSORS)], ids=str)
+def test_a_normalizer_of_what_is_no_count_is_refused(counts: tuple) -> None:
     with pytest.raises(ValueError, match="(completions|tokens) must be .*at least 1, got"):
         LossNormalizer(*counts)
+
+
+@pytest.mark.parametrize(
+    "mask", [[[True]], torch.ones(2, 3), torch.tensor(True), torch.ones(2, 0).bool()], ids=str
+)
+def test_a_normalizer_is_made_of_a_mask_only(mask: object) -> None:
+    with pytest.raises(ValueError, match="mask must be"):
+        LossNormalizer.of(mask)
 
 
 @pytest.mark.parametrize(
@@ -345,11 +363,66 @@ def test_a_normalizer_of_less_than_one_is_refused(counts: tuple) -> None:
         ({"rewards": TWO.numpy()}, "rewards must be a torch.Tensor"),
         ({"estimator": ["rloo"]}, "estimator must be one of"),
         ({"scale": None}, "scale must be one of group, batch, none, got None"),
+        (
+            {"rewards": TWO.cfloat()},
+            "rewards must be a tensor of real numbers, got torch.complex64",
+        ),
+        ({"rewards": TWO.to_sparse()}, "rewards must be a dense tensor"),
+        ({"rewards": TWO.log()}, r"rewards must be finite, at most 1e\+100, got -inf"),
+        ({"rewards": TWO / 0}, "rewards must be finite, .*got nan"),
+        ({"rewards": TWO.double() + 1e300}, "rewards must be finite, .*got 1e\\+300"),
+        ({"rewards": TWO.to(torch.float8_e4m3fn)}, "rewards must be a tensor of real numbers, got"),
+        ({"rewards": TWO[:, :0]}, "--group-size must be at least 2, got 0"),
     ],
 )
 def test_advantages_refuse_what_cannot_work(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         advantages(**{"rewards": TWO, **changes})
+
+
+def test_whole_numbers_are_the_same_numbers() -> None:
+    rewards, logp = torch.tensor([[1, 0, 0, 1]]), -torch.rand(2, 3, requires_grad=True)
+    for kind in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64):
+        torch.testing.assert_close(
+            advantages(rewards.to(kind)), advantages(rewards.float()), check_dtype=False
+        )
+        loss, _ = policy_loss(logp, None, torch.tensor([1, 0]).to(kind), TWO == 0)
+        expected, _ = policy_loss(logp, None, torch.tensor([1.0, 0.0]), TWO == 0)
+        torch.testing.assert_close(loss, expected, check_dtype=False)
+
+
+def test_advantages_have_no_gradient() -> None:
+    rewards = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    assert not advantages(rewards).requires_grad
+
+
+@pytest.mark.parametrize("name", ["logp", "old_logp", "ref_logp", "advantages", "token_weights"])
+def test_what_is_not_finite_never_gives_a_finite_loss(name: str) -> None:
+    """The learner skips such a step: it must see it."""
+    given = dict.fromkeys(("logp", "old_logp", "ref_logp", "token_weights"), TWO - 0.5)
+    given["advantages"] = TWO[:, 0] + 1
+    given[name] = given[name].clone()
+    given[name][0] = torch.nan
+    for loss in LOSSES.keys() - ({"nll"} if name in ("advantages", "old_logp") else set()):
+        value, _ = policy_loss(**given, mask=TWO == 0, loss=loss, kl_coef=0.1)
+        assert value.isnan(), loss
+
+
+@pytest.mark.parametrize(
+    ("logp", "sampler_logp", "words"),
+    [
+        (TWO, TWO[0], r"sampler_logp must have the shape \[2, 3\], got \[3\]"),
+        (TWO.cfloat(), TWO, "logp must be a tensor of floating-point numbers"),
+        (TWO, TWO.long(), "sampler_logp must be a tensor of floating-point numbers"),
+        (TWO, None, "sampler_logp must have the shape"),
+        ([[0.0]], TWO, "logp must be a torch.Tensor"),
+    ],
+)
+def test_importance_weights_are_of_log_probs_of_one_shape(
+    logp: object, sampler_logp: object, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        truncated_importance_weights(logp, sampler_logp, 2.0)
 
 
 def test_large_rewards_keep_their_differences() -> None:

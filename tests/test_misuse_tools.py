@@ -228,6 +228,39 @@ def test_export_refuses_a_folder_whose_other_files_would_be_read_with_its_own(
     export.main([str(run), "--out", "old"])  # the same files are replaced
 
 
+def test_export_does_not_overwrite_a_model_that_it_did_not_write(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as the base of adapters, without which the run is lost."""
+    export.main(["run", "--out", "base"])
+    config = Config.of(**{**TINY, "init_from": "./base", "max_steps": 1, "eval_every": 0})
+    Trainer(config.replace(lora_rank=2, out_dir="run0"), quiet=True).fit()
+    Path("run1").mkdir()
+    text = Path("run0/config.toml").read_text()
+    assert '"./base"' in text
+    Path("run1/config.toml").write_text(text.replace('"./base"', '"run0"'))
+    before = Path("base/model.safetensors").read_bytes()
+    capsys.readouterr()
+    for name in ("run0", "run1"):
+        words = f"--out base: is the base of {name}; take another folder"
+        assert words in refused(capsys, export, name, "--out", "./base")
+    settings = json.loads(Path("base/config.json").read_text())
+    assert settings.pop("written_by") == "minigrpo export"
+    Path("base/config.json").write_text(json.dumps(settings))
+    words = "which this command did not write; take another folder"
+    assert f"base: has model.safetensors, {words}" in refused(
+        capsys, export, "run", "--out", "base"
+    )
+    Path("own").mkdir()
+    Path("own/tokenizer.json").write_text("precious")
+    assert f"own: has tokenizer.json, {words}" in refused(capsys, export, "run", "--out", "own")
+    assert Path("base/model.safetensors").read_bytes() == before
+    Path("shards").mkdir()
+    Path("shards/model.safetensors.index.json").write_text("{}")
+    words = "--out shards: holds model.safetensors.index.json; take another folder"
+    assert words in refused(capsys, export, "run0", "--adapters", "--out", "shards")
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "rust"])
 def test_an_export_onto_a_full_disk_leaves_the_older_one_whole(
     run: Path, error: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -119,11 +119,13 @@ def test_a_text_is_brought_to_normal_form_between_added_tokens(tmp_path: Path) -
 
 def test_a_byte_without_a_token_is_dropped_and_its_neighbours_are_merged(tmp_path: Path) -> None:
     found = found_of("smollm")
-    found["model"]["vocab"][".."] = len(found["model"]["vocab"])
-    found["model"]["merges"].append(". .")
+    if ".." not in found["model"]["vocab"]:  # the corpus is this project's own documents
+        found["model"]["vocab"][".."] = len(found["model"]["vocab"])
+        found["model"]["merges"].append(". .")
     tokenizer = load(tmp_path / "whole", found)
     for byte in (0xF2, 0x01):
-        del found["model"]["vocab"][bpe.spell(bytes([byte]))]
+        number = found["model"]["vocab"].pop(bpe.spell(bytes([byte])))
+        found["model"]["vocab"][f"zqxjzq{byte % 7}"] = number  # no merges give it
     lossy = load(tmp_path / "lossy", found)
     # `.` and the control character are one piece, so the dots become neighbours
     dots = [found["model"]["vocab"][".."]]
@@ -166,25 +168,33 @@ def test_special_tokens_come_from_no_text_and_added_ones_from_any(tmp_path: Path
     assert tokenizer.decode([start, *tokenizer.encode("a"), end]) == "<|im_start|>a"
 
 
-def test_numbers_may_have_gaps(tmp_path: Path) -> None:
+def test_numbers_without_a_token_are_refused(tmp_path: Path) -> None:
+    """A model would sample them, and nobody would see it in the text."""
     found = found_of("llama")
-    found["added_tokens"] += [
-        {"id": 1000 + n, "content": f"<|reserved_{n}|>", "special": True} for n in range(0, 20, 2)
-    ]
+    size = load(tmp_path, found).n_vocab
+    names = {size + n: f"<|reserved_{n}|>" for n in range(4)}
+    reserved = [{"id": n, "content": name, "special": True} for n, name in names.items()]
+    found["added_tokens"] += reserved
     tokenizer = load(tmp_path, found)
-    assert tokenizer.n_vocab == 1019 and tokenizer.special["<|reserved_18|>"] == 1018
-    assert tokenizer.decode([1000, 1001, 999]) == "<|reserved_0|>"
-    assert len(tokenizer.tokens) == 1019
+    assert tokenizer.n_vocab == len(tokenizer.tokens) == size + 4 and all(tokenizer.tokens.values())
+    found["added_tokens"].remove(reserved[1])
+    words = f"tokenizer.json: 1 of the numbers up to {size + 3} have no token, the first is "
+    assert error_of(tmp_path, found).startswith(f"{words}{size + 1}: a model can sample them")
+    found["added_tokens"].append({"id": 10**15, "content": "<far>", "special": True})
+    assert f"of the numbers up to {10**15} have no token" in error_of(tmp_path, found)
+    found = found_of("llama")
+    found["model"]["vocab"][""] = size
+    assert "a token of the vocabulary is empty" in error_of(tmp_path, found)
 
 
 def test_added_tokens_of_the_other_file_count(tmp_path: Path) -> None:
     entry = {"content": "<|extra|>", "special": True, "lstrip": False}
     known = {"content": "<think>", "special": False}
     found = found_of("qwen")
-    number = found["added_tokens"][-1]["id"] + 3
+    number = found["added_tokens"][-1]["id"] + 1
     config = {
         "eos_token": {"content": "<|extra|>"},
-        "added_tokens_decoder": {str(number): entry, str(number - 4): known},
+        "added_tokens_decoder": {str(number): entry, str(number - 2): known},
     }
     tokenizer = load(tmp_path, found, tokenizer_config=config)
     assert tokenizer.special["<|extra|>"] == tokenizer.eot == number == tokenizer.n_vocab - 1
@@ -238,7 +248,7 @@ def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
 
     assert ends() == (turn, {turn})
     assert ends(config={"eos_token_id": text}) == (turn, {turn, text})
-    # the second number has no token, so it is never sampled
+    # the second number has no token; `match_vocab` refuses a model that has one
     generation = {"eos_token_id": [text, 5000], "pad_token_id": 3}
     assert ends(generation_config=generation) == (turn, {turn, text})
     several = {"tokenizer_config": {}, "generation_config": {"eos_token_id": [text, 7]}}
@@ -246,16 +256,88 @@ def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, found, **several)  # an ordinary token is shown where it is a stop
     assert tokenizer.decode([7, text]) == tokenizer.decode([7]) != ""
     assert ends(tokenizer_config={}, config={}, generation_config={}) == (text, {text})
-    assert "eos_token '<|no|>' in tokenizer_config.json is not in tokenizer.json" in error_of(
+    missing = "in tokenizer_config.json or special_tokens_map.json is no added token of tokenizer."
+    assert f"eos_token '<|no|>' {missing}" in error_of(
         tmp_path, found, tokenizer_config={"eos_token": "<|no|>"}
+    )
+    assert "eos_token of the tokenizer is 3, not a token" in error_of(
+        tmp_path, found, tokenizer_config={"eos_token": 3}
     )
     assert "eos_token_id is '3', not a number or a list" in error_of(
         tmp_path, found, config={"eos_token_id": "3"}
     )
-    found["added_tokens"] = found["added_tokens"][1:]
-    assert "no end of text: tokenizer_config.json has no eos_token" in error_of(
+    found["added_tokens"][0]["content"] = "<|other|>"
+    assert "no end of text: neither tokenizer_config.json nor special_tokens_map.json" in error_of(
         tmp_path, found, tokenizer_config={}, config={}, generation_config={}
     )
+
+
+# the files of older tokenizers, and the end of text that transformers finds in them
+OLDER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "in the map alone": ({}, {"eos_token": {"content": "<|im_end|>"}}, "<|im_end|>"),
+    "in both": ({"eos_token": "<|im_start|>"}, {"eos_token": "<|im_end|>"}, "<|im_end|>"),
+    "in the config": ({"eos_token": "<|im_end|>"}, {"pad_token": "<|endoftext|>"}, "<|im_end|>"),
+    "newer": (
+        {"eos_token": "<|im_end|>", "added_tokens_decoder": {}},
+        {"eos_token": "<|im_start|>"},
+        "<|im_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_tokenizers_name_their_end_in_another_file(tmp_path: Path, name: str) -> None:
+    config, older, end = OLDER[name]
+    files = {"tokenizer_config": config, "special_tokens_map": older}
+    found = found_of("qwen")
+    found["added_tokens"][2]["special"] = False  # <|im_end|>, which is named all the same
+    tokenizer = load(tmp_path, found, **files)
+    assert tokenizer.special.get(end) == tokenizer.eot and tokenizer.stops == {tokenizer.eot}
+    template = "{{ messages[0].content }}{{ eos_token }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    load_tokenizer.cache_clear()
+    chat = load_tokenizer(str(tmp_path)).chat
+    assert chat and chat.render([{"role": "user", "content": "a"}]) == f"a{end}"
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", OLDER)
+def test_the_end_of_older_tokenizers_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    config, older, end = OLDER[name]
+    files = {"tokenizer_config": config, "special_tokens_map": older}
+    ours = load(tmp_path, found_of("qwen"), **files)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs.eos_token == end and theirs.eos_token_id == ours.eot
+
+
+def test_added_tokens_of_older_tokenizers_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    found = found_of("llama")
+    number = found["added_tokens"][-1]["id"] + 1
+    files = {"special_tokens_map": {"eos_token": "<|over|>"}, "tokenizer_config": {}}
+    older = {"<|over|>": number, "<tool>": number + 1, "<|im_end|>": 3}  # the last one is known
+    tokenizer = load(tmp_path, found, **files, added_tokens=older)
+    assert tokenizer.eot == tokenizer.special["<|over|>"] == number
+    assert tokenizer.encode("<tool>") == [number + 1] == [tokenizer.n_vocab - 1]
+    assert "added_tokens.json: the number of '<tool>' is not 0, 1, 2" in error_of(
+        tmp_path, found, **files, added_tokens={"<tool>": "7"}
+    )
+
+
+def test_the_files_beside_gpt2s_two_say_what_ends_a_text(tmp_path: Path) -> None:
+    def load_gpt2(**files: dict[str, Any]) -> Tokenizer:
+        load_tokenizer.cache_clear()
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return load_tokenizer(str(tmp_path))
+
+    bpe.write_gpt2(tmp_path, [])
+    assert load_gpt2(config={"eos_token_id": 256}).stops == {256}
+    assert load_gpt2(generation_config={"eos_token_id": [256, 10]}).stops == {256, 10}
+    assert load_gpt2(tokenizer_config={"eos_token": "<|endoftext|>"}).stops == {256, 10}
+    with pytest.raises(ValueError, match=r"eos_token '<\|im_end\|>' is not in encoder.json"):
+        load_gpt2(special_tokens_map={"eos_token": "<|im_end|>"})
 
 
 # --- what is not supported ------------------------------------------------------------------------
@@ -273,6 +355,12 @@ def _added(**values: Any) -> Callable[[Found], None]:
     return lambda found: found["added_tokens"][-1].update(values)
 
 
+def _unknown_byte(found: Found) -> None:
+    model = found["model"]
+    model["vocab"]["zqxjzq"] = model["vocab"].pop(bpe.spell(b"\0"))  # no merges give it
+    model["unk_token"] = "a"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -288,7 +376,7 @@ def _added(**values: Any) -> Callable[[Found], None]:
         (_set(post_processor={"type": "Bert"}), "the post-processor Bert is not supported"),
         (_model(type="Unigram"), "type 'Unigram' of the model is not supported; supported: 'BPE'"),
         (_model(byte_fallback=True), "byte_fallback True of the model is not supported"),
-        (_model(vocab={"a": 0}, merges=[], unk_token="a"), "a token for unknown bytes, such as 0"),
+        (_unknown_byte, "a token for unknown bytes, such as 0, is not supported"),
         (_model(dropout=0.1), "dropout 0.1 of the model is not supported"),
         (_model(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>' of the model is not"),
         (_added(lstrip=True), "lstrip of the added token '</think>' is not supported"),

@@ -229,6 +229,12 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
     penalised = torch.from_numpy(batch.rewards.total) - 0.5 * log_ratio
     assert log_ratio.abs().min() > 0
     torch.testing.assert_close(batch.advantages, penalised - penalised.mean(1, keepdim=True))
+    with torch.no_grad():  # a KL that is not finite must reach the guard, which skips the step
+        trainer.reference.model.wte.weight.fill_(torch.nan)  # type: ignore[attr-defined]
+    batch = trainer.source.batch(0)
+    assert batch.advantages is not None and batch.advantages.isnan().all()
+    trainer.learner.learn(batch, 0)
+    assert trainer.learner.guard.skipped == 1
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,18 @@ def test_what_does_not_fit_is_listed_in_one_line(
         assert word in str(error.value)
 
 
+def test_a_missing_tensor_has_the_name_that_it_has_in_such_files(
+    tmp_path: Path, ours: Transformer
+) -> None:
+    def lose_one(state: State) -> None:
+        for name in [name for name in state if name != "h.1.ln_2.weight"]:
+            state[f"transformer.{name}"] = state.pop(name)
+        del state["h.1.ln_2.weight"]
+
+    with pytest.raises(ValueError, match=r": transformer\.h\.1\.ln_2\.weight is missing$"):
+        Transformer.from_pretrained(write(tmp_path / "model", ours, lose_one))
+
+
 def test_a_long_list_is_cut(tmp_path: Path, ours: Transformer) -> None:
     def rename(state: State) -> None:
         for name in [name for name in state if name.startswith("h.")]:
@@ -203,7 +215,9 @@ def test_a_truncated_file_is_named(tmp_path: Path, ours: Transformer, file: str)
     assert "\n" not in str(error.value)
 
 
-def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_path: Path) -> None:
+def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, said = load_tokenizer("chess"), list[str]()
 
     def start(vocab_size: int) -> Transformer:
@@ -224,6 +238,10 @@ def test_a_padded_vocabulary_loses_its_padding_and_another_one_is_refused(tmp_pa
     assert sampled.completion_ids.max() < tokenizer.n_vocab
     with pytest.raises(ConfigError, match="has 512 tokens, --tokenizer chess has 360"):
         start(512)
+    monkeypatch.setattr(tokenizer, "unknown_stops", {-1, 383, 384})
+    with pytest.raises(ConfigError, match=r"its token 383 ends a text \(eos_token_id\), but --tok"):
+        start(384)
+    assert start(383).shape.vocab_size == 360
 
 
 # --- against transformers -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..runtime.chat_messages import Message, check_messages, with_system
+from ..runtime.chat_messages import INSTRUCTIONS, Message, check_messages, with_system
 
 Result = TypeVar("Result")
 Option = bool | float | None  # of a template, such as enable_thinking of Qwen3
@@ -31,6 +31,8 @@ Option = bool | float | None  # of a template, such as enable_thinking of Qwen3
 # This is the date that Llama 3.2's template falls back to.
 TODAY = datetime(2024, 7, 26)
 PUNCTUATION = re.compile(r"[^\w\s]")
+PROBE = "qxzj"  # a word that is looked for in what a template writes
+ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-f]+>")  # how Python shows an object that is no text
 # Unicode keeps these free for use inside programs. Data may hold them all the same, so a mark is
 # one that the messages and the template do not have.
 MARKS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE))]
@@ -53,8 +55,14 @@ class ChatTemplate:
     name: str = "the chat template"  # for errors
     tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... -> special
     system: str = ""  # a system message for messages without one
+    # sequences of roles with which it was found to write the messages that matter
+    checked: set[tuple[str, ...]] = field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ValueError(f"{self.name}: is empty")
         self._run(lambda: _compiled(self.source))
 
     def render(
@@ -90,10 +98,12 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the tokens of a prompt. Arguments and errors as for `render`.
 
-        Raises ValueError also if the template works differently on marked messages.
+        Raises ValueError also if the template works differently on marked messages, or leaves out
+        one that matters.
         """
         text = self.render(messages, add_generation_prompt=add_generation_prompt, **options)
         messages = with_system(messages, self.system)
+        self._check_that_it_writes(messages)
         data = "".join(message["content"] for message in messages)
         mark = next(mark for mark in MARKS if mark not in data and mark not in self.source)
         shield = _Shield.of(tuple(tokenizer.special))
@@ -125,17 +135,43 @@ class ChatTemplate:
                 ids += tokenizer.encode(part.replace(mark, ""))
         return ids
 
+    def _check_that_it_writes(self, messages: Sequence[Message]) -> None:
+        """Raise ValueError if the last message, or one with instructions, is left out.
+
+        Prompts with different questions would be equal, or a system message would do nothing.
+        Once for each sequence of roles.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles in self.checked:
+            return
+        written = self.render(messages)
+        if (found := ADDRESS.search(written)) and not ADDRESS.search(str(messages)):
+            raise ValueError(f"{self.name}: writes {found[0]}, which is no text")
+        for number, message in reversed([*enumerate(messages)]):  # the question first
+            if number < len(messages) - 1 and message["role"] not in INSTRUCTIONS:
+                continue
+            other = {**message, "content": f"{PROBE} {message['content']} {PROBE}"}
+            try:
+                text = self.render([*messages[:number], other, *messages[number + 1 :]])
+            except ValueError:  # it reads the message
+                continue
+            if text.casefold().count(PROBE) <= written.casefold().count(PROBE):
+                raise ValueError(f"{self.name}: leaves out messages of the role {message['role']}")
+        self.checked.add(roles)
+
     def turn_end(self, special: Sequence[str]) -> str | None:
         """The special token that the template writes after an assistant's answer, if any."""
         answer = "An answer that no template has."
         dialogue = [{"role": "user", "content": "A"}, {"role": "assistant", "content": answer}]
-        try:
-            text = self.render(dialogue, add_generation_prompt=False)
-        except ValueError:  # a template may ask for more than these messages
-            return None
-        _, found, rest = text.rpartition(answer)
-        after = _Shield.of(tuple(special)).pattern.match(rest.lstrip())
-        return after[0] if found and after else None
+        for before in ([], [{"role": "system", "content": "A"}]):  # some ask for one
+            try:
+                text = self.render([*before, *dialogue], add_generation_prompt=False)
+            except ValueError:
+                continue
+            _, found, rest = text.rpartition(answer)
+            after = _Shield.of(tuple(special)).pattern.match(rest.lstrip())
+            return after[0] if found and after else None
+        return None
 
     def _run(self, work: Callable[[], Result]) -> Result:
         try:
@@ -226,4 +262,6 @@ def _compiled(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = TODAY.strftime
+    # A random choice would write the same prompt in another way each time.
+    del environment.filters["random"], environment.globals["lipsum"]
     return environment.from_string(source)

@@ -37,12 +37,13 @@ REASONS: Mapping[str, str] = {
 }
 
 
-def local_folder(name: str, *, weights: bool = True) -> Path:
+def local_folder(name: str | Path, *, weights: bool = True) -> Path:
     """The file or folder that a name stands for; a model on the Hub is fetched if need be.
 
     Args:
         name: a path, which counts if it exists; else ORG/NAME or ORG/NAME@REVISION. Any other
-            name is returned as a path, and its reader says that it does not exist.
+            name is returned as a path, and its reader says that it does not exist. What begins
+            with ./, ../, / or ~ is always a path, as is a `Path`, which has lost its ./.
         weights: whether weights are needed, and not only the tokenizer.
 
     Raises:
@@ -57,7 +58,7 @@ def local_folder(name: str, *, weights: bool = True) -> Path:
     return folder
 
 
-def cached_folder(name: str) -> Path | None:
+def cached_folder(name: str | Path) -> Path | None:
     """The folder in the cache that a name stands for, whole or not; its own name is the commit.
 
     None for a path, and for what is not in the cache.
@@ -77,8 +78,10 @@ class HubModel:
         return self.name if self.revision == "main" else f"{self.name}@{self.revision}"
 
     @classmethod
-    def of(cls, text: str) -> "HubModel | None":
+    def of(cls, text: str | Path) -> "HubModel | None":
         """The model that a text names; None if it is a path, or not of this form."""
+        if isinstance(text, Path):
+            return None
         found = ORG_NAME.fullmatch(text)
         path = os.path.lexists(text) or FILE_NAME.fullmatch(text)
         if found is None or path or ".." in text or "--" in found["name"]:

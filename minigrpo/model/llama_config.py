@@ -96,7 +96,10 @@ def _rope(settings: Settings, theta: float, problems: Problems) -> tuple[RopeSca
     if new and old and _scaling(new) != _scaling(old):
         problems.append(f"rope_parameters and rope_scaling in {CONFIG} differ; keep one of them")
     kind = found.get("rope_type", found.get("type", "default"))
-    base = float(_number(found, "rope_theta") or _number(settings, "rope_theta") or theta)
+    inner, outer = (_number(source, "rope_theta") for source in (found, settings))
+    base = float(inner or outer or theta)
+    if inner and outer and inner != outer:  # versions of transformers differ in which one counts
+        problems.append(f"rope_theta in {CONFIG} is both {inner!r} and {outer!r}; keep one of them")
     if found.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"partial_rotary_factor in {CONFIG} is {found['partial_rotary_factor']!r}")
     if different := [name for name, x in found.items() if isinstance(x, Mapping)]:

@@ -6,7 +6,7 @@ text. chess_tokens.py, vocabulary.py and tokenizer_json.py read vocabularies.
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,10 @@ from .nfc import nfc
 from .tokenizer_files import (
     GPT2_FILES,
     TOKENIZER,
-    TOKENIZER_CONFIG,
     added_in_config,
     control_tokens,
     end_numbers,
+    end_of_text,
     named_tokens,
     read_chat_template,
 )
@@ -38,15 +38,16 @@ class Tokenizer:
 
     Attributes:
         name: what --tokenizer calls it.
-        n_vocab: one more than the largest number of a token; some numbers may have no token.
+        n_vocab: how many tokens there are; their numbers are 0 to n_vocab - 1.
         special: control tokens and their numbers. `encode` never gives them.
         eot: ends a true answer in training.
         turn_end: ends a true answer to messages: as the chat template does, else eot.
         stops: tokens that end a completion; eot and turn_end are among them.
+        unknown_stops: numbers that end a completion of the model, but of no token here.
         prefix: what a prompt without a chat template starts with; mostly nothing.
         chat: writes prompts from messages; None if the model has no template.
         is_lossless: every text is decoded as it was; otherwise some are normalised.
-        tokens: number -> bytes, which are empty where a number has no token.
+        tokens: number -> bytes.
         fingerprint: a digest of each part that decides what the tokens of a text are.
         source: the file or folder that it was read from; None if it came with a package.
     """
@@ -67,11 +68,11 @@ class Tokenizer:
         self.prefix = vocabulary.prefix
         end = chat.turn_end([*self.special]) if chat else None
         self.turn_end = self.special[end] if end else eot
-        # a number that no token has is never sampled
-        known = {stop for stop in stops if 0 <= stop < self.n_vocab}
-        self.stops = frozenset({eot, self.turn_end, *known})
+        everything = frozenset({eot, self.turn_end, *stops})
+        self.stops = everything & frozenset(range(self.n_vocab))
+        self.unknown_stops = everything - self.stops
         self.fingerprint = fingerprint(vocabulary, self.eot, self.turn_end, self.stops, chat)
-        self.tokens = _bytes_by_number(vocabulary)
+        self.tokens = vocabulary.bytes_by_number()
         hidden = self.stops & {*self.special.values()}
         self._texts = {**self.tokens, **dict.fromkeys(hidden, b"")}
         self._engine = tiktoken.Encoding(
@@ -123,7 +124,7 @@ class Tokenizer:
 
         Special tokens that are stops end a text and are not part of it: they are left out, unless
         `show_stops`. Other special tokens are shown by their name, so that a completion with one in
-        its middle is not taken for one without. Numbers without a token give nothing.
+        its middle is not taken for one without.
 
         Raises KeyError for a number outside of 0 to n_vocab - 1.
         """
@@ -173,15 +174,6 @@ class Tokenizer:
         return ids
 
 
-def _bytes_by_number(vocabulary: Vocabulary) -> dict[int, bytes]:
-    tokens = dict.fromkeys(range(vocabulary.size), b"")
-    for table in (vocabulary.unreachable, vocabulary.ranks):
-        tokens.update({number: token for token, number in table.items()})
-    for strings in (vocabulary.added, vocabulary.special):
-        tokens.update({number: text.encode() for text, number in strings.items()})
-    return tokens
-
-
 # --- where tokenizers come from -------------------------------------------------------------------
 
 
@@ -200,6 +192,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
             if GPT-2's ranks or ORG/NAME are not cached and cannot be fetched.
     """
     own = _override(chat_template)
+    if not name.strip():
+        raise ValueError(f"--tokenizer must be auto, chess, gpt2 or a path, got {name!r}")
     if name == "chess":
         return _of_ranks(name, shipped_ranks(), own, CHESS_PATTERN)
     if name == "gpt2":
@@ -227,7 +221,7 @@ def _override(file: str | None) -> ChatTemplate | None:
     if file is None:
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")  # some editors write a mark in front
     except (OSError, ValueError) as error:
         raise ValueError(f"--chat-template {file}: cannot be read ({error})") from None
     return ChatTemplate(text, f"--chat-template {file}", {"eos_token": END_OF_TEXT})
@@ -247,15 +241,21 @@ def _from_path(path: Path, own: ChatTemplate | None) -> Tokenizer:
     if merges.name in GPT2_FILES:
         vocabulary = merges.with_name(GPT2_FILES[merges.name])
         texts = (file.read_text(encoding="utf-8-sig") for file in (merges, vocabulary))
-        return _of_ranks(str(path.parent), parse_gpt2(*texts), own)
+        if (eos := named_tokens(path.parent).get("eos_token", END_OF_TEXT)) != END_OF_TEXT:
+            raise ValueError(f"eos_token {eos!r} is not in {vocabulary.name}")
+        return _of_ranks(str(path.parent), parse_gpt2(*texts), own, stops=end_numbers(path.parent))
     return _of_ranks(str(path), parse_ranks(path.read_bytes().splitlines()), own)
 
 
 def _of_ranks(
-    name: str, ranks: Mapping[bytes, int], own: ChatTemplate | None, pattern: str = GPT2_PATTERN
+    name: str,
+    ranks: Mapping[bytes, int],
+    own: ChatTemplate | None,
+    pattern: str = GPT2_PATTERN,
+    stops: Iterable[int] = (),
 ) -> Tokenizer:
     """A tokenizer whose last token ends a text."""
-    return Tokenizer(name, ranked(ranks, pattern), eot=len(ranks), chat=own)
+    return Tokenizer(name, ranked(ranks, pattern), eot=len(ranks), stops=stops, chat=own)
 
 
 def _from_folder(folder: Path, own: ChatTemplate | None) -> Tokenizer:
@@ -263,25 +263,14 @@ def _from_folder(folder: Path, own: ChatTemplate | None) -> Tokenizer:
     vocabulary = read_tokenizer_json(
         folder / TOKENIZER, added_in_config(folder), control_tokens(folder)
     )
-    ends = list(end_numbers(folder))
+    named = {**vocabulary.added, **vocabulary.special}
     return Tokenizer(
         str(folder),
         vocabulary,
-        eot=_eot(folder, {**vocabulary.added, **vocabulary.special}, ends, vocabulary.size),
-        stops=ends,
+        eot=end_of_text(folder, named, vocabulary.size),
+        stops=end_numbers(folder),
         chat=replace(own, tokens=named_tokens(folder)) if own else read_chat_template(folder),
     )
-
-
-def _eot(folder: Path, numbers: Mapping[str, int], ends: Collection[int], size: int) -> int:
-    """eos_token of tokenizer_config.json, else the first end in the model's settings."""
-    name = named_tokens(folder).get("eos_token")
-    if name is not None and name not in numbers:
-        raise ValueError(f"eos_token {name!r} in {TOKENIZER_CONFIG} is not in {TOKENIZER}")
-    known = [number for number in ends if 0 <= number < size]
-    if name is None and not known and END_OF_TEXT not in numbers:
-        raise ValueError(f"no end of text: {TOKENIZER_CONFIG} has no eos_token")
-    return numbers[name] if name else known[0] if known else numbers[END_OF_TEXT]
 
 
 def _fetch_gpt2() -> dict[bytes, int]:

@@ -97,6 +97,8 @@ def _vocabulary(
     numbers: dict[str, int] = dict(model["vocab"])
     if any(type(number) is not int or number < 0 for number in numbers.values()):
         raise ValueError("a token of the vocabulary has a number that is not 0, 1, 2, ...")
+    if "" in numbers:
+        raise ValueError("a token of the vocabulary is empty: a model can sample it, unseen")
     entries = [*found.get("added_tokens", ()), *more_tokens]
     special, added = _added_tokens(entries, numbers, control)
     if normalizers and (late := [token for token in added if added[token].normalized]):

@@ -6,6 +6,7 @@ tokenizer_json.py reads Hugging Face's format.
 import base64
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from ..runtime.text import parse_json
 
@@ -18,12 +19,13 @@ NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
-MOST_TOKENS = 10**7  # a list of them must fit into memory
-
-
 @dataclass(frozen=True)
 class Vocabulary:
-    """How a text becomes tokens. The numbers of the tokens may have gaps."""
+    """How a text becomes tokens.
+
+    Raises ValueError unless their numbers are 0 to size - 1. A model could sample a number without
+    a token, and would learn from it although it is no part of the text.
+    """
 
     pattern: str  # splits a text into pieces, within which bytes are merged
     ranks: Mapping[bytes, int]  # ordinary tokens; pairs are merged in the order of these numbers
@@ -33,14 +35,31 @@ class Vocabulary:
     nfc: bool = False  # a text is first brought to Unicode's normal form C
     prefix: tuple[int, ...] = ()  # what a plain prompt starts with, such as <|begin_of_text|>
 
+    def __post_init__(self) -> None:
+        tables = (self.ranks, self.special, self.added, self.unreachable)
+        numbers = {number for table in tables for number in table.values()}
+        largest = max(numbers)
+        if largest >= len(numbers):
+            first = next(number for number in count() if number not in numbers)
+            raise ValueError(
+                f"{largest + 1 - len(numbers)} of the numbers up to {largest} have no token, the "
+                f"first is {first}: a model can sample them, and they are no text; add a token "
+                "for each"
+            )
+
     @property
     def size(self) -> int:
-        """One more than the largest number of a token. Raises ValueError if it is absurd."""
-        tables = (self.ranks, self.special, self.added, self.unreachable)
-        largest = max(number for table in tables for number in table.values())
-        if largest >= MOST_TOKENS:
-            raise ValueError(f"a token has the number {largest}, beyond {MOST_TOKENS - 1}")
-        return 1 + largest
+        """The number of tokens."""
+        return len(self.ranks) + len(self.special) + len(self.added) + len(self.unreachable)
+
+    def bytes_by_number(self) -> dict[int, bytes]:
+        """The text of each token."""
+        tokens: dict[int, bytes] = {}
+        for table in (self.unreachable, self.ranks):
+            tokens |= {number: token for token, number in table.items()}
+        for strings in (self.added, self.special):
+            tokens |= {number: text.encode() for text, number in strings.items()}
+        return tokens
 
     @property
     def missing(self) -> bytes:

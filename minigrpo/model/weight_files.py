@@ -92,6 +92,8 @@ class WeightFiles:
             with _opened(one) as tensors:
                 header = header or tensors.metadata() or {}
                 for name in tensors.keys():  # noqa: SIM118 - it is not a dict
+                    if name in shards:
+                        raise ValueError(f"{one}: {name} is also in {shards[name].name}")
                     part = tensors.get_slice(name)
                     shards[name] = one
                     shapes[name], dtypes[name] = part.get_shape(), part.get_dtype()

@@ -45,7 +45,7 @@ def load_into(
         if name not in named and family.ours(name) in stored
     ]
     head = stored.pop("head.weight", None) if shape.tied else None
-    found = [*problems, *twice, *_misfits(state, files, stored, family.transposed)]
+    found = [*problems, *twice, *_misfits(state, files, stored, family)]
     if shape.tied and head is None and files.settings.get("tie_word_embeddings") is False:
         found.append(f"{LM_HEAD} is missing, and not tied")
     if head and "wte.weight" in stored:
@@ -82,19 +82,18 @@ def _refuse(files: WeightFiles, problems: Sequence[str]) -> None:
 
 
 def _misfits(
-    state: Mapping[str, Tensor],
-    files: WeightFiles,
-    stored: Mapping[str, str],
-    transposed: tuple[str, ...],
+    state: Mapping[str, Tensor], files: WeightFiles, stored: Mapping[str, str], family: Family
 ) -> Iterator[str]:
-    """What is wrong with the names, shapes and types of the tensors."""
-    yield from (f"{name} is missing" for name in state if name not in stored)
+    """What is wrong with the names, shapes and types of the tensors, as the files call them."""
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in files.shapes) else ""
+    missing = (name for name in state if name not in stored)
+    yield from (f"{prefix}{family.theirs(name)} is missing" for name in missing)
     yield from (f"{theirs} is unknown" for name, theirs in stored.items() if name not in state)
     for name, parameter in state.items():
         if name not in stored:
             continue
         theirs, expected = stored[name], list(parameter.shape)
-        expected = expected[::-1] if name.endswith(transposed) else expected
+        expected = expected[::-1] if name.endswith(family.transposed) else expected
         if files.shapes[theirs] != expected:
             yield f"{theirs} is {files.shapes[theirs]}, not {expected}"
         elif files.dtypes[theirs] not in FLOATS:

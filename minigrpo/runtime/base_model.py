@@ -101,7 +101,7 @@ def check_base(config: Config, now: str, then: str) -> None:
 
 
 def adapted_model(
-    state: dict[str, Any], load: Callable[[Path, torch.dtype | None], Transformer]
+    state: dict[str, Any], load: Callable[[str, torch.dtype | None], Transformer]
 ) -> Transformer:
     """The model of a checkpoint that holds adapters: their base, which `load` loads, with them.
 
@@ -115,7 +115,7 @@ def adapted_model(
         model = Transformer(shape, seed=weights_seed(settings["seed"]))
     else:
         try:
-            base = load(Path(config.init_from), base_dtype(config))
+            base = load(config.init_from, base_dtype(config))
             model = merge_adapters(base) if adapters(base) else base
         except ValueError as error:
             raise BaseError(f"{name}, which cannot be loaded from this folder: {error}") from None

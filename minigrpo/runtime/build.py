@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,7 @@ from .base_model import add_lora, base_dtype
 from .flags import ConfigError
 from .rng import stream, weights_seed
 from .text import check_file_name
-from .tokenizers import CHESS, with_own_tokenizer
+from .tokenizers import CHESS, warn_of_other_tokenizer, with_own_tokenizer
 from .trained import load_model
 
 Say = Callable[[str], object]
@@ -88,6 +87,7 @@ def make_model(
     tokenizer: Tokenizer,
     device: torch.device | str = "cpu",
     say: Say = lambda text: None,
+    warn: Say = lambda text: None,
 ) -> Transformer:
     """The model that --init-from names, on a device. Raises ConfigError if it does not fit."""
     sizes = config.model
@@ -100,13 +100,14 @@ def make_model(
             if not sizes.init_from:
                 raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
             # of a run that stopped early, the newest checkpoint is newer than model.safetensors
-            path = Path(sizes.init_from)
-            _, model = load_model(path, say, base_dtype(sizes), task=config.task.name)
+            name = sizes.init_from
+            _, model = load_model(name, say, base_dtype(sizes), task=config.task.name)
             if adapters(model):
                 model = merge_adapters(model)
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
     match_vocab(model, f"--init-from {sizes.init_from}", config, tokenizer, say)
+    warn_of_other_tokenizer(sizes.init_from, tokenizer, warn)
     add_lora(model, sizes, int(stream(config.run.seed, "adapters").integers(2**32)), say)
     model = model.to(device)
     model.logprob_chunk = accel.logprob_chunk(config.memory, model)
@@ -125,6 +126,11 @@ def match_vocab(
     Raises ConfigError if the tokenizer or --max-new-tokens does not fit the model.
     """
     size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, tokenizer.name
+    if lost := [stop for stop in tokenizer.unknown_stops if known <= stop < size]:
+        raise ConfigError(
+            f"{name}: its token {min(lost)} ends a text (eos_token_id), but --tokenizer {flag} "
+            f"has {known} tokens only"
+        )
     if size != known and is_padded(size, known):
         say(f"{name}: {size - known} tokens more than --tokenizer {flag} has are padding, dropped")
         model.trim_vocab(known)

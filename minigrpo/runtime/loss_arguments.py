@@ -15,7 +15,15 @@ from torch import Tensor
 # Rewards beyond this are summed and centred in float64, because float32 would round away the
 # differences in a group. Smaller ones stay in float32.
 FLOAT32_UP_TO = 64.0
+LARGEST_REWARD = 1e100  # the square of a larger one may overflow, and its advantage would be 0
 MAX_CHARS = 60  # of a value in a message
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+KINDS = {  # of tensors -> what a message calls them, and their types
+    "float": ("floating-point numbers", FLOATS),
+    "real": ("real numbers", (*FLOATS, *WHOLE, torch.bool)),
+    "bool": ("torch.bool", (torch.bool,)),
+}
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -32,10 +40,10 @@ def number(name: str, value: Any, *, above: float = -math.inf, least: float = -m
 
 
 def count(name: str, value: Any, *, may_be_tensor: bool = False) -> None:
-    """Raise ValueError unless `value` is at least 1 and whole, or perhaps a scalar tensor."""
+    """Raise ValueError unless `value` is at least 1 and whole, or perhaps a tensor of one such."""
     if may_be_tensor and isinstance(value, Tensor) and value.numel() == 1:
-        if value.device.type == "cpu" and not value >= 1:
-            raise ValueError(f"{name} must be at least 1, got {value.item()}")
+        if value.dtype not in WHOLE or (value.device.type == "cpu" and not value >= 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {_shown(value)}")
         return
     whole(name, value, least=1)
 
@@ -53,7 +61,7 @@ def tensor(
     shape: Sequence[int] | None = None,
     *,
     needed: bool = False,
-    dtype: torch.dtype | Literal["float"] | None = "float",
+    kind: Literal["float", "real", "bool"] = "float",
 ) -> None:
     """Raise ValueError unless `x` is a tensor of this shape, or None if it is not `needed`.
 
@@ -61,7 +69,7 @@ def tensor(
 
     Args:
         shape: None for any.
-        dtype: "float" for any floating-point type, None for any type.
+        kind: a row of KINDS.
     """
     wanted = "" if shape is None else f" must have the shape {list(shape)}"
     if x is None:
@@ -72,9 +80,35 @@ def tensor(
         raise ValueError(f"{name} must be a torch.Tensor, got {_shown(x)}")
     if shape is not None and x.shape != torch.Size(shape):
         raise ValueError(f"{name}{wanted}, got {list(x.shape)}")
-    if dtype is not None and not (x.is_floating_point() if dtype == "float" else x.dtype is dtype):
-        kind = "of floating-point numbers" if dtype == "float" else f"of {dtype}"
-        raise ValueError(f"{name} must be a tensor {kind}, got {x.dtype}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got {x.layout}")
+    numbers, types = KINDS[kind]
+    if x.dtype not in types:
+        raise ValueError(f"{name} must be a tensor of {numbers}, got {x.dtype}")
+
+
+def rewards(x: Any) -> None:
+    """Raise ValueError unless `x` is a tensor `[..., G]` of finite numbers, with groups."""
+    tensor("rewards", x, needed=True, kind="real")
+    if not x.dim() or x.shape[-1] < 2:
+        raise ValueError(f"--group-size must be at least 2, got {x.shape[-1:].numel()}")
+    if not bool((fine := x.double().abs() <= LARGEST_REWARD).all()):
+        raise ValueError(
+            f"rewards must be finite, at most {LARGEST_REWARD:g}, got {x[~fine][0].item()}"
+        )
+
+
+def mask(x: Any, shape: Sequence[int] | None = None) -> None:
+    """Raise ValueError unless `x` is a tensor `[..., S]` of bool."""
+    tensor("mask", x, shape, needed=True, kind="bool")
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"mask must be [..., S] with at least one column, got {list(x.shape)}")
+
+
+def instance(name: str, value: Any, wanted: type) -> None:
+    """Raise ValueError unless `value` is of this class."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name} must be a {wanted.__name__}, got {_shown(value)}")
 
 
 def batch(logp: Any, mask: Any, advantages: Any, needs_group: bool) -> None:
@@ -82,8 +116,8 @@ def batch(logp: Any, mask: Any, advantages: Any, needs_group: bool) -> None:
     tensor("logp", logp, needed=True)
     if not logp.dim() or not logp.shape[-1]:
         raise ValueError(f"logp must be [..., S] with at least one column, got {list(logp.shape)}")
-    tensor("mask", mask, logp.shape, needed=True, dtype=torch.bool)
-    tensor("advantages", advantages, logp.shape[:-1], needed=needs_group, dtype=None)
+    tensor("mask", mask, logp.shape, needed=True, kind="bool")
+    tensor("advantages", advantages, logp.shape[:-1], needed=needs_group, kind="real")
 
 
 def clip(low: Any, high: Any, cap: Any) -> None:

@@ -5,10 +5,12 @@ made from another run still has its tokenizer when the other one is deleted.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ..config import Config
 from ..model.hub import HubModel
+from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.tokenizer_files import has_tokenizer
 from .flags import ConfigError
 from .settings import is_run, read_record
@@ -28,11 +30,36 @@ def with_own_tokenizer(config: Config, model: str = "") -> Config:
     if config.model.tokenizer != AUTO:
         return config
     name, template = own_tokenizer(model or config.model.init_from)
-    return config.derived(tokenizer=name, chat_template=config.model.chat_template or template)
+    template = config.model.chat_template or template
+    return config.derived(tokenizer=name or CHESS, chat_template=template)
+
+
+def warn_of_other_tokenizer(
+    model: str, tokenizer: Tokenizer, warn: Callable[[str], object]
+) -> None:
+    """Say that a model's own tokenizer has other tokens than this one.
+
+    Their numbers may fit the model all the same, because vocabularies are padded. An own tokenizer
+    that cannot be read is not compared.
+    """
+    try:
+        name, _ = own_tokenizer(model)
+        if name in ("", tokenizer.name):
+            return
+        own = load_tokenizer(name)
+    except ValueError:
+        return
+    if own.fingerprint["vocabulary"] != tokenizer.fingerprint["vocabulary"]:
+        warn(
+            f"--tokenizer {tokenizer.name} has other tokens than {name}, which belongs to "
+            f"{model}: the same numbers mean other texts to the model"
+        )
 
 
 def own_tokenizer(model: str) -> tuple[str, str]:
     """--tokenizer and --chat-template of a model; the second is empty if the model's own counts.
+
+    Both are empty for a model without a tokenizer of its own.
 
     Args:
         model: scratch, shipped, or the path of a run, of a model's folder or of a file in one.
@@ -40,7 +67,7 @@ def own_tokenizer(model: str) -> tuple[str, str]:
     Raises ConfigError.
     """
     if model in ("scratch", "shipped"):
-        return CHESS, ""
+        return CHESS if model == "shipped" else "", ""
     try:
         check_file_name(model)
     except ValueError as error:
@@ -48,14 +75,14 @@ def own_tokenizer(model: str) -> tuple[str, str]:
     if HubModel.of(model):
         return model, ""
     if not os.path.lexists(model):
-        return CHESS, ""  # whoever loads the model says that it is not there
+        return "", ""  # whoever loads the model says that it is not there
     folder = Path(model) if os.path.isdir(model) else Path(model).parent
     if is_run(folder):
         settings = read_record(Config, folder)
         name, template = settings.get("tokenizer", CHESS), settings.get("chat_template", "")
         if name != AUTO:
             return _found(name, "tokenizer", folder), _found(template, "chat-template", folder)
-    return (str(folder) if has_tokenizer(folder) else CHESS), ""
+    return (str(folder) if has_tokenizer(folder) else ""), ""
 
 
 def is_path(tokenizer: str) -> bool:

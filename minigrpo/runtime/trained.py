@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ..model.hub import local_folder
-from ..model.lora import PEFT_CONFIG, load_trained
+from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS, load_trained
 from ..model.transformer import Transformer
 from ..model.weight_files import INDEX, WEIGHTS, other_format
 from ..tasks.registry import shipped_model
@@ -22,7 +22,7 @@ LEFT_BY_A_RUN = ("metrics.jsonl", "checkpoints")
 
 
 def load_model(
-    path: Path,
+    name: str,
     warn: Callable[[str], object],
     matrices: torch.dtype | None = None,
     *,
@@ -30,30 +30,39 @@ def load_model(
 ) -> tuple[str, Transformer]:
     """The model of a run, of a file or folder, ORG/NAME, or `shipped`, and where it comes from.
 
-    Of a file, `matrices` is the type of weights with two dimensions; None: float32. `task` is the
-    one whose model `shipped` means. Raises ValueError in one line.
+    Args:
+        name: as the user typed it: a Path would make ORG/NAME of ./ORG/NAME.
+        matrices: of a file, the type of weights with two dimensions; None: float32.
+        task: whose model `shipped` means.
+
+    Raises ValueError in one line.
     """
-    if str(path) == SHIPPED:
+    if not str(name).strip():
+        raise ConfigError("the model must be shipped, a run, a path or ORG/NAME, got nothing")
+    if str(name) == SHIPPED:
         return SHIPPED, Transformer.from_pretrained(shipped_model(task), matrices)
+    path = Path(name)
     if is_run(path):
         return _newest(path, warn)
-    if any((path / name).exists() for name in LEFT_BY_A_RUN):
+    if any((path / file).exists() for file in LEFT_BY_A_RUN):
         raise ConfigError(
-            f"{path}: is a run without its {RECORD}, so its task and tokenizer are not known; "
+            f"{name}: is a run without its {RECORD}, so its task and tokenizer are not known; "
             f"{path / WEIGHTS}, if there is one, is its model alone"
         )
-    found = local_folder(str(path))
-    if found.is_dir() and not any((found / name).exists() for name in (WEIGHTS, INDEX)):
+    found = local_folder(name)
+    whole = any((found / file).exists() for file in (WEIGHTS, INDEX))
+    if found.is_dir() and not whole:
         held = other_format(found)
         raise ConfigError(
-            f"{path}: neither a run (no config.toml) nor a model (no {WEIGHTS}){held}"
+            f"{name}: neither a run (no config.toml) nor a model (no {WEIGHTS}){held}"
         )
-    if (found / WEIGHTS).exists() and (found / PEFT_CONFIG).exists():
+    left_out = [file for file in (PEFT_CONFIG, PEFT_WEIGHTS) if (found / file).exists()]
+    if whole and left_out:
         raise ConfigError(
-            f"{path}: has adapters ({PEFT_CONFIG}) beside its weights, which would be left out; "
+            f"{name}: has adapters ({left_out[0]}) beside its weights, which would be left out; "
             "merge them into the weights, or move them away"
         )
-    return str(path), Transformer.from_pretrained(str(found), matrices)
+    return str(name), Transformer.from_pretrained(str(found), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,6 @@ from typing import Annotated
 import tyro
 from safetensors import SafetensorError
 
-from ..config import Config
 from ..model.hub import cached_folder, local_folder
 from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS, adapters, merge_adapters, peft_files
 from ..model.shape import ModelShape
@@ -27,6 +26,8 @@ from ..model.tokenizer_files import (
     CHAT_TEMPLATE,
     FILES,
     GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     copy_tokenizer_files,
     end_numbers,
     has_tokenizer,
@@ -41,17 +42,20 @@ from ..runtime.flags import ConfigError, parse
 from ..runtime.folder import OF_A_RUN
 from ..runtime.logging import Screen
 from ..runtime.outputs import check_output_folder, one_line, write_output
-from ..runtime.settings import is_run, read_record
+from ..runtime.settings import is_run
 from ..runtime.text import check_file_name
+from ..runtime.tokenizers import warn_of_other_tokenizer
 from ..runtime.trained import load_model
 from .loading import ModelSelection, config_of
 from .loading import tokenizer_of as tokenizer_of_selection
 from .messages import one_line_errors
 
+MARK = "written_by"  # a key of config.json
+
 
 @dataclass(frozen=True)
 class Arguments:
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional]  # no Path, which would lose its ./
     """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
     out: str
     """The folder to write."""
@@ -70,31 +74,32 @@ class Arguments:
             raise ConfigError(
                 f"--out {folder}: holds a run, which an export would overwrite (found: {left[0]})"
             )
-        source = cached_folder(str(self.run)) or self.run
-        target = folder / WEIGHTS if source.is_file() else folder
-        if source.exists() and target.exists() and source.samefile(target):
-            raise ConfigError(f"--out {folder}: is the model to export; take another folder")
-        if is_run(self.run) and _is_base(folder, self.run):
-            raise ConfigError(
-                f"--out {folder}: is the model that {self.run} began with; take another folder"
-            )
         for name in (WEIGHTS, CONFIG, PEFT_WEIGHTS, PEFT_CONFIG, *FILES):
             if (folder / name).is_dir():
                 raise ConfigError(f"--out {folder}: {name} in it is a folder, not a file")
-        other = WEIGHTS if self.adapters else PEFT_WEIGHTS
-        if (folder / other).exists():  # transformers would load both as one model
-            raise ConfigError(f"--out {folder}: holds {other}; take another folder")
-        if self.adapters and not is_run(self.run):
+        others = (WEIGHTS, INDEX) if self.adapters else (PEFT_WEIGHTS,)
+        if found := [name for name in others if (folder / name).exists()]:
+            # transformers would load both as one model
+            raise ConfigError(f"--out {folder}: holds {found[0]}; take another folder")
+        self._check_that_no_model_is_lost(folder)
+        if self.adapters and not is_run(Path(self.run)):
             raise ConfigError(f"--adapters: {self.run} is no run, so it has no adapters")
 
-
-def _is_base(folder: Path, run: Path) -> bool:
-    """Whether a folder has the model that a run began with. Raises ConfigError for a bad record."""
-    init_from = read_record(Config, run).get("init_from", "shipped")
-    base = cached_folder(init_from) or Path(init_from)
-    base = base.parent if base.is_file() else base
-    named = init_from not in ("scratch", "shipped") and base.exists() and folder.exists()
-    return named and base.samefile(folder)
+    def _check_that_no_model_is_lost(self, folder: Path) -> None:
+        """Raise ConfigError if the export would overwrite a model that is no export, or needed."""
+        for name in (self.run, *bases(self.run)):
+            source = cached_folder(name) or Path(name)
+            target = folder / WEIGHTS if source.is_file() else folder
+            if source.exists() and target.exists() and source.samefile(target):
+                what = "the model to export" if name == self.run else f"the base of {self.run}"
+                raise ConfigError(f"--out {folder}: is {what}; take another folder")
+        of_a_model = (WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG)
+        there = [name for name in of_a_model if (folder / name).exists() and not self.adapters]
+        if there and MARK not in read_json(folder / CONFIG):
+            raise ConfigError(
+                f"--out {folder}: has {there[0]}, which this command did not write; take another "
+                "folder"
+            )
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -109,13 +114,24 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
             return
         if tokenizer:
             ends = ends_of(tokenizer, model.shape.vocab_size, name)
+            warn_of_other_tokenizer(arguments.run, tokenizer, screen.warn)
         else:
             ends = ends_without_tokenizer(arguments.run, model.shape, screen.warn)
         write(merge_adapters(model), Path(arguments.out), ends, tokenizer)
         screen.say(f"{name} -> {arguments.out}")
 
 
-def write_adapters(run: Path, model: Transformer, folder: Path, screen: Screen) -> None:
+def bases(model: str) -> Iterator[str]:
+    """--init-from of a run; if that is a run, its --init-from, too, and so on."""
+    seen = set[str]()
+    with contextlib.suppress(ConfigError):  # settings of another version
+        while is_run(Path(model)) and model not in seen:
+            seen.add(model)
+            model = config_of(ModelSelection(model)).model.init_from
+            yield model
+
+
+def write_adapters(run: str, model: Transformer, folder: Path, screen: Screen) -> None:
     """Write the adapters of a run's model. Raises ConfigError in one line."""
     if not adapters(model):
         raise ConfigError(f"--adapters: {run} was trained without --lora-rank")
@@ -135,17 +151,17 @@ def write_adapters(run: Path, model: Transformer, folder: Path, screen: Screen) 
 def tokenizer_of(arguments: Arguments) -> Tokenizer | None:
     """The tokenizer of --tokenizer, else of the run, else in the model's folder, if any."""
     folder = folder_of(arguments.run)
-    if is_run(folder) or str(folder) == "shipped":
-        selection = ModelSelection(folder, tokenizer=arguments.tokenizer or None)
+    if is_run(folder) or arguments.run == "shipped":
+        selection = ModelSelection(str(folder), tokenizer=arguments.tokenizer or None)
         return tokenizer_of_selection(selection, config_of(selection))
     if arguments.tokenizer:
         return load_tokenizer(arguments.tokenizer)
     return load_tokenizer(str(folder)) if has_tokenizer(folder) else None
 
 
-def folder_of(model: Path) -> Path:
+def folder_of(model: str) -> Path:
     """The folder of a run or of a model in Hugging Face's layout; another file is by itself."""
-    path = local_folder(str(model))
+    path = local_folder(model)
     return path.parent if path.name == WEIGHTS else path
 
 
@@ -163,7 +179,7 @@ def ends_of(tokenizer: Tokenizer, size: int, name: str) -> list[int]:
 
 
 def ends_without_tokenizer(
-    model: Path, shape: ModelShape, warn: Callable[[str], object]
+    model: str, shape: ModelShape, warn: Callable[[str], object]
 ) -> list[int]:
     """The tokens that end a text, as the model's own settings say; else the last one."""
     found = dict.fromkeys(end_numbers(folder_of(model)))
@@ -200,6 +216,12 @@ def write_ends(folder: Path, ends: Sequence[int], bos: int) -> None:
     file.write_text(json.dumps(settings, indent=1) + "\n")
 
 
+def write_mark(folder: Path) -> None:
+    """Say in config.json who wrote this model, so that the next export may replace it."""
+    settings = {**read_json(folder / CONFIG), MARK: "minigrpo export"}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
+
+
 def check_nothing_stale(folder: Path, new: Path) -> None:
     """Raise ConfigError for a file of another model that would be read with the `new` ones."""
     names = (INDEX, *FILES)
@@ -227,6 +249,7 @@ def write(
             if tokenizer:
                 add_tokenizer(partial, tokenizer)
             write_ends(partial, ends, bos)
+            write_mark(partial)
             check_nothing_stale(folder, partial)
             for file in partial.iterdir():
                 os.replace(file, folder / file.name)

@@ -18,7 +18,7 @@ from ..runtime.logging import Screen
 from ..runtime.origins import check_tokenizer_of_run
 from ..runtime.settings import is_run, places, read_record
 from ..runtime.text import check_file_name
-from ..runtime.tokenizers import is_path, with_own_tokenizer
+from ..runtime.tokenizers import is_path, warn_of_other_tokenizer, with_own_tokenizer
 from ..runtime.trained import load_model
 from ..sampling.sampler import Sampler
 from ..types import Task
@@ -31,7 +31,7 @@ class ModelSelection:
     A setting that is None, or off, keeps the run's value, or the default where there is no run.
     """
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional]  # no Path, which would lose its ./
     """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
     tokenizer: str | None = None
     """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
@@ -81,11 +81,11 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
 
 def tokenizer_of(selection: ModelSelection, config: Config) -> Tokenizer:
     """The tokenizer of the selected model, unless --tokenizer names another. Raises ValueError."""
-    local_folder(str(selection.run))  # a model that is nowhere is named as such, not its tokenizer
-    tokenizer = make_tokenizer(with_own_tokenizer(config, str(selection.run)))
-    if is_run(selection.run):
+    local_folder(selection.run)  # a model that is nowhere is named as such, not its tokenizer
+    tokenizer = make_tokenizer(with_own_tokenizer(config, selection.run))
+    if is_run(run := Path(selection.run)):
         given = selection.chat_template is not None or selection.system is not None
-        check_tokenizer_of_run(selection.run, tokenizer, own_template=given)
+        check_tokenizer_of_run(run, tokenizer, own_template=given)
     return tokenizer
 
 
@@ -95,6 +95,7 @@ def load_sampler(
     """The selected model, ready to sample from, and the name of its weights. Raises ValueError."""
     name, model = load_model(selection.run, screen.warn, task=config.task.name)
     match_vocab(model, name, config, tokenizer, screen.warn)
+    warn_of_other_tokenizer(selection.run, tokenizer, screen.warn)
     model = model.to(accel.pick_device(config.speed.device, 0)).eval()
     return name, Sampler(config, model, tokenizer)
 
@@ -102,8 +103,8 @@ def load_sampler(
 def config_of(selection: ModelSelection) -> Config:
     """The run's config, or the defaults, with the settings of `selection` that are not None."""
     settings: dict[str, Any] = {}
-    if is_run(selection.run):
-        settings = read_record(Config, selection.run)
+    if is_run(run := Path(selection.run)):
+        settings = read_record(Config, run)
     known = places(Config)
     given = {name: x for name, x in asdict(selection).items() if x is not None and x is not False}
     asked = {name: x for name, x in given.items() if name in known}
@@ -131,7 +132,7 @@ def check_model_paths(selection: ModelSelection, config: Config) -> None:
 
 def _check(selection: ModelSelection, files: Mapping[str, Sequence[str]]) -> None:
     """Raise ConfigError for a path, by its setting, that is the run's own and is not found."""
-    if not is_run(selection.run):
+    if not is_run(Path(selection.run)):
         return
     for name, paths in files.items():
         for path in filter(None, (path.strip() for path in paths)):
