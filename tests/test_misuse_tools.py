@@ -198,7 +198,7 @@ def test_export_does_not_overwrite_the_model_that_the_run_began_with(
         text = record.read_text()
         record.write_text(text.replace('init_from = "scratch"', f'init_from = "{init_from}"'))
         err = refused(capsys, export, run, "--out", "../" + Path.cwd().name + "/base")
-        assert "base: is the model that run began with; take another folder" in err
+        assert "base: is the base of run; take another folder" in err
         record.write_text(text)
 
 
