@@ -11,7 +11,7 @@ the run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .runtime.reward_calls import (
     BATCHED,
     GROUPED,
     PARTLY_NAN,
+    TOKENS,
     BadRewardError,
     RewardSource,
     check_texts,
@@ -30,15 +31,17 @@ from .runtime.reward_calls import (
     distinct_pairs,
     narrow,
     partly_nan,
-    task_source,
+    task_sources,
     users_own,
     weighted_sum,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
 from .runtime.reward_functions import check_number, check_time_limit
 from .runtime.reward_functions import reward as reward
+from .runtime.token_rewards import TokenBatch as TokenBatch
+from .runtime.token_rewards import TokenScoring
 from .tasks.fen import is_valid_fen as is_valid_fen
-from .types import Example, RewardTable, Task
+from .types import Completions, Example, RewardTable, Task
 
 
 def similarity(a: str, b: str) -> float:
@@ -91,7 +94,7 @@ class PendingRewards:
                 parts[name] = narrow(values)
                 if not source.trusted:
                     failures[name] = int(missed.sum())
-        return RewardTable(weighted_sum(parts, self.scorer.weights), parts, failures)
+        return RewardTable(self.scorer.total(parts, self.index.shape), parts, failures)
 
     def _answer(self, source: RewardSource, part: slice, job: Job) -> tuple[np.ndarray, bool]:
         """The scores of a call, `[len(source.names), n]`, and whether it has failed."""
@@ -125,6 +128,7 @@ class RewardScorer:
         workers: int = 0,
         timeout_s: float = 10.0,
         warn: Callable[[str], object] = lambda text: None,
+        token_scoring: TokenScoring | None = None,
     ) -> None:
         """
         Args:
@@ -135,6 +139,7 @@ class RewardScorer:
             timeout_s: seconds per completion, for functions without a limit of their own and for a
                 task without `score_batch`.
             warn: called with the first failure of each reward source.
+            token_scoring: for parts that look at tokens; None if there are none.
 
         Raises:
             ValueError: a weight of an unknown part, two parts of one name, a time limit that is
@@ -164,7 +169,10 @@ class RewardScorer:
         for name, weight in self.weights.items():
             check_number(f"--reward-weights: {name}", weight)
         self.task = task
-        self.sources = [task_source(task, timeout_s), *(f.source(timeout_s) for f in functions)]
+        found = [*task_sources(task, timeout_s), *(f.source(timeout_s) for f in functions)]
+        self.sources = [source for source in found if source.kind != TOKENS]
+        self.token_sources = [source for source in found if source.kind == TOKENS]
+        self.token_scoring = token_scoring
         self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
         self._warned: set[tuple[str, bool]] = set()
 
@@ -174,6 +182,34 @@ class RewardScorer:
         Raises ValueError for another shape, or anything but text.
         """
         return self.submit(examples, texts).result()
+
+    def with_token_parts(
+        self,
+        table: RewardTable,
+        examples: Sequence[Example],
+        texts: Sequence[Sequence[str]],
+        completions: Completions,
+        temperature: float,
+    ) -> RewardTable:
+        """A table with the parts that look at tokens too, and with the total of all parts.
+
+        It works on the device, in the calling thread. `temperature` is that of the samples.
+        Raises ConfigError if such a part fails.
+        """
+        if not self.token_sources:
+            return table
+        if self.token_scoring is None:
+            raise ValueError("parts that look at tokens need RewardScorer(token_scoring=...)")
+        found = self.token_scoring.parts(
+            self.token_sources, examples, texts, completions, temperature
+        )
+        parts = {**table.parts, **{name: narrow(values) for name, values in found.items()}}
+        return replace(table, total=self.total(parts, table.total.shape), parts=parts)
+
+    def total(self, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """The weighted sum of the parts that are known so far, `[P, G]`."""
+        weights = {name: weight for name, weight in self.weights.items() if name in parts}
+        return weighted_sum(parts, weights) if weights else np.zeros(shape, dtype=np.float32)
 
     def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
         """Start scoring; with workers, return before it is done."""

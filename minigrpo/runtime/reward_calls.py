@@ -30,6 +30,7 @@ LARGEST = 1e12
 EACH = "each"  # (example, text) -> {name: value}
 BATCHED = "batched"  # (examples, texts) -> {name: values}, each distinct pair once
 GROUPED = "grouped"  # (example, texts) -> {name: values}, all completions of a prompt
+TOKENS = "tokens"  # (TokenBatch) -> {name: values [P, G]}, see token_rewards.py
 
 
 PARTLY_NAN = (
@@ -48,7 +49,7 @@ class RewardSource:
 
     names: Sequence[str]  # the reward parts that it returns
     call: Callable[..., Any]
-    kind: str  # EACH, BATCHED or GROUPED
+    kind: str  # EACH, BATCHED, GROUPED or TOKENS
     timeout_s: float | None  # seconds per completion; None: trusted
     floor: float = 0.0  # the score of a completion whose call failed
     may_be_nan: bool = False  # NaN says that a part does not concern the example
@@ -202,7 +203,26 @@ def check_texts(examples: Any, texts: Any) -> None:
             raise ValueError(f"a completion must be text, got {short(wrong[0])}")
 
 
-def task_source(task: Task, timeout_s: float) -> RewardSource:
+def task_sources(task: Task, timeout_s: float) -> list[RewardSource]:
+    """What gives a task's parts: its score of texts, its `score_tokens`, or both."""
+    of_tokens = token_parts(task)
+    of_texts = [name for name in task.parts if name not in of_tokens]
+    sources = [_text_source(task, of_texts, timeout_s)] if of_texts else []
+    if of_tokens:
+        score_tokens: Callable[..., Any] = task.score_tokens  # type: ignore[attr-defined]
+        sources.append(RewardSource(of_tokens, score_tokens, TOKENS, None, may_be_nan=True))
+    return sources
+
+
+def token_parts(task: Task) -> list[str]:
+    """The parts that a task's `score_tokens` gives: all, unless its `token_parts` names some."""
+    if getattr(task, "score_tokens", None) is None:
+        return []
+    named = getattr(task, "token_parts", task.parts)
+    return [name for name in task.parts if name in named]
+
+
+def _text_source(task: Task, names: Sequence[str], timeout_s: float) -> RewardSource:
     """Use `score_batch` if the task has one that matches its `score`; else `score`, untrusted.
 
     A subclass that overrides only `score` inherits a `score_batch` that does not call it. Using
@@ -217,8 +237,8 @@ def task_source(task: Task, timeout_s: float) -> RewardSource:
 
     score_batch = getattr(task, "score_batch", None)
     if score_batch is not None and depth("score_batch") <= depth("score"):
-        return RewardSource(list(task.parts), score_batch, BATCHED, None, may_be_nan=True)
-    return RewardSource(list(task.parts), task.score, EACH, timeout_s, may_be_nan=True)
+        return RewardSource(names, score_batch, BATCHED, None, may_be_nan=True)
+    return RewardSource(names, task.score, EACH, timeout_s, may_be_nan=True)
 
 
 def distinct_pairs(
