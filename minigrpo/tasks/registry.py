@@ -12,7 +12,7 @@ from typing import Any
 from ..runtime.flags import ConfigError
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files
+from . import chess_files, lessons
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
@@ -51,6 +51,9 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
+    "teach": TaskRow(
+        make=lessons.offline, read=lessons.of_files, shipped="teacher", settings=lessons.SETTINGS
+    ),
 }
 
 
