@@ -167,6 +167,14 @@ def weighted_sum(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) 
     return total
 
 
+def total_so_far(
+    parts: Mapping[str, np.ndarray], weights: Mapping[str, float], shape: tuple[int, ...]
+) -> np.ndarray:
+    """The weighted sum of those parts that are there, `[P, G]`: others may need tokens."""
+    known = {name: weight for name, weight in weights.items() if name in parts}
+    return weighted_sum(parts, known) if known else np.zeros(shape, dtype=np.float32)
+
+
 def partly_nan(scores: np.ndarray) -> np.ndarray:
     """`[P, G]` bool: the score is NaN, and that of another completion of the prompt is not.
 
