@@ -29,13 +29,13 @@ from .runtime.reward_calls import (
     describe_failure,
     distinct_pairs,
     narrow,
-    task_sources,
     total_so_far,
     users_own,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
 from .runtime.reward_functions import check_number, check_time_limit
 from .runtime.reward_functions import reward as reward
+from .runtime.task_sources import task_sources
 from .runtime.token_rewards import TokenBatch as TokenBatch
 from .runtime.token_rewards import TokenScoring
 from .tasks.fen import is_valid_fen as is_valid_fen

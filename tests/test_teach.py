@@ -2,13 +2,20 @@
 
 import copy
 import doctest
+import json
+import re
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import minigrpo
+from minigrpo import Config, Trainer
+from minigrpo.model.chat import ChatTemplate
 from minigrpo.model.encoding import decode
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
@@ -20,6 +27,8 @@ from minigrpo.runtime.oom import OOMBackoff
 from minigrpo.runtime.token_rewards import TokenBatch
 from minigrpo.tasks import additions
 from minigrpo.tasks.additions import Additions, students_pairs, teachers_pairs
+from minigrpo.tasks.registry import load_task
+from minigrpo.tools import evaluate as evaluate_tool
 from minigrpo.types import Completions, Example
 
 CHESS = load_tokenizer("chess")
@@ -186,3 +195,176 @@ def test_the_student_starts_from_true_carries_and_the_teacher_from_random_ones()
     assert [prompt for prompt, _ in pairs] == [task.train(n).prompt for n in range(50)]
     right = sum(answer == task.train(n).answer for n, (_, answer) in enumerate(pairs))
     assert right < 10 and len({answer for _, answer in pairs}) > 20
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "task": "teach",
+    "device": "cpu",
+    "prompts_per_step": 4,
+    "group_size": 3,
+    "rollout_batch_size": 2,
+    "micro_batch_size": 2,
+    "max_steps": 4,
+    "save_every": 2,
+    "eval_every": 0,
+    "eval_size": 6,
+    "kl_coef": 0.1,
+    "dynamic_sampling": 1,
+    "temperature": 0.7,
+}
+
+
+def trained(folder: Path, **changes: Any) -> Trainer:
+    trainer = Trainer(Config.of(**{**OPTIONS, **changes, "out_dir": str(folder)}), quiet=True)
+    trainer.fit()
+    return trainer
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_run_trains_evaluates_resumes_and_is_evaluated_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = tmp_path / "student.safetensors"
+    shutil.copy(Path(minigrpo.__file__).parent / "assets" / "student.safetensors", student)
+    whole = trained(tmp_path / "whole", student=str(student))
+    first, last = records(tmp_path / "whole", "eval.jsonl")
+    assert next(name for name in first if name.endswith("_sampled")) == "solved_sampled"
+    assert {*Additions.parts, "reward", "likelihood_sampled"} <= first.keys()
+    metrics = records(tmp_path / "whole", "metrics.jsonl")
+    paid = [sum(row[f"rewards/{x}/mean"] for x in ("likelihood", "kl", "match")) for row in metrics]
+    assert paid == pytest.approx([row["reward"] for row in metrics], abs=1e-4)
+    assert all(row["reward_std"] > 0 for row in metrics)
+
+    trained(tmp_path / "part", student=str(student), stop_after=2)
+    resumed = trained(tmp_path / "part", student=str(student), resume="auto")
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    student.write_bytes(student.read_bytes()[:-4] + bytes(4))
+    capsys.readouterr()
+    run = tmp_path / "part"
+    Trainer(Config.of(**{**OPTIONS, "student": str(student), "out_dir": str(run), "resume": "2"}))
+    assert f"--student {student}: other contents" in capsys.readouterr().err.replace("\n", " ")
+
+    evaluate_tool.main([str(tmp_path / "whole"), "--n", "6", "--json", str(tmp_path / "e.json")])
+    found = json.loads((tmp_path / "e.json").read_text())["kinds"]["all"]
+    assert found["solved"]["value"] == last["solved"]
+    assert found["likelihood"]["value"] == pytest.approx(last["likelihood"], abs=0.2)
+
+
+def refused(**changes: Any) -> str:
+    with pytest.raises(ValueError, match=".") as caught:
+        Trainer(Config.of(**{**OPTIONS, **changes}), quiet=True)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_work_is_one_line_before_any_work(tmp_path: Path) -> None:
+    assert "--task teach needs --student" in refused(student="")
+    assert re.match("--student .*nowhere", refused(student=str(tmp_path / "nowhere")))
+    assert "no true explanations" in refused(loss="nll")
+    small = Transformer(ModelShape(23, context=96, layers=1, width=16, heads=2))
+    small.save_pretrained(tmp_path / "small.safetensors")
+    assert "has 23 tokens" in refused(student=str(tmp_path / "small.safetensors"))
+    short = Transformer(ModelShape(CHESS.n_vocab, context=40, layers=1, width=16, heads=2))
+    short.save_pretrained(tmp_path / "short.safetensors")
+    said = refused(student=str(tmp_path / "short.safetensors"))
+    assert "is longer than its context of 40" in said
+
+
+REWARDS = """
+import minigrpo, numpy, torch
+
+@minigrpo.reward(tokens=True)
+def {name}(batch):
+    spans, logp = batch.spans("think"), batch.completions.sampler_logp
+    assert logp.shape[:2] == spans.shape[:2] and batch.device.type == "cpu"
+    model = batch.model("shipped")
+    assert model is not None and batch.model("shipped").model is model.model
+    own = model.logp(batch.completions)
+    return {result}
+"""
+
+
+def with_rewards(folder: Path, name: str, result: str) -> dict[str, Any]:
+    file = folder / f"{name}.py"
+    file.write_text(REWARDS.format(name=name, result=result))
+    return {"task": "chess-env", "rewards": str(file), "max_new_tokens": 6, "kl_coef": 0.0}
+
+
+def test_a_users_function_sees_tokens_and_models(tmp_path: Path) -> None:
+    """Here the model is the one that samples, before its first update."""
+    settings = with_rewards(tmp_path, "gap", "(own - logp).abs().amax(-1)")
+    settings |= {"base_dtype": "float32", "max_steps": 1}
+    trained(tmp_path / "run", **settings)
+    (row,) = records(tmp_path / "run", "metrics.jsonl")
+    assert 0 <= row["rewards/gap/mean"] < 1e-4
+    first, last = records(tmp_path / "run", "eval.jsonl")
+    assert first["gap_sampled"] < 1e-4 < last["gap_sampled"]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("logp.sum()", "numbers, one per completion"),
+        ("[[1.0], [2.0, 3.0]]", "numbers, one per completion"),
+        ("numpy.full(logp.shape[:2], numpy.nan)", "not a finite number"),
+        ("batch.model('/no/where').logp(batch.completions)", "/no/where"),
+    ],
+)
+def test_an_error_in_a_users_function_ends_the_run_in_one_line(
+    tmp_path: Path, result: str, words: str
+) -> None:
+    said = refused(**with_rewards(tmp_path, "bad", result))
+    assert said.startswith("reward bad: ") and words in said
+
+
+def test_functions_of_tokens_have_no_time_limit_and_no_floor() -> None:
+    for options in ({"timeout_s": 1.0}, {"floor": 1.0}, {"batched": True}):
+        with pytest.raises(ConfigError):
+            minigrpo.reward(tokens=True, **options)(lambda_free)
+    assert minigrpo.reward(tokens=True)(lambda_free).kind == "tokens"
+
+
+def lambda_free(batch: TokenBatch) -> Any:
+    return batch.completions.completion_mask.sum(-1)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_lessons_are_read_from_both_formats(tmp_path: Path) -> None:
+    file = tmp_path / "lessons.jsonl"
+    rows = [{"question": f"{n}+1?", "solution": f"{n + 1}", "id": n} for n in range(20)]
+    rows += [{"question": f"{n}/2?", "answer": f"<<{n}/2=1>>1\n#### 1"} for n in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task("teach", seed=0, data=str(file), student="s")
+    found = [task.train(number) for number in range(60)]
+    solutions = {example.fields["question"]: example.fields["solution"] for example in found}
+    assert solutions["3+1?"] == "4" and solutions["3/2?"] == "1\n#### 1"
+    example = next(x for x in found if x.fields["question"] == "3+1?")
+    assert example.fields["id"] == 3 and "3+1?" in example.prompt and "4" in example.prompt
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", '{"question": "a"}', '{"question": "", "solution": "b"}', '{"question": 1}']
+)
+def test_a_line_without_question_or_solution_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "lessons.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"lessons.jsonl, line 1: must be an object like"):
+        load_task("teach", seed=0, data=str(file), student="s")
+
+
+def test_a_student_with_a_chat_template_is_asked_by_it() -> None:
+    asked = student()
+    asked.tokenizer = copy.copy(CHESS)
+    asked.tokenizer.chat = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}=")
+    prompt = Additions(0, "s")._prompt(asked, Additions(0, "s").train(0))
+    question = Additions(0, "s").train(0).fields["question"]
+    assert CHESS.decode(prompt) == f"[{question}]="

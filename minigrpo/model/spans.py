@@ -68,8 +68,8 @@ def _span(pieces: Sequence[bytes], tags: tuple[bytes, bytes], with_tags: bool) -
         return MISSING
     ends = np.cumsum([len(piece) for piece in pieces])
     if with_tags:
-        first = np.searchsorted(ends, begin, side="right")
-        return int(first), int(np.searchsorted(ends, end + len(closing))) + 1
+        first = int(np.searchsorted(ends, begin, side="right"))
+        return first, int(np.searchsorted(ends, end + len(closing))) + 1
     starts = np.concatenate([[0], ends[:-1]])
     first = int(np.searchsorted(starts, after_opening))
     return first, max(first, int(np.searchsorted(ends, end, side="right")))

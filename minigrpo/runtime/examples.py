@@ -16,7 +16,8 @@ from ..types import Example, Task
 from .flags import ConfigError
 from .measures import EXACT, success_of
 from .pool import WorkerPool
-from .reward_calls import BATCHED, TOKENS, describe_failure, task_sources, users_own
+from .reward_calls import BATCHED, TOKENS, describe_failure, users_own
+from .task_sources import task_sources
 from .text import short
 
 FIRST_TRAIN, FIRST_HELD_OUT = 16, 64  # examples of each split that are always checked

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..types import Example, Task
+from ..types import Example
 from .flags import ConfigError
 from .loss_arguments import FLOAT32_UP_TO
 from .text import one_line, short
@@ -209,44 +209,6 @@ def check_texts(examples: Any, texts: Any) -> None:
             )
         if wrong := [text for text in group if not isinstance(text, str)]:
             raise ValueError(f"a completion must be text, got {short(wrong[0])}")
-
-
-def task_sources(task: Task, timeout_s: float) -> list[RewardSource]:
-    """What gives a task's parts: its score of texts, its `score_tokens`, or both."""
-    of_tokens = token_parts(task)
-    of_texts = [name for name in task.parts if name not in of_tokens]
-    sources = [_text_source(task, of_texts, timeout_s)] if of_texts else []
-    if of_tokens:
-        score_tokens: Callable[..., Any] = task.score_tokens  # type: ignore[attr-defined]
-        sources.append(RewardSource(of_tokens, score_tokens, TOKENS, None, may_be_nan=True))
-    return sources
-
-
-def token_parts(task: Task) -> list[str]:
-    """The parts that a task's `score_tokens` gives: all, unless its `token_parts` names some."""
-    if getattr(task, "score_tokens", None) is None:
-        return []
-    named = getattr(task, "token_parts", task.parts)
-    return [name for name in task.parts if name in named]
-
-
-def _text_source(task: Task, names: Sequence[str], timeout_s: float) -> RewardSource:
-    """Use `score_batch` if the task has one that matches its `score`; else `score`, untrusted.
-
-    A subclass that overrides only `score` inherits a `score_batch` that does not call it. Using
-    that would silently ignore the subclass's scores.
-    """
-
-    users = getattr(task, "users", task)  # what tasks/own.py wraps
-
-    def depth(name: str) -> int:
-        classes = type(users).__mro__
-        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
-
-    score_batch = getattr(task, "score_batch", None)
-    if score_batch is not None and depth("score_batch") <= depth("score"):
-        return RewardSource(names, score_batch, BATCHED, None, may_be_nan=True)
-    return RewardSource(names, task.score, EACH, timeout_s, may_be_nan=True)
 
 
 def distinct_pairs(

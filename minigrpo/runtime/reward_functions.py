@@ -131,9 +131,9 @@ class RewardFunction:
             return {self.name: self.function(*args)}
 
         limit = timeout_s if self.timeout_s is None else self.timeout_s
-        if self.tokens:  # it uses the device, which no thread can be taken off
-            limit = None
-        return RewardSource([self.name], call, self.kind, limit, self.floor)
+        # a function of tokens uses the device, so it cannot run in a thread that is given up
+        timed = None if self.tokens else limit
+        return RewardSource([self.name], call, self.kind, timed, self.floor)
 
 
 def reward(

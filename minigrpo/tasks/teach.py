@@ -74,6 +74,10 @@ class Teaching:
         shipped = files("minigrpo.assets").joinpath(f"{SHIPPED_STUDENT}.safetensors")
         self.student = str(shipped) if student == SHIPPED else student
 
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        """There is none: explanations are scored by their tokens."""
+        raise TypeError("a text alone has no score, see score_tokens")
+
     def score_tokens(self, batch: "TokenBatch") -> dict[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
         student = self._student(batch)
