@@ -31,6 +31,8 @@ from minigrpo.tasks.registry import load_task
 from minigrpo.tools import evaluate as evaluate_tool
 from minigrpo.types import Completions, Example
 
+from . import test_distributed
+
 CHESS = load_tokenizer("chess")
 SHAPE = ModelShape(CHESS.n_vocab, context=96, layers=2, width=16, heads=2)
 TEACHER, STUDENT = (Transformer(SHAPE, seed=seed).double() for seed in (1, 2))
@@ -169,7 +171,7 @@ def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
             a, b = example.fields["question"].split("+")
             solution, bits = example.fields["solution"], example.answer[7:-8]
             assert int(a) + int(b) == int(solution) and len(solution) == len(a) + 1 == 7
-            columns = zip(f"0{a}", f"0{b}", f"{bits}0", strict=True)
+            columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)
             assert "".join(str(sum(map(int, column)) % 10) for column in columns) == solution
             assert example.prompt == f"{a}+{b}\n<solution>{solution}</solution>\n"
 
@@ -368,3 +370,17 @@ def test_a_student_with_a_chat_template_is_asked_by_it() -> None:
     prompt = Additions(0, "s")._prompt(asked, Additions(0, "s").train(0))
     question = Additions(0, "s").train(0).fields["question"]
     assert CHESS.decode(prompt) == f"[{question}]="
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orphans")
+def test_two_processes_get_the_rewards_of_one(tmp_path: Path) -> None:
+    settings = {**OPTIONS, "max_steps": 1}
+    there = {"init_from": "shipped", "out_dir": tmp_path / "two"}
+    process = test_distributed.start(**{**settings, **there})
+    output = test_distributed.finish(process)
+    assert process.returncode == 0, output
+    trained(tmp_path / "one", **settings)
+    (one,), (two,) = (records(tmp_path / name, "metrics.jsonl") for name in ("one", "two"))
+    for name in (f"rewards/{part}/mean" for part in Additions.parts):
+        assert one[name] == pytest.approx(two[name], abs=1e-3), name

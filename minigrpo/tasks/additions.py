@@ -2,11 +2,13 @@
 
     question      483927+270486
     solution      0754413
-    explanation   010111            the carry into each digit of the solution but the last
+    explanation   111010            the carries out of the columns, from right to left
 
-A sum is written from its first digit on, and each digit depends on all columns to its right. A
-small student cannot compute that in one pass. With the carries before it, each digit is a sum of
-three numbers in its own column.
+A sum is written from its first digit on, and each digit depends on the columns to its right: on all
+of them, if their digits add up to 9, which CHAINED of the columns do. A small student cannot compute
+that in one pass. With the carries before it, each digit is a sum of three numbers in its own
+column; and a carry follows from its own column and the carry before it, so that the student could
+have thought it itself.
 
 tools/additions.py writes the pairs from which the two models start. The student learns to solve
 with the true carries, and in one line of five with an empty explanation, so that it does its best
@@ -16,25 +18,28 @@ are random.
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..runtime.rng import stream
 from ..types import Example
 from .splits import is_held_out_prompt
 from .teach import Teaching
 
 DIGITS = 6
+CHAINED = 0.3  # share of the columns whose digits are made to add up to 9
 UNEXPLAINED = 0.2  # share of the student's lines with an empty explanation
 
 
 def carries(a: str, b: str) -> str:
-    """The carry into each digit of a sum but the last, the leading one first.
+    """The carry out of each column of a sum, from right to left.
 
     >>> carries("483927", "270486")
-    '010111'
+    '111010'
     """
     carry, found = 0, ""
     for x, y in zip(a[::-1], b[::-1], strict=True):
         carry = int(int(x) + int(y) + carry > 9)
-        found = f"{carry}{found}"
+        found += str(carry)
     return found
 
 
@@ -60,7 +65,9 @@ class Additions(Teaching):
     def _example(self, number: int, *, held_out: bool) -> Example:
         rng = stream(self.seed, "additions", number, held_out)
         while True:
-            a, b = ("".join(map(str, rng.integers(10, size=DIGITS))) for _ in range(2))
+            x, y = rng.integers(10, size=(2, DIGITS))
+            y = np.where(rng.random(DIGITS) < CHAINED, 9 - x, y)
+            a, b = ("".join(map(str, number)) for number in (x, y))
             question = f"{a}+{b}"
             if is_held_out_prompt(question) == held_out:
                 break
