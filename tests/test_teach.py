@@ -201,6 +201,7 @@ def test_the_student_starts_from_true_carries_and_the_teacher_from_random_ones()
 
 # --- runs -----------------------------------------------------------------------------------------
 
+ASSETS = Path(minigrpo.__file__).parent / "assets"
 OPTIONS: dict[str, Any] = {
     "task": "teach",
     "device": "cpu",
@@ -232,7 +233,7 @@ def test_a_run_trains_evaluates_resumes_and_is_evaluated_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     student = tmp_path / "student.safetensors"
-    shutil.copy(Path(minigrpo.__file__).parent / "assets" / "student.safetensors", student)
+    shutil.copy(ASSETS / "student.safetensors", student)
     whole = trained(tmp_path / "whole", student=str(student))
     first, last = records(tmp_path / "whole", "eval.jsonl")
     assert next(name for name in first if name.endswith("_sampled")) == "solved_sampled"
@@ -268,7 +269,7 @@ def refused(**changes: Any) -> str:
 def test_what_cannot_work_is_one_line_before_any_work(tmp_path: Path) -> None:
     assert "--task teach needs --student" in refused(student="")
     assert re.match("--student .*nowhere", refused(student=str(tmp_path / "nowhere")))
-    assert "no true explanations" in refused(loss="nll")
+    assert "no true explanations" in refused(loss="nll", kl_coef=0.0)
     small = Transformer(ModelShape(23, context=96, layers=1, width=16, heads=2))
     small.save_pretrained(tmp_path / "small.safetensors")
     assert "has 23 tokens" in refused(student=str(tmp_path / "small.safetensors"))
@@ -285,8 +286,8 @@ import minigrpo, numpy, torch
 def {name}(batch):
     spans, logp = batch.spans("think"), batch.completions.sampler_logp
     assert logp.shape[:2] == spans.shape[:2] and batch.device.type == "cpu"
-    model = batch.model("shipped")
-    assert model is not None and batch.model("shipped").model is model.model
+    model = batch.model("{model}")
+    assert batch.model("{model}").model is model.model
     own = model.logp(batch.completions)
     return {result}
 """
@@ -294,15 +295,14 @@ def {name}(batch):
 
 def with_rewards(folder: Path, name: str, result: str) -> dict[str, Any]:
     file = folder / f"{name}.py"
-    file.write_text(REWARDS.format(name=name, result=result))
-    return {"task": "chess-env", "rewards": str(file), "max_new_tokens": 6, "kl_coef": 0.0}
+    file.write_text(REWARDS.format(name=name, result=result, model=ASSETS / "teacher.safetensors"))
+    return {"rewards": str(file), "max_new_tokens": 6, "kl_coef": 0.0}
 
 
 def test_a_users_function_sees_tokens_and_models(tmp_path: Path) -> None:
     """Here the model is the one that samples, before its first update."""
     settings = with_rewards(tmp_path, "gap", "(own - logp).abs().amax(-1)")
-    settings |= {"base_dtype": "float32", "max_steps": 1}
-    trained(tmp_path / "run", **settings)
+    trained(tmp_path / "run", **settings, max_steps=1)
     (row,) = records(tmp_path / "run", "metrics.jsonl")
     assert 0 <= row["rewards/gap/mean"] < 1e-4
     first, last = records(tmp_path / "run", "eval.jsonl")
@@ -324,6 +324,42 @@ def test_an_error_in_a_users_function_ends_the_run_in_one_line(
 ) -> None:
     said = refused(**with_rewards(tmp_path, "bad", result))
     assert said.startswith("reward bad: ") and words in said
+
+
+TASK = """
+import numpy
+from minigrpo.tasks.additions import Additions
+
+class Both:
+    parts = {"length": 0.5, "tokens": 2.0}
+    token_parts = ("tokens",)
+
+    def __init__(self, seed):
+        self.additions = Additions(seed, "none")
+
+    def train(self, number):
+        return self.additions.train(number)
+
+    held_out = train
+
+    def score(self, example, text):
+        return {"length": len(text)}
+
+    def score_tokens(self, batch):
+        assert type(batch.examples[0]).__name__ == "Example"
+        return {"tokens": batch.completions.completion_mask.sum(-1)}
+"""
+
+
+def test_a_task_of_ones_own_may_score_texts_and_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "both.py"
+    file.write_text(TASK)
+    own = {"task": str(file), "init_from": str(ASSETS / "teacher.safetensors"), "max_steps": 1}
+    trained(tmp_path / "run", **own, max_new_tokens=6, kl_coef=0.0)
+    (row,) = records(tmp_path / "run", "metrics.jsonl")
+    length, tokens = (row[f"rewards/{name}/mean"] for name in ("length", "tokens"))
+    assert tokens == row["completions/mean_length"] and length > 0
+    assert row["reward"] == pytest.approx(0.5 * length + 2 * tokens)
 
 
 def test_functions_of_tokens_have_no_time_limit_and_no_floor() -> None:

@@ -20,7 +20,7 @@ from ..model.tokenizer import Tokenizer
 from ..types import Completions, Example, Task
 from .flags import ConfigError
 from .frozen_model import FrozenModel
-from .reward_calls import BadRewardError, RewardSource, users_own
+from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, partly_nan, users_own
 from .text import one_line, short
 
 
@@ -85,15 +85,15 @@ class TokenScoring:
             try:
                 answer = source.answer(batch)
                 columns = {name: _flat(answer, name, shape) for name in source.names}
-                rows = source.check(columns, shape.numel())
+                rows = source.check(columns, shape.numel()).reshape(-1, *shape)
+                if any(partly_nan(values).any() for values in rows):
+                    raise BadRewardError(PARTLY_NAN)
             except ConfigError as error:  # one that names a flag says enough
                 where = "" if str(error).startswith("--") else f"reward {', '.join(source.names)}: "
                 raise ConfigError(f"{where}{error}") from error
             except (Exception, SystemExit) as error:
                 raise ConfigError(f"reward {', '.join(source.names)}: {one_line(error)}") from error
-            found |= {
-                name: row.reshape(shape) for name, row in zip(source.names, rows, strict=True)
-            }
+            found |= dict(zip(source.names, rows, strict=True))
         return found
 
     def try_out(self, sources: Sequence[RewardSource], task: Task, context: int) -> None:

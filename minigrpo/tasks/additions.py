@@ -4,11 +4,11 @@
     solution      0754413
     explanation   111010            the carries out of the columns, from right to left
 
-A sum is written from its first digit on, and each digit depends on the columns to its right: on all
-of them, if their digits add up to 9, which CHAINED of the columns do. A small student cannot compute
-that in one pass. With the carries before it, each digit is a sum of three numbers in its own
-column; and a carry follows from its own column and the carry before it, so that the student could
-have thought it itself.
+A sum is written from its first digit on, and each digit depends on the columns to its right: on
+all of them, if their digits add up to 9, which CHAINED of the columns do. A small student cannot
+compute that in one pass. With the carries before it, each digit is a sum of three numbers in its
+own column. And a carry follows from its own column and the carry before it, so that the student
+could have thought it itself.
 
 tools/additions.py writes the pairs from which the two models start. The student learns to solve
 with the true carries, and in one line of five with an empty explanation, so that it does its best

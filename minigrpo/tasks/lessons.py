@@ -35,8 +35,8 @@ STUDENTS_PROMPT = """\
 Think between <think> and </think>, then write the solution between <solution> and </solution>."""
 
 
-# for the additions; a model of its own needs longer completions
-SETTINGS: Mapping[str, Any] = {"student": SHIPPED, "max_new_tokens": 32}
+# of the shipped models; other teachers write longer explanations
+SETTINGS: Mapping[str, Any] = {"student": SHIPPED, "max_new_tokens": 24, "temperature": 0.7}
 
 
 def offline(request: TaskRequest) -> Additions:
