@@ -10,13 +10,13 @@ compute that in one pass. With the carries before it, each digit is a sum of thr
 own column. And a carry follows from its own column and the carry before it, so that the student
 could have thought it itself.
 
-tools/additions.py writes the pairs from which the two models start. The student learns to solve
-with the true carries, and in one line of five with an empty explanation, so that it does its best
-without one. The teacher learns the form of an explanation, and nothing of its content: its carries
-are random.
+tools/additions.py writes the pairs from which the two models start. Their explanations are of three
+kinds: the true carries, random letters, and nothing. The student sees all of them before the right
+solution, so that it does its best with each, and finds none of them strange. The teacher starts
+with few carries and many letters. What it has to learn from the reward is which of them help.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from .teach import Teaching
 
 DIGITS = 6
 CHAINED = 0.3  # share of the columns whose digits are made to add up to 9
-UNEXPLAINED = 0.2  # share of the student's lines with an empty explanation
+LETTERS = "abcdefgh"
+# shares of true carries, of random letters, and of nothing
+STUDENTS_SHARES, TEACHERS_SHARES = (0.5, 0.3, 0.2), (0.2, 0.8, 0.0)
 
 
 def carries(a: str, b: str) -> str:
@@ -76,25 +78,30 @@ class Additions(Teaching):
             prompt=f"{question}\n<solution>{solution}</solution>\n",
             answer=f"<think>{explanation}</think>",
             index=number,
-            kind=f"{explanation.count('1')} carries",
             fields={"question": question, "solution": solution},
         )
 
 
 def students_pairs(n: int, seed: int) -> Iterator[tuple[str, str]]:
     """Prompts and answers for the student's supervised start."""
-    task = Additions(seed, "none")
-    for number in range(n):
-        example = task.train(number)
-        unexplained = stream(seed, "student", number).random() < UNEXPLAINED
-        explained = "<think></think>" if unexplained else example.answer
+    for example, explanation in _explained(n, seed, "student", STUDENTS_SHARES):
         question, solution = example.fields["question"], example.fields["solution"]
-        yield f"{question}\n", f"{explained}<solution>{solution}</solution>"
+        yield f"{question}\n", f"{explanation}<solution>{solution}</solution>"
 
 
 def teachers_pairs(n: int, seed: int) -> Iterator[tuple[str, str]]:
     """Prompts and answers for the teacher's supervised start."""
-    task = Additions(seed, "none")
+    for example, explanation in _explained(n, seed, "teacher", TEACHERS_SHARES):
+        yield example.prompt, explanation
+
+
+def _explained(
+    n: int, seed: int, role: str, shares: Sequence[float]
+) -> Iterator[tuple[Example, str]]:
+    """The first n training examples, each with an explanation of a random kind."""
+    task = Additions(seed, role)
     for number in range(n):
-        bits = stream(seed, "teacher", number).integers(2, size=DIGITS)
-        yield task.train(number).prompt, f"<think>{''.join(map(str, bits))}</think>"
+        example, rng = task.train(number), stream(seed, role, number)
+        letters = "".join(rng.choice(list(LETTERS), DIGITS))
+        kinds = example.answer, f"<think>{letters}</think>", "<think></think>"
+        yield example, kinds[rng.choice(len(kinds), p=shares)]
