@@ -142,7 +142,7 @@ def parts_of(rewards: RewardTable, g: int) -> dict[str, float]:
 
 
 def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> None:
-    """Print the headline of an evaluation, and the other measures of sampled completions."""
+    """Print the headline of an evaluation, sampled and greedy."""
     success = headline(found)
     sampled, greedy = (found[name] for name in (success + SAMPLED, success))
     screen.say(
@@ -153,9 +153,9 @@ def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> 
 
 
 def percent(share: Estimate) -> str:
-    """A share with its 95 % interval."""
+    """A share with its 95 % interval, if it has one."""
     low, high = (f"{100 * x:.1f}" for x in (share.low, share.high))
-    return f"{share.value:.1%} [{low}, {high}]"
+    return f"{share.value:.1%}" + ("" if math.isnan(share.low) else f" [{low}, {high}]")
 
 
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
@@ -183,26 +183,26 @@ def show_change(
 
     `found` has their 95 % intervals by step; an evaluation from before a resume has none.
     """
-    names = [
-        name
-        for name in first
-        if name in last and name not in ("step", "n") and not name.startswith("count/")
-    ]
-    rows = []
-    for name in names:
-        kind = name.partition("/")[2]
-        n = last.get(f"count/{kind}", last["n"]) if kind else last["n"]
-        ends = [
-            str(found.get(end["step"], {}).get(name, Estimate(end[name]))) for end in (first, last)
-        ]
-        is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
-        how, change = "sampled" if is_sampled else "greedy", f"{last[name] - first[name]:+.3f}"
-        rows.append([name.removesuffix(SAMPLED), how, f"{n:.0f}", *ends, change])
-    title = (
-        f"held-out examples before and after {last['step']:.0f} steps ({seconds:.0f} s), with 95 % "
-        "intervals"
-    )
-    screen.table(title, ["", "", "n", "before", "after", "change"], rows)
+    rows, kinds = [], []
+    for name in (name for name in first if name in last and name not in ("step", "n")):
+        before, after = first[name], last[name]
+        change, (success, slash, kind) = f"{after - before:+.3f}", name.partition("/")
+        if not slash:
+            ends = [
+                str(found.get(x["step"], {}).get(name, Estimate(x[name]))) for x in (first, last)
+            ]
+            is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
+            how = "sampled" if is_sampled else "greedy"
+            rows.append([name.removesuffix(SAMPLED), how, *map(str, ends), change])
+        elif success != "count":
+            shares = f"{before:.3f}", f"{after:.3f}"
+            kinds.append([kind, f"{last.get(f'count/{kind}', math.nan):.0f}", *shares, change])
+    steps = f"before and after {last['step']:.0f} steps ({seconds:.0f} s)"
+    title = f"{last['n']:.0f} held-out examples {steps}, with 95 % intervals"
+    screen.table(title, ["", "", "before", "after", "change"], rows, narrow=True)
+    if kinds:
+        title = f"{in_words(headline(last))} by kind of question, greedy"
+        screen.table(title, ["", "n", "before", "after", "change"], kinds, narrow=True)
 
 
 def show_cost(screen: Screen, rows: list[list[str]]) -> None:
