@@ -91,11 +91,13 @@ def grade(
         answers, asked = decode(sampler.tokenizer, part), examples[len(texts) :][: len(part)]
         pending.append(scorer.submit(asked, answers))
         texts += answers
-        parts.append(part)
+        if scorer.token_sources:  # others are not kept: they may take gigabytes
+            parts.append(part)
         advance(len(part))
     table = RewardTable.join([scores.result() for scores in pending])
-    joined = Completions.join(parts)
-    table = scorer.with_token_parts(table, examples, texts, joined, GREEDY.temperature)
+    if parts:
+        joined = Completions.join(parts)
+        table = scorer.with_token_parts(table, examples, texts, joined, GREEDY.temperature)
     return Graded(examples, texts, table, success_of(scorer.task))
 
 

@@ -118,8 +118,11 @@ class RewardScorer:
     def score(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> RewardTable:
         """Score `texts`, `[P][G]`: G completions of each of the P examples.
 
-        Raises ValueError for another shape, or anything but text.
+        Raises ValueError for another shape, anything but text, or a part that looks at tokens.
         """
+        if self.token_sources:
+            names = [name for source in self.token_sources for name in source.names]
+            raise ValueError(f"{', '.join(names)}: cannot be scored by the text, see evaluate.grade")
         return self.submit(examples, texts).result()
 
     def with_token_parts(

@@ -261,7 +261,7 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
             f"{task.name}: {success} is the success of the task, so it must be 1 for a right text "
             f"and 0 for any other, got {odd[0]:g}"
         )
-    if success == EXACT and EXACT in task.parts and right != [1, float(not example.answer), 0]:
+    if success == EXACT and EXACT in source.names and right != [1, float(not example.answer), 0]:
         raise ConfigError(
             f"{task.name}: the part exact must be 1 for the true answer and 0 for any other text, "
             "as `exact` in eval.jsonl is; a part that means something else needs another name"

@@ -26,7 +26,7 @@ from .splits import is_held_out_prompt
 from .teach import Teaching
 
 DIGITS = 6
-CHAINED = 0.3  # share of the columns whose digits are made to add up to 9
+CHAINED = 0.4  # share of the columns whose digits are made to add up to 9
 LETTERS = "abcdefgh"
 # shares of true carries, of random letters, and of nothing
 STUDENTS_SHARES, TEACHERS_SHARES = (0.5, 0.3, 0.2), (0.2, 0.8, 0.0)
