@@ -122,7 +122,9 @@ class RewardScorer:
         """
         if self.token_sources:
             names = [name for source in self.token_sources for name in source.names]
-            raise ValueError(f"{', '.join(names)}: cannot be scored by the text, see evaluate.grade")
+            raise ValueError(
+                f"{', '.join(names)}: cannot be scored by the text, see evaluate.grade"
+            )
         return self.submit(examples, texts).result()
 
     def with_token_parts(
