@@ -435,7 +435,7 @@ def test_a_student_with_a_chat_template_is_asked_by_it() -> None:
 @pytest.mark.usefixtures("no_orphans")
 def test_two_processes_get_the_rewards_of_one(tmp_path: Path) -> None:
     settings = {**OPTIONS, "max_steps": 1}
-    there = {"init_from": "shipped", "out_dir": tmp_path / "two"}
+    there = {"init_from": "shipped", "max_new_tokens": 24, "out_dir": tmp_path / "two"}
     process = test_distributed.start(**{**settings, **there})
     output = test_distributed.finish(process)
     assert process.returncode == 0, output
