@@ -36,7 +36,14 @@ Think between <think> and </think>, then write the solution between <solution> a
 
 
 # of the shipped models; other teachers write longer explanations
-SETTINGS: Mapping[str, Any] = {"student": SHIPPED, "max_new_tokens": 24, "temperature": 0.7}
+SETTINGS: Mapping[str, Any] = {
+    "student": SHIPPED,
+    "max_new_tokens": 24,
+    "temperature": 0.7,
+    "learning_rate": 5e-4,
+    "max_steps": 60,
+    "eval_every": 20,
+}
 
 
 def offline(request: TaskRequest) -> Additions:
