@@ -80,7 +80,7 @@ class BenchStep:
             ExamplePrefetcher(work.task, config, dist, 0),
             self.sampler,
             make_scorer(config, work.task),
-            make_reference(config, self.learner),
+            make_reference(config, self.learner, work.tokenizer),
             self.timer,
             dist,
         )

@@ -52,6 +52,8 @@ class TaskConfig(Group):
     """Number of earlier moves that a chess prompt includes."""
     confidence: bool = False
     """Ask how sure each answer is, and pay for calibration too (RLCR); for any task."""
+    student: str = ""
+    """The frozen model that --task teach explains to: a path or ORG/NAME; or shipped."""
     rewards: str = ""
     """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
     reward_weights: str = ""
@@ -93,7 +95,7 @@ class ModelConfig(Group):
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
     base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How frozen weights are stored, with --lora-rank; adapters are always float32."""
+    """How frozen weights are stored: under --lora-rank, of --student and other reward models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +221,7 @@ class MemoryConfig(Group):
     chunked_logprobs: bool = False
     """Compute logits in chunks, and recompute them in backward; for large vocabularies."""
     offload_reference: bool = False
-    """Keep the reference model of --kl-coef in host memory between steps."""
+    """Keep the reference of --kl-coef, and models of rewards, in host memory between steps."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps."""
     share_prompt_kv: bool = False

@@ -18,8 +18,8 @@ from .runtime.loss_arguments import whole
 from .runtime.measures import SAMPLED, Estimate, Summaries, estimate, passes, success_of, summarise
 from .runtime.measures import pass_at_k as pass_at_k
 from .runtime.rng import uniforms
-from .sampling.sampler import Sampler
-from .types import Example, RewardTable, Task
+from .sampling.sampler import GREEDY, Sampler
+from .types import Completions, Example, RewardTable, Task
 
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 Advance = Callable[[int], object]  # gets the number of examples that are done
@@ -87,13 +87,18 @@ def grade(
     config = sampler.config
     size = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     batch = max(1, min(size, BATCH) // num_samples)
-    texts, pending = list[Sequence[str]](), list[PendingRewards]()
+    parts, texts, pending = list[Completions](), list[Sequence[str]](), list[PendingRewards]()
     for part in sampler.complete(examples, num_samples=num_samples, u=u, batch_size=batch):
         answers, asked = decode(sampler.tokenizer, part), examples[len(texts) :][: len(part)]
         pending.append(scorer.submit(asked, answers))
         texts += answers
+        if scorer.token_sources:  # others are not kept: they may take gigabytes
+            parts.append(part)
         advance(len(part))
     table = RewardTable.join([scores.result() for scores in pending])
+    if parts:
+        joined = Completions.join(parts)
+        table = scorer.with_token_parts(table, examples, texts, joined, GREEDY.temperature)
     return Graded(examples, texts, table, success_of(scorer.task))
 
 

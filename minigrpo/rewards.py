@@ -11,6 +11,7 @@ the run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,23 @@ from .runtime.pool import WorkerPool
 from .runtime.reward_calls import (
     BATCHED,
     GROUPED,
+    TOKENS,
     RewardSource,
     check_texts,
     describe_failure,
     distinct_pairs,
-    task_source,
+    narrow,
+    total_so_far,
     users_own,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
 from .runtime.reward_functions import check_number, check_time_limit
 from .runtime.reward_functions import reward as reward
+from .runtime.task_sources import task_sources
+from .runtime.token_rewards import TokenBatch as TokenBatch
+from .runtime.token_rewards import TokenScoring
 from .tasks.fen import is_valid_fen as is_valid_fen
-from .types import Example, RewardTable, Task
+from .types import Completions, Example, RewardTable, Task
 
 
 def similarity(a: str, b: str) -> float:
@@ -61,6 +67,7 @@ class RewardScorer:
         workers: int = 0,
         timeout_s: float = 10.0,
         warn: Callable[[str], object] = lambda text: None,
+        token_scoring: TokenScoring | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +78,7 @@ class RewardScorer:
             timeout_s: seconds per completion, for functions without a limit of their own and for a
                 task without `score_batch`.
             warn: called with the first failure of each reward source.
+            token_scoring: for parts that look at tokens; None if there are none.
 
         Raises:
             ValueError: a weight of an unknown part, two parts of one name, a time limit that is
@@ -100,16 +108,49 @@ class RewardScorer:
         for name, weight in self.weights.items():
             check_number(f"--reward-weights: {name}", weight)
         self.task = task
-        self.sources = [task_source(task, timeout_s), *(f.source(timeout_s) for f in functions)]
+        found = [*task_sources(task, timeout_s), *(f.source(timeout_s) for f in functions)]
+        self.sources = [source for source in found if source.kind != TOKENS]
+        self.token_sources = [source for source in found if source.kind == TOKENS]
+        self.token_scoring = token_scoring
         self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
         self._warned: set[tuple[str, bool]] = set()
 
     def score(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> RewardTable:
         """Score `texts`, `[P][G]`: G completions of each of the P examples.
 
-        Raises ValueError for another shape, or anything but text.
+        Raises ValueError for another shape, anything but text, or a part that looks at tokens.
         """
+        if self.token_sources:
+            names = [name for source in self.token_sources for name in source.names]
+            raise ValueError(
+                f"{', '.join(names)}: cannot be scored by the text, see evaluate.grade"
+            )
         return self.submit(examples, texts).result()
+
+    def with_token_parts(
+        self,
+        table: RewardTable,
+        examples: Sequence[Example],
+        texts: Sequence[Sequence[str]],
+        completions: Completions,
+        temperature: float,
+    ) -> RewardTable:
+        """A table with the parts that look at tokens too, and with the total of all parts.
+
+        It works on the device, in the calling thread. `temperature` is that of the samples.
+        Raises ConfigError if such a part fails.
+        """
+        if not self.token_sources:
+            return table
+        if self.token_scoring is None:
+            raise ValueError("parts that look at tokens need RewardScorer(token_scoring=...)")
+        found = self.token_scoring.parts(
+            self.token_sources, examples, texts, completions, temperature
+        )
+        parts = {**table.parts, **{name: narrow(values) for name, values in found.items()}}
+        return replace(
+            table, total=total_so_far(parts, self.weights, table.total.shape), parts=parts
+        )
 
     def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
         """Start scoring; with workers, return before it is done."""

@@ -149,7 +149,9 @@ class RolloutBatches:
 
     def _rewards(self, rollout: Rollout) -> RewardTable:
         with self.timer.phase("reward"):
-            return RewardTable.join([scores.result() for scores in rollout.pending])
+            table = RewardTable.join([scores.result() for scores in rollout.pending])
+            rolled = rollout.examples, rollout.texts, rollout.completions
+            return self.scorer.with_token_parts(table, *rolled, self.config.sampling.temperature)
 
     def _ref_logp(self, completions: Completions) -> Tensor | None:
         with self.timer.phase("reference"):

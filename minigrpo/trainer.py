@@ -14,7 +14,14 @@ from .evaluate import measure
 from .learner import Learner
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches
 from .runtime import accel, announce
-from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
+from .runtime.build import (
+    make_model,
+    make_reference,
+    make_scorer,
+    make_task,
+    make_token_scoring,
+    make_tokenizer,
+)
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
 from .runtime.examples import check_examples
@@ -53,12 +60,15 @@ class Trainer:
 
         self.tokenizer = make_tokenizer(config, self.screen.say)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
-        self.scorer = make_scorer(config, self.task, self.screen.warn)
+        warn = self.screen.warn
+        token_scoring = make_token_scoring(config, self.tokenizer, self.device, warn)
+        self.scorer = make_scorer(config, self.task, warn, token_scoring)
         self.process.undo(self.screen.warn)
-        made_for = self.tokenizer, self.device, self.screen.say, self.screen.warn
-        self.model = make_model(config, *made_for)
-        limits = self.model.shape.context, self.screen.warn
+        self.model = make_model(config, self.tokenizer, self.device, self.screen.say, warn)
+        limits = self.model.shape.context, warn
         self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
+        tried = self.scorer.token_sources, self.task, self.model.shape.context
+        self.dist.on_main(lambda: token_scoring.try_out(*tried))
         self.estimate = measure_lengths_and_estimate(
             config,
             self.model.shape,
@@ -69,11 +79,10 @@ class Trainer:
         )
         self.process.undo(self.screen.warn)
 
-        warn, dump = self.screen.warn, self.run_dir.dump
-        self.learner = Learner(config, self.model, self.dist, warn, dump)
+        self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
         autocast = self.learner.autocast
         # before a checkpoint is loaded: the reference stays the initial model
-        self.reference = make_reference(config, self.learner)
+        self.reference = make_reference(config, self.learner, self.tokenizer)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
         self.timer = PhaseTimer(self.device)
         judge = getattr(self.task, "judged_by", "")

@@ -35,6 +35,10 @@ class Task(Protocol):
         num_held_out: the number of distinct evaluation examples; None if they are endless.
         score_batch(examples, texts) -> {part: values}: scores many texts at once. It is trusted: it
             runs without a time limit, and an error in it ends the run.
+        score_tokens(batch: TokenBatch) -> {part: [P, G] values}: scores what needs more than the
+            text: tokens, log-probs, other models. It is trusted like `score_batch`.
+        token_parts: the names of the parts that `score_tokens` gives; all of them if it is missing.
+            Then the task needs no `score`.
         success: the part that is 1 for a right completion and 0 for any other. Evaluation reports
             it first. Without it, a completion is right if it equals the example's answer.
         about: what the examples are and how they are scored, said when a run starts.

@@ -28,9 +28,9 @@ MAY_SEE: dict[str, set[str]] = {
     "sampling": {"types", "config", "model", "runtime"},
     "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
     | {"runtime.text", "runtime.reward_functions", "runtime.process_state"}
-    | {"runtime.chat_messages", "runtime.reward_calls", "runtime.calibration", "runtime.measures"},
+    | {"runtime.chat_messages", "runtime.task_sources", "runtime.calibration", "runtime.measures"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
-    | {"runtime.pending_rewards"}
+    | {"runtime.pending_rewards", "runtime.task_sources", "runtime.token_rewards"}
     | {"runtime.reward_functions"},
     "config": {"losses", "model.architectures", "runtime", "tasks.registry"},
     "runtime": {"types", "config", "model", "tasks.registry"},

@@ -35,6 +35,11 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"history": 3, "task": "own.py"}, {"task": "chess-env"}),
         ({"history": 3, "task": "countdown"}, {"task": "chess-env"}),
     ],
+    "student": [({"student": "runs/s"}, {"task": "teach"})],
+    "base_dtype": [
+        ({"base_dtype": "bfloat16", "student": "s"}, {"lora_rank": 2}),
+        ({"base_dtype": "bfloat16", "student": "s"}, {"rewards": "r.py"}),
+    ],
     "reward_timeout": [
         ({"reward_timeout": 3.0}, {"rewards": "r.py"}),
         ({"reward_timeout": 3.0}, {"own": True}),
@@ -159,7 +164,6 @@ ALWAYS = {
     "init_from": "decides the model",
     "tokenizer": "must fit the model",
     "lora_rank": "decides which weights are trained",
-    "base_dtype": "without --lora-rank it is an error",
     "prompts_per_step": "the size of a batch, for every loss",
     "max_new_tokens": "bounds answers in evaluations too",
     "temperature": "divides the logits of every loss, the supervised one included",

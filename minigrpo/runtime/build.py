@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
@@ -13,7 +14,7 @@ from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer, load_tokenizer
 from ..model.transformer import Transformer
-from ..reference import FrozenReference, NoReference, Reference
+from ..reference import NoReference, Reference
 from ..rewards import RewardScorer
 from ..tasks.confidence import with_confidence
 from ..tasks.files import Listener
@@ -22,9 +23,12 @@ from ..types import Task
 from . import accel
 from .base_model import add_lora, base_dtype
 from .flags import ConfigError
+from .frozen_model import FrozenModel
+from .oom import OOMBackoff
 from .rng import stream, weights_seed
 from .text import check_file_name
-from .tokenizers import CHESS, warn_of_other_tokenizer, with_own_tokenizer
+from .token_rewards import TokenScoring
+from .tokenizers import CHESS, own_tokenizer, warn_of_other_tokenizer, with_own_tokenizer
 from .trained import load_model
 
 Say = Callable[[str], object]
@@ -52,14 +56,19 @@ def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
 def make_task(config: Config, listener: Listener | None = None) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names flag or file."""
     given, seed, chat = config.task, config.run.seed, bool(config.task.system)
-    settings = {"history": given.history, "chat": chat}
-    task = load_task(given.name, seed=seed, data=given.data, listener=listener, **settings)
+    own = {"history": given.history, "chat": chat, "student": given.student}
+    task = load_task(given.name, seed=seed, data=given.data, listener=listener, **own)
     if not given.confidence:
         return task
     return with_confidence(task, seed=seed, chat=chat, supervised=config.supervised)
 
 
-def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:
+def make_scorer(
+    config: Config,
+    task: Task,
+    warn: Say = lambda text: None,
+    token_scoring: TokenScoring | None = None,
+) -> RewardScorer:
     """The scorer. Raises ValueError for a bad reward file, or weights of which nothing is learnt.
 
     With weights of 0 alone all rewards are equal, unless --overlong punish makes them differ.
@@ -72,6 +81,7 @@ def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> Re
         workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
         timeout_s=config.task.reward_timeout,
         warn=warn,
+        token_scoring=token_scoring,
     )
     if not (any(scorer.weights.values()) or config.supervised or config.loss.overlong == "punish"):
         scorer.close()
@@ -80,6 +90,38 @@ def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> Re
             "would be equal and nothing would be learnt; give a part a weight"
         )
     return scorer
+
+
+def make_token_scoring(
+    config: Config, tokenizer: Tokenizer, device: torch.device, warn: Say = lambda text: None
+) -> TokenScoring:
+    """What rewards that look at tokens need; it loads nothing before one of them asks."""
+    return TokenScoring(tokenizer, device, cache(partial(load_frozen, config, device, warn)))
+
+
+def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> FrozenModel:
+    """A model that a reward asks, with its own tokenizer. Raises ConfigError in one line."""
+    try:
+        check_file_name(name)
+        _, model = load_model(name, warn, base_dtype(config.model))
+        own, template = own_tokenizer(name)
+        tokenizer = load_tokenizer(own or CHESS, template or None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    model = merge_adapters(model) if adapters(model) else model
+    fit_vocab(model, name, tokenizer, warn)
+    model = accel.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
+    model.logprob_chunk = accel.logprob_chunk(config.memory, model)
+    return FrozenModel(
+        model,
+        tokenizer,
+        name=name,
+        packing=PACKINGS[config.speed.packing],
+        temperature=config.sampling.temperature,
+        backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
+        autocast=partial(accel.autocast, config.speed, device),
+        offload=config.memory.offload_reference,
+    )
 
 
 def make_model(
@@ -101,7 +143,8 @@ def make_model(
                 raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
             # of a run that stopped early, the newest checkpoint is newer than model.safetensors
             name = sizes.init_from
-            _, model = load_model(name, say, base_dtype(sizes), task=config.task.name)
+            stored = base_dtype(sizes) if sizes.lora_rank else None  # trained ones are float32
+            _, model = load_model(name, say, stored, task=config.task.name)
             if adapters(model):
                 model = merge_adapters(model)
         except ValueError as error:
@@ -121,9 +164,17 @@ def match_vocab(
     tokenizer: Tokenizer,
     say: Say = lambda text: None,
 ) -> None:
+    """`fit_vocab`, and raise ConfigError also if --max-new-tokens does not fit the model."""
+    fit_vocab(model, name, tokenizer, say)
+    check_room(config, model.shape)
+
+
+def fit_vocab(
+    model: Transformer, name: str, tokenizer: Tokenizer, say: Say = lambda text: None
+) -> None:
     """Drop vocabulary padding, because a token that cannot be decoded must never be sampled.
 
-    Raises ConfigError if the tokenizer or --max-new-tokens does not fit the model.
+    Raises ConfigError if the tokenizer does not fit the model.
     """
     size, known, flag = model.shape.vocab_size, tokenizer.n_vocab, tokenizer.name
     if lost := [stop for stop in tokenizer.unknown_stops if known <= stop < size]:
@@ -139,7 +190,6 @@ def match_vocab(
             f"{name}: has {size} tokens, --tokenizer {flag} has {known}; "
             "choose a model and a tokenizer that match"
         )
-    check_room(config, model.shape)
 
 
 def is_padded(size: int, known: int) -> bool:
@@ -156,7 +206,7 @@ def check_room(config: Config, shape: ModelShape) -> None:
         )
 
 
-def make_reference(config: Config, learner: Learner) -> Reference:
+def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Reference:
     """The reference of --kl-coef: the learner's model as it is now, which is not trained yet.
 
     It is a frozen copy. Of a model with adapters it shares all weights, and the adapters are off.
@@ -170,8 +220,10 @@ def make_reference(config: Config, learner: Learner) -> Reference:
     else:
         copied = copy.deepcopy(learner.model).requires_grad_(False)
         model = accel.low_precision_copy(config.speed, copied)
-    return FrozenReference(
+    return FrozenModel(
         model,
+        tokenizer,
+        name="the reference of --kl-coef",
         packing=PACKINGS[config.speed.packing],
         temperature=config.sampling.temperature,
         backoff=learner.backoff,

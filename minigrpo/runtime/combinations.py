@@ -17,6 +17,7 @@ def check(c: "Config") -> None:
     size, prompts, heads = c.sampling.group_size, c.sampling.prompts_per_step, c.model.heads
     last_step = min(c.run.stop_after or c.run.max_steps, c.run.max_steps)
     loss, buffer, resume = c.loss.name, c.loss.overlong_buffer, c.run.resume
+    may_ask_models = c.task.student or c.task.rewards or c.task.name.endswith(".py")
     no_slots = not c.speed.kv_cache or c.memory.share_prompt_kv
     for bad, message in (
         (
@@ -32,6 +33,10 @@ def check(c: "Config") -> None:
             f"--kl-coef must be 0 with --loss {loss}, which samples nothing, got {c.loss.kl_coef}",
         ),
         (
+            c.supervised and c.task.name == "teach",
+            f"--task teach has no true explanations, so --loss {loss} has nothing to train on",
+        ),
+        (
             c.speed.cuda_graphs and no_slots,
             "--cuda-graphs needs --kv-cache, and does not work with --share-prompt-kv",
         ),
@@ -40,8 +45,9 @@ def check(c: "Config") -> None:
             "--low-precision-weights needs --use-amp, whose precision they take",
         ),
         (
-            c.model.base_dtype != "float32" and not c.model.lora_rank,
-            f"--base-dtype {c.model.base_dtype} needs --lora-rank, which freezes the weights",
+            c.model.base_dtype != "float32" and not (c.model.lora_rank or may_ask_models),
+            f"--base-dtype {c.model.base_dtype} needs frozen weights: --lora-rank, or a model that "
+            "rewards ask (--student, --rewards, a task of your own)",
         ),
         (
             c.run.profile and last_step < LAST_PROFILED,

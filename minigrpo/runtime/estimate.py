@@ -96,6 +96,7 @@ def measure_lengths_and_estimate(
     examples = some_examples(task)
     most = config.sampling.max_new_tokens
     own_scores = config.task.rewards or config.task.name.endswith(".py")
+    own_scores = own_scores or not any(example.answer for example in examples)
     prompt_len = encode_prompts(tokenizer, examples, shape.context - most)[1].float()
     answers = encode_answers(tokenizer, examples)[1].float()
     if not config.supervised:

@@ -72,7 +72,13 @@ class Situation:
     @property
     def trusted_rewards(self) -> bool:
         """Whether all scores are the task's own, which run without a time limit."""
-        return not self.config.task.rewards and hasattr(self.task, "score_batch")
+        own = hasattr(self.task, "score_batch") or hasattr(self.task, "score_tokens")
+        return not self.config.task.rewards and own
+
+    @property
+    def may_ask_models(self) -> bool:
+        """Whether rewards have models of their own, or may have: a user's code is not read."""
+        return hasattr(self.task, "score_tokens") or bool(self.config.task.rewards)
 
     @property
     def scores_in_threads(self) -> bool:
@@ -117,6 +123,7 @@ TABLE: dict[str, Row] = {
             "the prompts of --data are used as they are",
         ),
     ),
+    "student": ((lambda s: s.config.task.name != "teach", "it is for --task teach"),),
     "reward_timeout": (
         (
             lambda s: s.trusted_rewards,
@@ -215,11 +222,17 @@ TABLE: dict[str, Row] = {
             "all tokens of a micro-batch fit into one chunk",
         ),
     ),
+    "base_dtype": (
+        (
+            lambda s: not (s.config.model.lora_rank or s.may_ask_models),
+            "no --lora-rank, and no reward that asks a model",
+        ),
+    ),
     "offload_reference": (
-        (lambda s: not s.kl, "no --kl-coef"),
+        (lambda s: not (s.kl or s.may_ask_models), "no --kl-coef"),
         (lambda s: s.on_cpu, "CPU"),
         (
-            lambda s: s.config.model.lora_rank,
+            lambda s: s.config.model.lora_rank and not s.may_ask_models,
             "with --lora-rank the reference is the model itself, without its adapters",
         ),
     ),

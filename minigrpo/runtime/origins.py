@@ -15,18 +15,18 @@ from .flags import ConfigError, flag
 from .resume import changed
 from .settings import RECORD
 
-NAMES = ("init_from", "tokenizer")  # the settings that may name a model on the Hub
+NAMES = ("init_from", "tokenizer", "student")  # the settings that may name a model on the Hub
 
 
 def fetch_models(config: Config) -> None:
-    """Fetch what --init-from and --tokenizer name on the Hugging Face Hub, if it is not here.
+    """Fetch what --init-from, --tokenizer and --student name on the Hub, if it is not here.
 
     For the main process: the others find it in the cache afterwards. A plan fetches nothing.
     Raises ConfigError if that is not possible.
     """
     for name in NAMES:
         try:
-            local_folder(getattr(config.model, name), weights=name == "init_from")
+            local_folder(config.flat()[name], weights=name != "tokenizer")
         except ValueError as error:
             raise ConfigError(f"{flag(name)} {error}") from None
 
@@ -36,7 +36,7 @@ def commits_of_models(config: Config) -> dict[str, str]:
 
     Saved in checkpoints beside `contents_of_files`.
     """
-    named = {flag(name): getattr(config.model, name) for name in NAMES}
+    named = {flag(name): config.flat()[name] for name in NAMES}
     folders = {f"{by} {name}": cached_folder(name) for by, name in named.items()}
     return {shown: folder.name for shown, folder in folders.items() if folder}
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..types import RewardTable
 from .pool import Job, WorkerPool
-from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, narrow, partly_nan, weighted_sum
+from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, narrow, partly_nan, total_so_far
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PendingRewards:
                 parts[name] = narrow(values)
                 if not source.trusted:
                     failures[name] = int(missed.sum())
-        return RewardTable(weighted_sum(parts, self.weights), parts, failures)
+        return RewardTable(total_so_far(parts, self.weights, self.index.shape), parts, failures)
 
     def _answer(self, source: RewardSource, part: slice, job: Job) -> tuple[np.ndarray, bool]:
         """The scores of a call, `[len(source.names), n]`, and whether it has failed."""

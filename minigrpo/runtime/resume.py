@@ -36,7 +36,7 @@ ONLY_WITH = {
 
 
 def contents_of_files(config: Config) -> dict[str, str]:
-    """The sha256 of each file of --task, --rewards and --data, by its flag and name.
+    """The sha256 of each file of --task, --rewards, --data and --student, by its flag and name.
 
     Saved in checkpoints, because a file may have the same name and other contents when a run is
     resumed. A file that cannot be read is left out; its reader refuses it with a better message.
@@ -45,7 +45,19 @@ def contents_of_files(config: Config) -> dict[str, str]:
     own_task = task.name if task.name.endswith(".py") else ""
     named = [("--task", own_task), ("--rewards", task.rewards)]
     named += [("--data", path.strip()) for path in task.data.split(",")]
+    named += [("--student", str(path)) for path in _weights_at(task.student)]
     return {f"{by} {path}": digest for by, path in named if path and (digest := _sha256(path))}
+
+
+def _weights_at(name: str) -> list[Path]:
+    """The files that hold the weights of a model at a path; none for ORG/NAME.
+
+    Of a run's checkpoints their manifests, which hold hashes of them.
+    """
+    path = Path(name)
+    if not name or not path.is_dir():
+        return [path] if name else []
+    return sorted([*path.glob("*.safetensors"), *path.glob("checkpoints/*/manifest.json")])
 
 
 def _sha256(path: str) -> str:

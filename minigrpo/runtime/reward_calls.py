@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..types import Example, Task
+from ..types import Example
 from .flags import ConfigError
 from .loss_arguments import FLOAT32_UP_TO
 from .text import one_line, short
@@ -30,6 +30,7 @@ LARGEST = 1e12
 EACH = "each"  # (example, text) -> {name: value}
 BATCHED = "batched"  # (examples, texts) -> {name: values}, each distinct pair once
 GROUPED = "grouped"  # (example, texts) -> {name: values}, all completions of a prompt
+TOKENS = "tokens"  # (TokenBatch) -> {name: values [P, G]}, see token_rewards.py
 
 
 PARTLY_NAN = (
@@ -48,7 +49,7 @@ class RewardSource:
 
     names: Sequence[str]  # the reward parts that it returns
     call: Callable[..., Any]
-    kind: str  # EACH, BATCHED or GROUPED
+    kind: str  # EACH, BATCHED, GROUPED or TOKENS
     timeout_s: float | None  # seconds per completion; None: trusted
     floor: float = 0.0  # the score of a completion whose call failed
     may_be_nan: bool = False  # NaN says that a part does not concern the example
@@ -166,6 +167,14 @@ def weighted_sum(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) 
     return total
 
 
+def total_so_far(
+    parts: Mapping[str, np.ndarray], weights: Mapping[str, float], shape: tuple[int, ...]
+) -> np.ndarray:
+    """The weighted sum of those parts that are there, `[P, G]`: others may need tokens."""
+    known = {name: weight for name, weight in weights.items() if name in parts}
+    return weighted_sum(parts, known) if known else np.zeros(shape, dtype=np.float32)
+
+
 def partly_nan(scores: np.ndarray) -> np.ndarray:
     """`[P, G]` bool: the score is NaN, and that of another completion of the prompt is not.
 
@@ -200,25 +209,6 @@ def check_texts(examples: Any, texts: Any) -> None:
             )
         if wrong := [text for text in group if not isinstance(text, str)]:
             raise ValueError(f"a completion must be text, got {short(wrong[0])}")
-
-
-def task_source(task: Task, timeout_s: float) -> RewardSource:
-    """Use `score_batch` if the task has one that matches its `score`; else `score`, untrusted.
-
-    A subclass that overrides only `score` inherits a `score_batch` that does not call it. Using
-    that would silently ignore the subclass's scores.
-    """
-
-    users = getattr(task, "users", task)  # what tasks/own.py wraps
-
-    def depth(name: str) -> int:
-        classes = type(users).__mro__
-        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
-
-    score_batch = getattr(task, "score_batch", None)
-    if score_batch is not None and depth("score_batch") <= depth("score"):
-        return RewardSource(list(task.parts), score_batch, BATCHED, None, may_be_nan=True)
-    return RewardSource(list(task.parts), task.score, EACH, timeout_s, may_be_nan=True)
 
 
 def distinct_pairs(

@@ -9,15 +9,20 @@ from typing import Any
 from .files import NUM_NOT_FINITE
 from .flags import ConfigError
 from .measures import PASS_AT, SAMPLED
-from .reward_calls import BATCHED, EACH, GROUPED, LARGEST, RewardSource
+from .reward_calls import BATCHED, EACH, GROUPED, LARGEST, TOKENS, RewardSource
 from .text import has_lone_surrogate, short
 
 # what eval.jsonl has beside the parts; a part of the same name would overwrite it
 RESERVED_PARTS = ("step", "n", "reward", NUM_NOT_FINITE)
 # --reward-weights separates by the first two; with the third, `exact/x` would be a kind of question
 FORBIDDEN_IN_PARTS = ",=/"
-KINDS = ("batched", "grouped")  # arguments of the decorator that change what a function takes
-CALLED_WITH = {EACH: "(example, text)", BATCHED: "(examples, texts)", GROUPED: "(example, texts)"}
+KINDS = (BATCHED, GROUPED, TOKENS)  # arguments of the decorator that change what a function takes
+CALLED_WITH = {
+    EACH: ("example", "text"),
+    BATCHED: ("examples", "texts"),
+    GROUPED: ("example", "texts"),
+    TOKENS: ("batch",),
+}
 
 
 def check_part_name(name: object) -> None:
@@ -69,6 +74,7 @@ class RewardFunction:
     floor: float = 0.0  # the score of a completion on which the function failed
     batched: bool = False  # function(examples, texts) -> floats, else function(example, text)
     grouped: bool = False  # function(example, texts) -> floats, of all completions of a prompt
+    tokens: bool = False  # function(TokenBatch) -> [P, G] floats
 
     def __post_init__(self) -> None:
         check_part_name(self.name)
@@ -86,6 +92,11 @@ class RewardFunction:
                 raise ConfigError(f"{self.name}: {what} must be True or False, got {short(asked)}")
         if len(asked_for := [what for what in KINDS if getattr(self, what)]) > 1:
             raise ConfigError(f"{self.name}: takes one of {' and '.join(asked_for)}, not both")
+        if self.tokens and (self.timeout_s is not None or self.floor):
+            raise ConfigError(
+                f"{self.name}: timeout_s and floor do not go with tokens, because such a function "
+                "has no time limit, and an error in it ends the run"
+            )
         self._check_call()
 
     @property
@@ -103,10 +114,10 @@ class RewardFunction:
             if inspect.isgeneratorfunction(called):
                 raise ConfigError(f"{self.name}: must return its scores, not yield them")
         try:
-            inspect.signature(self.function).bind(None, None)
+            inspect.signature(self.function).bind(*CALLED_WITH[self.kind])
         except TypeError:
-            takes = CALLED_WITH[self.kind]
-            raise ConfigError(f"{self.name}: must be a function that takes {takes}") from None
+            takes = ", ".join(CALLED_WITH[self.kind])
+            raise ConfigError(f"{self.name}: must be a function that takes ({takes})") from None
         except ValueError:
             pass  # some built-in functions have no signature that can be read
 
@@ -120,7 +131,9 @@ class RewardFunction:
             return {self.name: self.function(*args)}
 
         limit = timeout_s if self.timeout_s is None else self.timeout_s
-        return RewardSource([self.name], call, self.kind, limit, self.floor)
+        # a function of tokens uses the device, so it cannot run in a thread that is given up
+        timed = None if self.tokens else limit
+        return RewardSource([self.name], call, self.kind, timed, self.floor)
 
 
 def reward(
@@ -130,6 +143,7 @@ def reward(
     floor: float = 0.0,
     batched: bool = False,
     grouped: bool = False,
+    tokens: bool = False,
 ) -> Callable[[Callable[..., Any]], RewardFunction]:
     """Decorator: make a function a reward part, named after the function.
 
@@ -152,6 +166,9 @@ def reward(
         grouped: the function takes an example and all completions of its prompt, duplicates
             included, and returns one float per completion, for instance by ranking them. A greedy
             completion in an evaluation is a group of one.
+        tokens: the function takes a `TokenBatch`: token ids, spans between tags, the policy's
+            log-probs, its device, and other models. It returns `[P, G]` floats, as an array, a
+            tensor or lists. It is trusted: there is no time limit, and an error ends the run.
 
     Raises:
         ConfigError: a value that is not allowed, or a function that cannot be called like this.
@@ -159,6 +176,6 @@ def reward(
 
     def decorate(function: Callable[..., Any]) -> RewardFunction:
         name = getattr(function, "__name__", type(function).__name__)
-        return RewardFunction(function, name, weight, timeout_s, floor, batched, grouped)
+        return RewardFunction(function, name, weight, timeout_s, floor, batched, grouped, tokens)
 
     return decorate

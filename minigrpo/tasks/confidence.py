@@ -25,8 +25,8 @@ import numpy as np
 from ..runtime.calibration import calibration
 from ..runtime.flags import ConfigError
 from ..runtime.measures import success_of
-from ..runtime.reward_calls import task_source
 from ..runtime.rng import stream
+from ..runtime.task_sources import task_sources
 from ..types import Example, Task
 
 WEIGHTS = {"format": 0.5, "correct": 0.5, "brier": 0.5, "confidence": 0.0}
@@ -128,7 +128,7 @@ class WithConfidence:
         if hasattr(task, "score_tokens"):
             raise ConfigError("--confidence needs a task whose answers are right or wrong")
         self.task, self.seed, self.chat, self.supervised = task, seed, chat, supervised
-        self.source = task_source(task, timeout_s=1.0)  # calls are timed by who calls this task
+        self.source = task_sources(task, timeout_s=1.0)[0]  # calls are timed by who calls this task
         self.own_success = success_of(task)
         # the task's name of a part -> its name here; `correct` is the part that it calls right
         names = [name for name in task.parts if name != self.own_success]
@@ -243,7 +243,7 @@ class BatchedWithConfidence(WithConfidence):
 
 def with_confidence(task: Task, *, seed: int, chat: bool, supervised: bool) -> WithConfidence:
     """Return the task of --confidence; arguments and errors are those of `WithConfidence`."""
-    batched = task_source(task, timeout_s=1.0).trusted
+    batched = task_sources(task, timeout_s=1.0)[0].trusted
     kind = BatchedWithConfidence if batched else WithConfidence
     return kind(task, seed=seed, chat=chat, supervised=supervised)
 

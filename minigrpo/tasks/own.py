@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -25,7 +26,8 @@ from ..runtime.reward_functions import check_number, check_part_name
 from ..runtime.text import check_file_name, has_lone_surrogate, one_line, short
 from ..types import Example, Task
 
-TASK_MEMBERS = ("parts", "train", "held_out", "score")
+TASK_MEMBERS = ("parts", "train", "held_out")
+SCORES = ("score", "score_tokens")  # a task has one of them
 ALL_KINDS = "all"  # the row of all examples in the tables of `minigrpo evaluate`
 MAX_INDEX = 2**63
 Result = TypeVar("Result")
@@ -77,6 +79,7 @@ def _is_task(value: object, module: ModuleType) -> bool:
         isinstance(value, type)
         and value.__module__ == module.__name__
         and all(hasattr(value, member) for member in TASK_MEMBERS)
+        and any(hasattr(value, member) for member in SCORES)
     )
 
 
@@ -160,6 +163,9 @@ class OwnTask:
         # without it, RewardScorer calls `score`
         if guarded(name, lambda: getattr(users, "score_batch", None)) is not None:
             self.score_batch = self._score_batch
+        for member in ("score_tokens", "token_parts"):
+            if (theirs := guarded(name, partial(getattr, users, member, None))) is not None:
+                setattr(self, member, theirs)
 
     def train(self, number: int) -> Example:
         """Return training example `number`."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..runtime.flags import ConfigError, job_of
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files, hidden_digit, math, qa
+from . import chess_files, hidden_digit, lessons, math, qa
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
@@ -63,6 +63,9 @@ TASKS: dict[str, TaskRow] = {
     "qa": TaskRow(read=qa.read),
     "hidden-digit": TaskRow(
         make=hidden_digit.make, shipped="hidden-digit", settings=hidden_digit.SETTINGS
+    ),
+    "teach": TaskRow(
+        make=lessons.offline, read=lessons.of_files, shipped="teacher", settings=lessons.SETTINGS
     ),
 }
 

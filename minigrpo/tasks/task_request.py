@@ -18,6 +18,7 @@ class TaskRequest:
     data: str = ""  # files of examples, separated by commas; "" for the task's own generator
     history: int = 0  # earlier moves in a chess prompt
     chat: bool = False  # whether --system makes prompts the messages of a user
+    student: str = ""  # the model that --task teach explains to
     listener: Listener = field(default_factory=SilentListener)  # gets progress and warnings
 
     @property

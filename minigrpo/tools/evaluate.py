@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ..evaluate import Graded, by_kind, grade, record_of
 from ..model.encoding import encode_prompts
-from ..runtime.build import make_scorer
+from ..runtime.build import make_scorer, make_token_scoring
 from ..runtime.files import to_json
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
@@ -68,7 +68,9 @@ def run(loaded: Loaded, number: int, screen: Screen) -> tuple[Graded, Graded]:
     """
     task, config = loaded.task, loaded.config
     size = min(number, getattr(task, "num_held_out", None) or number)
-    scorer, seed = make_scorer(config, task, screen.warn), config.run.seed
+    device, warn, seed = loaded.sampler.model.device, screen.warn, config.run.seed
+    token_scoring = make_token_scoring(config, loaded.sampler.tokenizer, device, warn)
+    scorer = make_scorer(config, task, warn, token_scoring)
     with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
         room = loaded.sampler.model.shape.context - config.sampling.max_new_tokens

@@ -118,6 +118,7 @@ def check_paths(selection: ModelSelection, config: Config) -> None:
     """
     task = config.task
     files = {"data": task.data.split(","), "rewards": [task.rewards]}
+    files["student"] = [task.student] if is_path(task.student) and task.student != "shipped" else []
     files["task"] = [task.name] if task.name.endswith(".py") else []
     check_model_paths(selection, config)
     _check(selection, files)
