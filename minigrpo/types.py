@@ -39,6 +39,7 @@ class Task(Protocol):
             it first. Without it, a completion is right if it equals the example's answer.
         summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
             from the `[n]` values of each part.
+        remark() -> text: a line to print when a run starts.
     """
 
     parts: Mapping[str, float]  # reward part -> default weight

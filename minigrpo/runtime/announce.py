@@ -41,6 +41,8 @@ def introduce(
     parts = [f"{weight:g} x {name}" for name, weight in weights.items() if weight]
     where = " (in evaluations only)" if config.supervised else ""
     screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
+    if remark := getattr(situation.task, "remark", None):
+        screen.say(remark())
     if speed.fast:
         kind = device_kind(str(device))
         settings = config.flat()

@@ -12,7 +12,7 @@ from typing import Any
 from ..runtime.flags import ConfigError
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files
+from . import chess_files, code_data, one_liners
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
@@ -51,6 +51,11 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
+    "code": TaskRow(
+        make=one_liners.generated,
+        read=code_data.of_files,
+        settings={"init_from": "scratch", "max_new_tokens": 24, "reward_timeout": 3.0},
+    ),
 }
 
 

@@ -17,6 +17,7 @@ class TaskRequest:
     seed: int
     data: str = ""  # files of examples, separated by commas; "" for the task's own generator
     history: int = 0  # earlier moves in a chess prompt
+    timeout_s: float = 10.0  # --reward-timeout, for a task that runs code
     listener: Listener = field(default_factory=SilentListener)  # gets progress and warnings
 
     @property
