@@ -20,7 +20,7 @@ from .runtime.constraints import Above, AtLeast, AtMost, Group, SeveralLines
 from .runtime.fast import fast_layers
 from .runtime.reward_weights import parse_weights
 from .runtime.settings import Grouped
-from .tasks.registry import task_settings
+from .tasks.registry import settings_by_task
 
 # The upper limits only refuse slips of the keyboard, which would fill the memory or never end.
 Count = Annotated[int, AtLeast(1), AtMost(10**9)]
@@ -280,9 +280,9 @@ class Config(Grouped):
         return not LOSSES[self.loss.name].needs_group
 
     @staticmethod
-    def settings_of(task: object) -> Mapping[str, Any]:
-        """The settings of a built-in task, which count below --config and the command line."""
-        return task_settings(task)
+    def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
+        """The settings of built-in tasks, which count below --config and the command line."""
+        return settings_by_task()
 
     def resolved(self, given: Collection[str]) -> Self:
         """This config with the layers of --fast, except the settings that are `given`."""

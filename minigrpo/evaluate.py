@@ -5,7 +5,7 @@ The trainer and the evaluation tool call `measure`; `evaluate` gives its values 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Graded:
         same = [[text == example.answer for text in group] for example, group in pairs]
         return np.array(same, dtype=float)
 
+    def select(self, rows: np.ndarray) -> "Graded":
+        """Some of the examples, by an `[n]` bool mask."""
+        places = np.flatnonzero(rows)
+        return replace(
+            self,
+            examples=[self.examples[i] for i in places],
+            texts=[self.texts[i] for i in places],
+            rewards=self.rewards.select(places),
+        )
+
     @property
     def measures(self) -> dict[str, np.ndarray]:
         """The `[n, K]` values of all measures that are means; the success comes first."""
@@ -72,10 +82,7 @@ def grade(
     batch = max(1, min(size, BATCH) // num_samples)
     texts, pending = list[Sequence[str]](), list[PendingRewards]()
     for part in sampler.complete(examples, num_samples=num_samples, u=u, batch_size=batch):
-        asked, answers = (
-            examples[len(texts) : len(texts) + len(part)],
-            decode(sampler.tokenizer, part),
-        )
+        answers, asked = decode(sampler.tokenizer, part), examples[len(texts) :][: len(part)]
         pending.append(scorer.submit(asked, answers))
         texts += answers
         advance(len(part))
@@ -133,13 +140,17 @@ def measure(
     examples = [task.held_out(i) for i in range(size)]
     greedy = grade(sampler, scorer, examples, advance=advance)
     drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
-    return record_of(greedy, drawn, getattr(task, "summaries", None), seed)
+    found = record_of(greedy, drawn, getattr(task, "summaries", None), seed)
+    success, kinds = greedy.success, by_kind(examples)
+    found |= {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
+    found |= {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
+    return found
 
 
 def record_of(
-    greedy: Graded, drawn: Graded, summaries: Summaries | None, seed: int
+    greedy: Graded, drawn: Graded, summaries: Summaries | None = None, seed: int = 0
 ) -> dict[str, Estimate]:
-    """The measures of an evaluation, as `measure` returns them.
+    """The measures of an evaluation, without those by kind.
 
     Args:
         greedy: the greedy completions, one per example.
@@ -147,7 +158,7 @@ def record_of(
         seed: of the bootstrap samples for the intervals of the summaries.
     """
     found: dict[str, Estimate] = {"n": Estimate(float(len(greedy.examples)))}
-    success, kinds = greedy.success, by_kind(greedy.examples)
+    success = greedy.success
     for name, values in greedy.measures.items():
         both = {name: estimate(values), name + SAMPLED: estimate(drawn.measures[name])}
         # the headline is what GRPO raises: the sampled completions
@@ -157,12 +168,14 @@ def record_of(
             summarise(summaries, graded.rewards.parts, seed) for graded in (greedy, drawn)
         )
         if twice := of_greedy.keys() & found.keys():
-            raise ConfigError(f"summaries: the task has {', '.join(sorted(twice))} twice")
+            raise ConfigError(
+                "the summaries of a task and its reward parts must have different names, both have "
+                f"{', '.join(sorted(twice))}"
+            )
         found |= of_greedy | {name + SAMPLED: x for name, x in of_drawn.items()}
     found |= passes(drawn.right)
-    found |= {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
-    found |= {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
-    return {name: x for name, x in found.items() if not math.isnan(x.value)}
+    ours = (success, success + SAMPLED)  # stay, because the headline is the first of the measures
+    return {name: x for name, x in found.items() if name in ours or not math.isnan(x.value)}
 
 
 def by_kind(examples: Sequence[Example]) -> dict[str, np.ndarray]:

@@ -11,28 +11,23 @@ the run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from rapidfuzz import process
 from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a batch per call
 
-from .runtime.pool import Job, WorkerPool
+from .runtime.pending_rewards import PendingRewards as PendingRewards
+from .runtime.pool import WorkerPool
 from .runtime.reward_calls import (
     BATCHED,
     GROUPED,
-    PARTLY_NAN,
-    BadRewardError,
     RewardSource,
     check_texts,
     describe_failure,
     distinct_pairs,
-    narrow,
-    partly_nan,
     task_source,
     users_own,
-    weighted_sum,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
 from .runtime.reward_functions import check_number, check_time_limit
@@ -52,65 +47,6 @@ def similarities(a: Sequence[str], b: Sequence[str]) -> np.ndarray:
         a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64
     )
     return scores
-
-
-@dataclass
-class PendingRewards:
-    """Rewards still being computed; `result` waits for them."""
-
-    scorer: "RewardScorer"
-    index: np.ndarray  # [P, G] int, index of each completion's distinct text
-    calls: list[tuple[RewardSource, slice, Job]] = field(default_factory=list)
-    table: RewardTable | None = None  # set by the first `result`
-
-    def result(self) -> RewardTable:
-        """Wait for all calls, and return the table.
-
-        Completions whose call failed get the floor of the reward part, and are counted in
-        `RewardTable.failures`. An error in the task's `score_batch` is raised.
-        """
-        if self.table is None:
-            self.table = self._wait()
-        return self.table
-
-    def _wait(self) -> RewardTable:
-        parts, failures = dict[str, np.ndarray](), dict[str, int]()
-        for source in self.scorer.sources:
-            calls = [(part, job) for asked, part, job in self.calls if asked is source]
-            size = calls[-1][0].stop
-            scores, failed = np.empty((len(source.names), size)), np.zeros(size, dtype=bool)
-            for part, job in calls:
-                scores[:, part], failed[part] = self._answer(source, part, job)
-            # each completion of a pair has the pair's score
-            index = self.index if source.of_distinct else np.arange(size).reshape(self.index.shape)
-            for name, row in zip(source.names, scores, strict=True):
-                values, missed = row[index], failed[index]
-                if (mixed := partly_nan(values)).any():
-                    self._refuse(source, BadRewardError(PARTLY_NAN))
-                    values, missed = np.where(mixed, source.floor, values), missed | mixed
-                parts[name] = narrow(values)
-                if not source.trusted:
-                    failures[name] = int(missed.sum())
-        return RewardTable(weighted_sum(parts, self.scorer.weights), parts, failures)
-
-    def _answer(self, source: RewardSource, part: slice, job: Job) -> tuple[np.ndarray, bool]:
-        """The scores of a call, `[len(source.names), n]`, and whether it has failed."""
-        size = part.stop - part.start
-        try:
-            answer = self.scorer.pool.wait(job, source.time_limit(size))
-            return source.check(answer, size), False
-        except Exception as error:
-            self._refuse(source, error)
-            return np.full((len(source.names), size), source.floor, dtype=np.float64), True
-
-    def _refuse(self, source: RewardSource, error: Exception) -> None:
-        """Warn of a failure, or raise it if the source is trusted."""
-        if not source.trusted:
-            self.scorer.warn_once(source, error)
-        elif isinstance(error, BadRewardError):
-            raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
-        else:
-            raise error
 
 
 class RewardScorer:
@@ -179,7 +115,7 @@ class RewardScorer:
         """Start scoring; with workers, return before it is done."""
         check_texts(examples, texts)
         asked, distinct, index = distinct_pairs(examples, texts)
-        pending = PendingRewards(self, index)
+        pending = PendingRewards(self.sources, self.weights, self.pool, self.warn_once, index)
         for source in self.sources:
             group, size = index.shape[1], len(distinct) if source.of_distinct else index.size
             for part in source.pieces(size, self.workers, group):

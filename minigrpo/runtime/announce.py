@@ -43,6 +43,9 @@ def introduce(
     screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
     if remark := getattr(situation.task, "remark", None):
         screen.say(remark())
+    of_task = config.settings_by_task().get(config.task.name, {})
+    if own := {name: x for name, x in of_task.items() if name not in config.given}:
+        screen.say(f"settings of the task: {' '.join(as_flags(own))}")
     if speed.fast:
         kind = device_kind(str(device))
         settings = config.flat()
@@ -143,7 +146,7 @@ def parts_of(rewards: RewardTable, g: int) -> dict[str, float]:
 def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> None:
     """Print the headline of an evaluation, and the other measures of sampled completions."""
     success = headline(found)
-    sampled, greedy = (found.get(name) for name in (success + SAMPLED, success))
+    sampled, greedy = (found[name] for name in (success + SAMPLED, success))
     screen.say(
         f"evaluation at step {step} on {found['n'].value:.0f} held-out examples: "
         f"{in_words(success)} {percent(sampled)} sampled, {percent(greedy)} greedy; "
@@ -151,10 +154,8 @@ def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> 
     )
 
 
-def percent(share: Estimate | None) -> str:
-    """A share with its 95 % interval; an evaluation of no example that it concerns has none."""
-    if share is None:
-        return "of none"
+def percent(share: Estimate) -> str:
+    """A share with its 95 % interval."""
     low, high = (f"{100 * x:.1f}" for x in (share.low, share.high))
     return f"{share.value:.1%} [{low}, {high}]"
 
@@ -174,9 +175,16 @@ def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
 
 
 def show_change(
-    screen: Screen, first: Evaluation, last: Evaluation, step: int, seconds: float
+    screen: Screen,
+    first: Evaluation,
+    last: Evaluation,
+    found: Mapping[float, Mapping[str, Estimate]],
+    seconds: float,
 ) -> None:
-    """Print evaluations before and after, first the sampled measure, which GRPO maximises."""
+    """Print evaluations before and after, first the sampled measure, which GRPO maximises.
+
+    `found` has their 95 % intervals by step; an evaluation from before a resume has none.
+    """
     names = [
         name
         for name in first
@@ -186,12 +194,16 @@ def show_change(
     for name in names:
         kind = name.partition("/")[2]
         n = last.get(f"count/{kind}", last["n"]) if kind else last["n"]
-        ends = first[name], last[name], last[name] - first[name]
+        ends = [
+            str(found.get(end["step"], {}).get(name, Estimate(end[name]))) for end in (first, last)
+        ]
         is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
-        numbers = f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[2]:+.3f}"
-        how = "sampled" if is_sampled else "greedy"
-        rows.append([name.removesuffix(SAMPLED), how, f"{n:.0f}", *numbers])
-    title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
+        how, change = "sampled" if is_sampled else "greedy", f"{last[name] - first[name]:+.3f}"
+        rows.append([name.removesuffix(SAMPLED), how, f"{n:.0f}", *ends, change])
+    title = (
+        f"held-out examples before and after {last['step']:.0f} steps ({seconds:.0f} s), with 95 % "
+        "intervals"
+    )
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
 
 

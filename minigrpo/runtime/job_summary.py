@@ -1,34 +1,42 @@
 """What a SLURM job leaves in its run's folder for people: `job_summary.txt`, a few plain lines."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from .failures import reason_of
+from .files import write_whole
 from .measures import SAMPLED, headline, in_words
 
 JOB, NODES, RESTARTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"
 
 
-def job_summary(
-    summary: Mapping[str, Any], processes: int, environ: Mapping[str, str] = os.environ
-) -> str:
-    """The text, or "" outside SLURM.
+def write_job_summary(
+    folder: Path, summary: Mapping[str, Any], processes: int, warn: Callable[[str], object]
+) -> None:
+    """Write the file, in a SLURM job only; if that is not possible, warn.
 
     Args:
         summary: what summary.json holds.
     """
-    if not (job := environ.get(JOB)):
-        return ""
+    if not (job := os.environ.get(JOB)):
+        return
     rows = {
-        "job": f"{job}, restart {environ.get(RESTARTS, '0')}",
-        "nodes": f"{environ.get(NODES, 'unknown')}, {processes} processes",
+        "job": f"{job}, restart {os.environ.get(RESTARTS, '0')}",
+        "nodes": f"{os.environ.get(NODES, 'unknown')}, {processes} processes",
         "status": f"{summary['status']} ({summary['exit_reason']})",
         "steps": f"{summary['step']}, of which {summary['skipped_steps']} were skipped",
         "time": str(timedelta(seconds=round(summary["wall_seconds"]))),
         **_change(summary["first_evaluation"], summary["last_evaluation"]),
     }
-    return "".join(f"{name:<10} {text}\n" for name, text in rows.items())
+    text = "".join(f"{name:<10} {value}\n" for name, value in rows.items())
+    file = folder / "job_summary.txt"
+    try:
+        write_whole(file, lambda aside: aside.write_text(text))
+    except OSError as error:
+        warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
 
 
 def _change(first: Mapping[str, float] | None, last: Mapping[str, float] | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ An evaluation is a record of eval.jsonl: `n`, the headline `<success>_sampled`, 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -49,6 +49,10 @@ class Estimate:
     value: float
     low: float = math.nan
     high: float = math.nan
+
+    def __str__(self) -> str:
+        value, low, high = (f"{x:.3f}" if abs(x) < 1e6 else f"{x:.4g}" for x in astuple(self))
+        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
 def estimate(values: np.ndarray) -> Estimate:

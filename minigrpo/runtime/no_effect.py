@@ -15,6 +15,7 @@ from ..losses import LOSSES, clipped, per_local_token
 from ..model.architectures import groups_queries
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
+from ..tasks.chess_files import WANTED as CHESS_TASKS
 from ..types import Task
 from .fast import BFLOAT16_AND_TF32, LAYERS, cuda_capability, device_kind
 from .flags import flag
@@ -110,6 +111,7 @@ NO_ADVANTAGE: Row = ((lambda s: s.supervised, "--loss nll has no advantages"),)
 TABLE: dict[str, Row] = {
     "history": (
         (lambda s: s.config.task.name.endswith(".py"), "a task of your own makes its own prompts"),
+        (lambda s: s.config.task.name not in CHESS_TASKS, "only chess prompts have earlier moves"),
         (
             lambda s: s.config.task.data and not reads_games(s.config),
             "the prompts of --data are used as they are",
@@ -265,7 +267,7 @@ def without_effect(situation: Situation) -> str:
     Settings at their default are left out, unless somebody typed them and they are not off.
     """
     config, groups = situation.config, dict[str, list[str]]()
-    default = type(config)().flat()
+    default = type(config).of(task=config.task.name).flat()  # with the settings of the task
     for name, value in config.flat().items():
         typed = name in config.typed and value not in (False, 0, "", None)
         if (typed or value != default[name]) and (why := reason(name, situation)):

@@ -39,7 +39,7 @@ from .failures import RunFailed, reason_of
 from .files import to_json, write_whole
 from .flags import ConfigError, flag
 from .folder import lock, make_folder, working_folder
-from .job_summary import job_summary
+from .job_summary import write_job_summary
 from .log_files import NoLog, RunLog
 from .logging import Screen
 from .origins import check_same_tokenizer, commits_of_models, recorded
@@ -287,18 +287,12 @@ class RunDir:
             raise ConfigError(f"{file}: cannot be written ({reason_of(error)})") from None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, and `job_summary.txt` in a SLURM job.
-
-        If that is not possible, warn, and leave none.
-        """
-        of_job = job_summary(summary, self.dist.world_size)
-        texts = {"summary.json": to_json(summary, indent=1), "job_summary.txt": of_job}
-        for name, text in texts.items():
-            file = self.path / name
-            try:
-                if text:
-                    write_whole(file, lambda aside, text=text: aside.write_text(text))
-            except OSError as error:
-                with contextlib.suppress(OSError):  # of an earlier part: would say how that ended
-                    file.unlink(missing_ok=True)
-                self.screen.warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+        """Write `summary.json`; if that is not possible, warn, and leave none."""
+        file = self.path / "summary.json"
+        try:
+            write_whole(file, lambda aside: aside.write_text(to_json(summary, indent=1)))
+        except OSError as error:
+            with contextlib.suppress(OSError):  # of an earlier part, it would say how that ended
+                file.unlink(missing_ok=True)
+            self.screen.warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+        write_job_summary(self.path, summary, self.dist.world_size, self.screen.warn)

@@ -91,9 +91,9 @@ class Grouped:
 
     def _of_task(self, task: object, given: frozenset[str]) -> dict[str, Any]:
         """The settings of another task in place of those of this one, except what is given."""
-        default = type(self)().flat()
-        old = {name: default[name] for name in self.settings_of(self.flat().get("task"))}
-        new = {**old, **self.settings_of(task)}
+        default, by_task = type(self)().flat(), self.settings_by_task()
+        old = {name: default[name] for name in by_task.get(self.flat().get("task", ""), {})}
+        new = {**old, **(by_task.get(task, {}) if isinstance(task, str) else {})}
         return {name: value for name, value in new.items() if name not in given}
 
     def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ class Grouped:
         return {name: getattr(getattr(self, group), field) for name, (group, field) in names}
 
     @staticmethod
-    def settings_of(task: object) -> Mapping[str, Any]:
-        """What a task changes from the defaults, by flat name; none here."""
+    def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
+        """What each task changes from the defaults, by flat name; nothing here."""
         return {}
 
     def resolved(self, given: Collection[str]) -> Self:
@@ -273,9 +273,11 @@ def _toml_value(value: Any) -> str:
 # --- --help ---------------------------------------------------------------------------------------
 
 
-def show_help(config: type, prog: str | None) -> NoReturn:
+def show_help(config: type[Grouped], prog: str | None) -> NoReturn:
     """Print the flags with their defaults, by group, and exit."""
     about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
+    for task, own in config.settings_by_task().items():
+        about += f" Settings of the task {task}: {' '.join(as_flags(own))}."
     files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
     flags: list[Any] = [("config", files, dataclasses.field(default=""))]
     for group, kind in groups_of(config).items():

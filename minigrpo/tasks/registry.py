@@ -108,10 +108,9 @@ def modern_name(name: str) -> str:
     return str(modern({"task": name})["task"])
 
 
-def task_settings(name: Any) -> Mapping[str, Any]:
-    """The settings of the task, by flat name: what it changes from the defaults."""
-    row = TASKS.get(modern_name(name)) if isinstance(name, str) else None
-    return row.settings if row else {}
+def settings_by_task() -> dict[str, Mapping[str, Any]]:
+    """What each task changes from the defaults, by flat name; tasks that change nothing are out."""
+    return {name: row.settings for name, row in TASKS.items() if row.settings}
 
 
 def shipped_model(task: str) -> str:
