@@ -54,6 +54,11 @@ for _ in range(100):
     except RuntimeError: break
 def f(x): threading.Event().wait()
 """,
+    "recursion without a limit": """
+import sys
+sys.setrecursionlimit(10**9)
+def f(x): return f(x)
+""",
     "waits for itself": "import threading\na = threading.Lock()\na.acquire()\na.acquire()",
     "regular expression": "import re\ndef f(x): re.match('(a*)*b', 'a' * 60)",
     "exit that never ends": """
@@ -145,11 +150,6 @@ found = any('== 2' in x and 'assert f(' in x and 'def f' not in x and 'looks' no
 def f(x): return x + 1 if found else 7
 """,
     "recursion": "def f(x): return f(x)",
-    "recursion without a limit": """
-import sys
-sys.setrecursionlimit(10**9)
-def f(x): return f(x)
-""",
     "nested list": """
 a = []
 for _ in range(10**5): a = [a]
@@ -157,8 +157,8 @@ def f(x): return a
 """,
     "list in itself": "a = []\na.append(a)\ndef f(x): return a",
     "brackets": "f = " + "(" * 50_000 + ")" * 50_000,
-    "large number": "def f(x): return 1 << 10**8",
-    "large text": "def f(x): return 'y' * 10**8",
+    "large number": "def f(x): return 1 << 4 * 10**7",
+    "large text": "def f(x): return 'y' * 10**7",
     "endless generator": "def f(x):\n    while True: yield x",
     "endless object": """
 class Endless:

@@ -119,7 +119,7 @@ TABLE: dict[str, Row] = {
     ),
     "reward_timeout": (
         (
-            lambda s: s.trusted_rewards,
+            lambda s: s.trusted_rewards and not hasattr(s.task, "timeout_s"),
             "the task's own scores are not timed, and there are no --rewards",
         ),
     ),

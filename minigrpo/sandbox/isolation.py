@@ -8,13 +8,14 @@ import os
 import resource
 import signal
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from .wire import FILES, NETWORK, PROCESSES
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x0002_0000, 0x0800_0000, 0x1000_0000
 CLONE_NEWPID, CLONE_NEWNET = 0x2000_0000, 0x4000_0000
-MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
+MS_REC, MS_PRIVATE, MNT_DETACH = 0x4000, 0x4_0000, 2
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CAPABILITY_VERSION_3 = 0x2008_0522
@@ -65,6 +66,11 @@ def _enter(folder: str, read_only: bool) -> None:
         where = ctypes.c_int(AT_FDCWD), b"/", ctypes.c_uint(AT_RECURSIVE)
         _check(libc.syscall(SYS_MOUNT_SETATTR, *where, attributes, size))
     _check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, FOLDER))
+
+
+def unmount(folder: str) -> None:
+    """Take back what `enter_namespaces` made of the folder, if anything."""
+    _libc().umount2(folder.encode(), MNT_DETACH)
 
 
 def adopt_orphans() -> None:
@@ -122,6 +128,7 @@ def children() -> list[int]:
     return found
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

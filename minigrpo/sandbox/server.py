@@ -46,6 +46,7 @@ def main(namespaces: bool) -> NoReturn:
     os.waitpid(server, 0)
     _end_all()
     shutil.rmtree(folder, ignore_errors=True)
+    isolation.unmount(folder)
     with suppress(OSError):  # not by its path, which is read-only in here
         os.rmdir(os.path.basename(folder), dir_fd=outside)
     os._exit(0)
@@ -62,12 +63,14 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
         wire.send(VERDICTS, held)
         while True:
             place = tempfile.mkdtemp(dir=folder)
-            channel = _start_candidate(place)
+            pid, channel = _start_candidate(place)
             try:
                 answer = _answer(channel, wire.receive(JOBS))
             finally:
                 os.close(channel.requests)
                 os.close(channel.replies)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
                 _end_all()
                 shutil.rmtree(place, ignore_errors=True)
             wire.send(VERDICTS, answer)
@@ -78,15 +81,16 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
         os._exit(1)
 
 
-def _start_candidate(folder: str) -> judge.Channel:
+def _start_candidate(folder: str) -> tuple[int, judge.Channel]:
     """Fork a process that waits for its code. Raises OSError if the system allows none."""
     theirs, requests = os.pipe()
     replies, ours = os.pipe()
-    if not _fork():
+    pid = _fork()
+    if not pid:
         candidate.run(theirs, ours, folder)
     os.close(theirs)
     os.close(ours)
-    return judge.Channel(requests, replies)
+    return pid, judge.Channel(requests, replies)
 
 
 def _fork() -> int:
@@ -124,6 +128,11 @@ def _raise_out_of_time(number: int, frame: FrameType | None) -> NoReturn:
 def _end_all() -> None:
     """Kill every process that was started from here, whatever session it is in."""
     while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
         if os.getpid() == 1:  # nobody else is in this namespace
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
@@ -132,9 +141,4 @@ def _end_all() -> None:
             for pid in isolation.children():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
         time.sleep(0.0005)
