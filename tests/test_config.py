@@ -144,7 +144,8 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
     if values.get("data"):  # the user's own
-        values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
+        write = write_problems if values.get("task") == "code" else write_sums
+        values["data"] = str(write(tmp_path / "data.jsonl"))
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config.of(**values), quiet=True)
@@ -159,6 +160,13 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
 def write_sums(path: Path) -> Path:
     pairs = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def write_problems(path: Path) -> Path:
+    problem = {"code": "def f(x): return x", "test_list": ["assert f(1) == 1"]}
+    lines = [json.dumps({"text": f"Write {number}.", **problem}) for number in range(60)]
+    path.write_text("\n".join(lines))
     return path
 
 

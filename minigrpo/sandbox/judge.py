@@ -112,8 +112,9 @@ def _refer(value: Any) -> Any:
     """How what is not plain crosses to the candidate. Raises TypeError if it cannot."""
     if type(value) is Remote:
         return {"object": object.__getattribute__(value, "_number")}
-    if getattr(builtins, getattr(value, "__name__", ""), None) is value:
-        return {"builtin": value.__name__}
+    name = getattr(value, "__name__", "")
+    if getattr(builtins, name, None) is value:
+        return {"builtin": name}
     if type(value) is FunctionType and not value.__code__.co_freevars:
         defaults = wire.encode(list(value.__defaults__ or ()), _refer)
         return {"function": [marshal.dumps(value.__code__).hex(), defaults]}

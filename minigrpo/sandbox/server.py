@@ -57,6 +57,8 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
         isolation.end_with_parent()
         isolation.adopt_orphans()
         isolation.hide_memory()
+        isolation.give_up_privileges()
+        os.environ.clear()
         signal.signal(signal.SIGALRM, _raise_out_of_time)
         gc.collect()
         gc.freeze()  # collections in the candidates then copy no memory

@@ -31,10 +31,6 @@ sys.modules["minigrpo"] = package
 from minigrpo.sandbox import server
 server.main(namespaces="plain" not in sys.argv)
 """
-NEEDS_LINUX = (
-    "code that a model wrote runs on Linux only: limits, kills and namespaces of other systems are "
-    f"missing; this is {sys.platform}"
-)
 MISSING = {
     NETWORK: "may use the network",
     PROCESSES: "may see other processes",
@@ -46,13 +42,21 @@ class SandboxError(RuntimeError):
     """Code cannot be run at all. The message is one line."""
 
 
+def check_system() -> None:
+    """Raise SandboxError, which says what is missing, unless code can be run on this system."""
+    if sys.platform != "linux":
+        raise SandboxError(
+            f"code that a model wrote runs on Linux only; {sys.platform} has no namespaces, and no "
+            "way to end all that a process has started"
+        )
+
+
 class Worker:
     """A process that runs one candidate after another."""
 
     def __init__(self, namespaces: bool = True) -> None:
         """Start it, in namespaces if the system allows them. Raises SandboxError if that fails."""
-        if sys.platform != "linux":
-            raise SandboxError(NEEDS_LINUX)
+        check_system()
         # no site-packages, nothing of the user's environment, the same hashes in every run
         flags = ["-s", "-S", "-P", "-B"]
         kept = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TMPDIR")}

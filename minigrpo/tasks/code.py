@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..sandbox.workers import Sandbox
+from ..runtime.flags import ConfigError
+from ..sandbox.workers import Sandbox, SandboxError, check_system
 from ..types import Example
 from .scoring import BatchScored
 
@@ -69,7 +70,20 @@ class CodeTask(BatchScored):
 
     parts: Mapping[str, float] = {"passed": 1.0, "tests": 0.5, "challenge": 0.0}
     success = "passed"
-    timeout_s = 3.0  # per completion
+
+    def __init__(self, timeout_s: float = 3.0) -> None:
+        """
+        Args:
+            timeout_s: seconds that a completion and its tests may take.
+
+        Raises:
+            ConfigError: code cannot be run on this system.
+        """
+        try:
+            check_system()
+        except SandboxError as error:
+            raise ConfigError(f"--task code: {error}") from None
+        self.timeout_s = timeout_s
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]

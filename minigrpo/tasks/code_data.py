@@ -32,8 +32,8 @@ class CodeData(JSONLExamples, CodeTask):
 
     def __init__(self, request: TaskRequest) -> None:
         """Raises ValueError, in one line, for a line that is no problem with tests."""
-        self.timeout_s = request.timeout_s
-        super().__init__(request.paths, request.seed, request.listener, parse)
+        CodeTask.__init__(self, request.timeout_s)
+        JSONLExamples.__init__(self, request.paths, request.seed, request.listener, parse)
 
     def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
         sides = {is_published_test(example) for example in examples}
@@ -53,12 +53,8 @@ def is_published_test(example: Example) -> bool:
 def parse(line: str) -> Example:
     """Return the problem of a line. Raises ValueError, which says what is wrong with it."""
     record = parse_record(line, FORM)
-    text = record.get("text") or record.get("prompt")
-    for name, value in (("text", text), ("code", record.get("code"))):
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{FORM}; {name} is {short(value)}")
-        if has_lone_surrogate(value):
-            raise ValueError(f"{name} has half of a surrogate pair, which is no character")
+    text = _checked_text("text", record.get("text", record.get("prompt")))
+    code = _checked_text("code", record.get("code"))
     for name in ("test_list", "challenge_test_list", "test_imports"):
         _check_texts(record, name)
     if not record.get("test_list"):
@@ -69,8 +65,15 @@ def parse(line: str) -> Example:
         _check_python("a test", test)
     _check_python("the setup", setup_of(record))
     prompt = PROMPT.format(text=text.strip(), tests="\n".join(record["test_list"]))
-    answer = record["code"].replace("\r\n", "\n")
-    return Example(prompt.replace("\r\n", "\n"), answer, fields=record)
+    return Example(prompt.replace("\r\n", "\n"), code.replace("\r\n", "\n"), fields=record)
+
+
+def _checked_text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{FORM}; {name} is {short(value)}")
+    if has_lone_surrogate(value):
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character")
+    return value
 
 
 def _check_texts(record: Mapping[str, Any], name: str) -> None:

@@ -46,8 +46,9 @@ class OneLiners(CodeTask):
     """An endless supply of functions, chosen by a seed."""
 
     def __init__(self, seed: int, timeout_s: float) -> None:
-        """`timeout_s`: seconds that a completion may run."""
-        self.seed, self.timeout_s = seed, timeout_s
+        """As `CodeTask`."""
+        super().__init__(timeout_s)
+        self.seed = seed
 
     def train(self, number: int) -> Example:
         """Return training example `number`."""
