@@ -5,7 +5,13 @@ tests; each tries to pass, to stay, to reach outside, or to never end.
 """
 
 TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert not f(-1)"]
-NEVER_ENDS = {  # what takes its whole time
+LONG = {  # what takes its whole time, or much memory
+    "large number": "def f(x): return 1 << 4 * 10**7",
+    "large text": "def f(x): return 'y' * 10**7",
+    "fills the disk": """
+for i in range(10**6):
+    open(str(i), 'w').write('y' * 10**6)
+""",
     "loop": "while True: pass",
     "loop in the function": "def f(x):\n    while True: pass",
     "sleep": "import time\ntime.sleep(1000)",
@@ -72,7 +78,7 @@ kept = Last()
 def f(x): last()
 """,
 }
-ENDS = {
+SHORT = {
     "exit": "import os\ndef f(x): return x + 1\nos._exit(0)",
     "exit in the function": "import os\ndef f(x): os._exit(0)",
     "SystemExit": "import sys\ndef f(x): return x + 1\nsys.exit(0)",
@@ -157,8 +163,6 @@ def f(x): return a
 """,
     "list in itself": "a = []\na.append(a)\ndef f(x): return a",
     "brackets": "f = " + "(" * 50_000 + ")" * 50_000,
-    "large number": "def f(x): return 1 << 4 * 10**7",
-    "large text": "def f(x): return 'y' * 10**7",
     "endless generator": "def f(x):\n    while True: yield x",
     "endless object": """
 class Endless:
@@ -234,10 +238,6 @@ os.write(os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=fd), b'y')
     "changes rights": "import os\nos.chmod('OUTSIDE/kept', 0)",
     "changes times": "import os\nos.utime('OUTSIDE/kept', (0, 0))",
     "database": "import sqlite3\nsqlite3.connect('OUTSIDE/base').execute('create table a (b)')",
-    "fills the disk": """
-for i in range(10**6):
-    open(str(i), 'w').write('y' * 10**6)
-""",
     "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
     "segmentation fault": "import ctypes\nctypes.string_at(0)",
     "ptrace": "import ctypes, os\nctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0)",

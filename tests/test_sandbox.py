@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ WAYS = {
     params=["both", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])],
 )
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """What holds the code: either of two layers would do alone."""
+    """What holds the code: either of two layers would do alone. One worker survives all of it."""
     namespaces, start = WAYS[request.param]
     made = Sandbox(namespaces)
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +47,10 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         said = made.describe()
     if request.param == "namespaces" and "WITHOUT" in said:
         pytest.skip("this system allows no namespaces")
+    first = list(made._idle)
     yield made
+    assert made._idle == first
+    assert made.run_tests(RIGHT, TESTS) == [True] * len(TESTS)
     made.close()
 
 
@@ -59,11 +63,9 @@ def outside(tmp_path: Path) -> Path:
 def parents() -> dict[int, int]:
     """Every process of the system, and its parent."""
     found = {}
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            found[int(place.parent.name)] = int(place.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
+            found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
     return found
 
 
@@ -86,19 +88,19 @@ def check_hostile(sandbox: Sandbox, code: str, outside: Path, timeout_s: float) 
     assert len(descendants(worker.process.pid)) <= 2
     assert {path: path.stat() for path in before} == before
     assert [path.name for path in outside.iterdir()] == ["kept"]
-    assert sandbox.run_tests(RIGHT, ["assert f(1) == 2"]) == [True]
-    assert sandbox._idle == [worker]
 
 
-@pytest.mark.parametrize("name", hostile_code.ENDS)
+@pytest.mark.parametrize("name", hostile_code.SHORT)
 def test_hostile_code_fails_and_leaves_nothing(sandbox: Sandbox, name: str, outside: Path) -> None:
-    check_hostile(sandbox, hostile_code.ENDS[name], outside, timeout_s=3.0)
+    check_hostile(sandbox, hostile_code.SHORT[name], outside, timeout_s=3.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", hostile_code.NEVER_ENDS)
-def test_code_that_never_ends_fails_in_time(sandbox: Sandbox, name: str, outside: Path) -> None:
-    check_hostile(sandbox, hostile_code.NEVER_ENDS[name], outside, timeout_s=0.5)
+@pytest.mark.parametrize("name", hostile_code.LONG)
+def test_hostile_code_that_takes_long_fails_in_time(
+    sandbox: Sandbox, name: str, outside: Path
+) -> None:
+    check_hostile(sandbox, hostile_code.LONG[name], outside, timeout_s=0.5)
 
 
 def test_code_that_never_ends_keeps_the_verdicts_that_it_has(sandbox: Sandbox) -> None:
@@ -224,7 +226,7 @@ sandbox = Sandbox()
 sandbox.run_tests('', [])
 (worker,) = sandbox._idle
 print(worker.process.pid, flush=True)
-sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.3)
+sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.1)
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = subprocess.Popen(

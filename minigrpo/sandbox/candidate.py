@@ -40,7 +40,7 @@ def run(requests: int, replies: int, folder: str) -> NoReturn:
         job = wire.receive(3)
         limit_resources(job["cpu_s"])
         refuse_harm(folder)
-        _answer(3, 4, _load(job["code"], job["setup"]))
+        _answer(3, 4, _load(job["code"], job["setup"]), job["names"])
     finally:
         os._exit(0)  # neither atexit nor finalizers of the candidate
 
@@ -72,7 +72,8 @@ def _load(code: str, setup: str) -> dict[str, Any]:
     return namespace
 
 
-def _answer(requests: int, replies: int, namespace: dict[str, Any]) -> None:
+def _answer(requests: int, replies: int, namespace: dict[str, Any], names: list[str]) -> None:
+    """Send the values of some names, then answer requests."""
     objects: list[Any] = []
 
     def refer(value: Any) -> Any:
@@ -87,14 +88,12 @@ def _answer(requests: int, replies: int, namespace: dict[str, Any]) -> None:
         code, defaults = payload  # a function of the tests
         return FunctionType(marshal.loads(bytes.fromhex(code)), namespace, None, tuple(defaults))
 
-    wire.send(replies, [name for name in namespace if type(name) is str])
+    known = {name: wire.encode(namespace[name], refer) for name in names if name in namespace}
+    wire.send(replies, known)
     while True:
-        operation, *message = wire.receive(requests)
+        operation, *arguments = wire.receive(requests)
         try:
-            if operation == "name":
-                value = namespace[message[0]]
-            else:
-                value = OPERATIONS[operation](*(wire.decode(x, resolve) for x in message))
+            value = OPERATIONS[operation](*(wire.decode(x, resolve) for x in arguments))
             reply = {"value": wire.encode(value, refer)}
         except BaseException as error:
             reply = {"error": type(error).__name__}

@@ -30,10 +30,11 @@ class Channel:
         self.requests, self.replies = requests, replies
         self.broken = False  # the candidate has ended, or sends what is no reply
 
-    def load(self, code: str, setup: str, cpu_s: int) -> list[str]:
-        """Have the candidate run its code; return the names that it defines."""
-        names = self._exchange({"code": code, "setup": setup, "cpu_s": cpu_s})
-        return [name for name in names if isinstance(name, str)]
+    def load(self, code: str, setup: str, names: set[str], cpu_s: int) -> dict[str, Any]:
+        """Have the candidate run its code; return those of some names that it then defines."""
+        job = {"code": code, "setup": setup, "names": sorted(names), "cpu_s": cpu_s}
+        found = self._exchange(job)
+        return {name: wire.decode(found[name], self._resolve) for name in names & found.keys()}
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Have the candidate do something; return the value. Raises what the candidate raised."""
@@ -141,16 +142,10 @@ class Tests(NamedTuple):
         for tree in (self.setup, *filter(None, self.tests)):
             yield from ast.walk(tree)
 
-    def names_of_candidate(self, defined: Iterable[str]) -> set[str]:
-        """Which of the names that the candidate defines the tests take from it.
-
-        A builtin is the judge's own, or `set(f(1)) == {2}` would pass with a patched `set`; unless
-        the tests ask for nothing else, because the solution is named `sum`. So is a module, and
-        what the setup defines, except for classes: their objects go to the candidate.
-        """
+    def names(self) -> set[str]:
+        """What the tests may take from the candidate: names that are no modules."""
         used = {node.id for node in self.nodes() if isinstance(node, ast.Name)}
-        wanted = (used & set(defined)) - self.modules()
-        return wanted - vars(builtins).keys() or wanted
+        return used - self.modules()
 
     def modules(self) -> set[str]:
         """Modules of the standard library that the tests use without an import."""
@@ -169,16 +164,17 @@ def run_tests(
     """
     trees = Tests.parse(setup, tests)
     try:
-        defined = channel.load(code, setup, cpu_s)
+        defined = channel.load(code, setup, trees.names(), cpu_s)
     except Exception:  # whatever the candidate sent
         return
-    namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+    # A builtin is the judge's own, or `set(f(1)) == {2}` would pass with a patched `set`; unless
+    # the tests take nothing else from the candidate, because the solution is named `sum`.
+    taken = {name: x for name, x in defined.items() if not hasattr(builtins, name)} or defined
+    namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins, **taken}
     for name in trees.modules():
         with suppress(ImportError):
             namespace[name] = importlib.import_module(name)
-    for name in trees.names_of_candidate(defined):
-        with suppress(Exception):
-            namespace[name] = channel.ask("name", name)
+    # objects of a class go to the candidate, which has run the setup too: the class is its own
     own = [node for node in trees.setup.body if not isinstance(node, ast.ClassDef)]
     if not _passes(ast.Module(own, []), namespace):
         return
