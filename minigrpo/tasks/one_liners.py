@@ -7,9 +7,9 @@
 The prompt ends within the code: the completion continues it. Two more inputs are tested that the
 prompt does not show, so that a table of the examples does not pass. There are many right answers.
 
-The warm start (--loss nll) learns functions that are drawn without a look at the examples: it
-teaches to write Python, and nothing about what the examples mean. What a run adds to that, it has
-learnt from the tests.
+The warm start (--loss nll) learns random functions that pass the first example and not all of
+them: it teaches to write Python and to read the prompt, and never shows a right answer. What a run
+adds to that, it has learnt from the tests.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from .task_request import TaskRequest
 
 HEAD = "def f(x):"
 SHOWN, HIDDEN = (0, 1, 2), (5, 9)  # inputs
-LARGEST_FACTOR, LARGEST_TERM = 5, 9
+LARGEST_FACTOR, LARGEST_TERM = 5, 20
 
 
 class Kind(NamedTuple):
@@ -61,26 +61,49 @@ class OneLiners(CodeTask):
     def _example(self, split: str, number: int) -> Example:
         rng = stream(self.seed, f"one-liners/{split}", number)
         while True:
-            kind, factor, term = draw(rng)
-            values = {x: KINDS[kind].value(factor, term, x) for x in (*SHOWN, *HIDDEN)}
-            prompt = " ".join(f"f({x})={values[x]}" for x in SHOWN) + f"\n{HEAD}"
+            function = draw(rng)
+            prompt = " ".join(f"f({x})={function.at(x)}" for x in SHOWN) + f"\n{HEAD}"
             if is_held_out_prompt(prompt) == (split == "held-out"):
                 break
-        tests = [f"assert f({x}) == {value}" for x, value in values.items()]
-        other, *numbers = draw(rng)  # for the warm start: one that the examples do not describe
+        tests = [f"assert f({x}) == {function.at(x)}" for x in (*SHOWN, *HIDDEN)]
+        other = draw(rng)
+        while other.at(SHOWN[0]) != function.at(SHOWN[0]) or other.fits(function):
+            other = draw(rng)
         return Example(
             prompt,
-            f" return {KINDS[other].write(*numbers)}",
+            f" return {other.text}",
             index=number,
-            kind=kind,
+            kind=function.kind,
             fields={"prefix": HEAD, "test_list": tests},
         )
 
 
-def draw(rng: np.random.Generator) -> tuple[str, int, int]:
-    """A random function: its kind, its factor and its term."""
+class Function(NamedTuple):
+    """A function of x: its kind, its factor and its term."""
+
+    kind: str
+    factor: int
+    term: int
+
+    def at(self, x: int) -> int:
+        """Its value."""
+        return KINDS[self.kind].value(self.factor, self.term, x)
+
+    def fits(self, other: "Function") -> bool:
+        """Whether the two agree on all inputs that prompts show."""
+        return all(self.at(x) == other.at(x) for x in SHOWN)
+
+    @property
+    def text(self) -> str:
+        """Its expression."""
+        return KINDS[self.kind].write(self.factor, self.term)
+
+
+def draw(rng: np.random.Generator) -> Function:
+    """A random function."""
     kind = list(KINDS)[rng.integers(len(KINDS))]
-    return kind, int(rng.integers(1, LARGEST_FACTOR + 1)), int(rng.integers(LARGEST_TERM + 1))
+    factor, term = rng.integers((1, 0), (LARGEST_FACTOR + 1, LARGEST_TERM + 1)).tolist()
+    return Function(kind, factor, term)
 
 
 def generated(request: TaskRequest) -> OneLiners:
