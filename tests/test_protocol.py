@@ -179,12 +179,16 @@ def test_a_grouped_reward_ranks_all_completions_of_a_prompt(workers: int) -> Non
     ("options", "words"),
     [
         ({"grouped": True, "batched": True}, "takes one of batched and grouped, not both"),
-        ({"grouped": 1}, "grouped must be True or False, got 1"),
+        ({"grouped": 1}, "grouped must be True or False, got int .1"),
     ],
 )
 def test_a_reward_takes_one_kind_of_argument(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        reward(**options)(lambda example, texts: [0.0])
+
+        @reward(**options)
+        def both(example: Example, texts: list[str]) -> list[float]:
+            return []
+
     with pytest.raises(ConfigError, match=r"takes \(example, texts\)"):
 
         @reward(grouped=True)
@@ -345,7 +349,7 @@ def test_students_t(freedom: int, t: float) -> None:
 def test_means_have_the_interval_of_independent_examples() -> None:
     found = estimate(np.array([[2.0], [4.0], [6.0], [NAN]]))
     half = 4.303 * 2 / math.sqrt(3)
-    assert (found.value, found.low, found.high) == pytest.approx((4, 4 - half, 4 + half), rel=0.01)
+    assert (found.value, found.low, found.high) == pytest.approx((4, 4 - half, 4 + half), abs=0.05)
     # four samples of one example say no more about other examples than one
     each = np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
     assert estimate(each) == estimate(np.repeat(each, 4, axis=1))
@@ -392,7 +396,7 @@ def test_the_success_of_a_task_is_what_the_run_and_its_tools_report(
     said = " ".join(capfd.readouterr().out.split())
     assert "held-out examples: solved 100.0% [" in said and "exactly right" not in said
     assert "100.0% solved (sampled)" in said
-    for row in ("│ pass@2 │ sampled │", "│ longest │ greedy │", "│ solved │ sampled │"):
+    for row in ("pass@2 sampled 1.000 [", "longest greedy 0.500 [", "solved sampled 1.000 ["):
         assert row in said
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
     assert list(record)[:4] == ["step", "n", "solved_sampled", "solved"]
