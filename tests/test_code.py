@@ -12,7 +12,9 @@ import pytest
 
 from minigrpo import Config
 from minigrpo.rewards import RewardScorer
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.settings import read_settings
+from minigrpo.sandbox.workers import SandboxError
 from minigrpo.tasks.code import CodeTask, code_of
 from minigrpo.tasks.code_data import CodeData
 from minigrpo.tasks.one_liners import HIDDEN, KINDS, SHOWN, OneLiners
@@ -148,6 +150,19 @@ def test_a_setup_and_imports_run_before_the_tests() -> None:
     assert Task().score(Example("?", code, fields=fields), code)["passed"] == 1
 
 
+@linux
+def test_code_that_cannot_be_run_at_all_ends_the_run_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> list[bool]:
+        raise SandboxError("no more processes")
+
+    monkeypatch.setattr("minigrpo.tasks.code.run_tests", refuse)
+    task = OneLiners(0, 3.0)
+    with pytest.raises(ConfigError, match="--task code: no more processes"):
+        RewardScorer(task).score([task.train(0)], [["x"]])
+
+
 # --- one-line functions -------------------------------------------------------------------------
 
 
@@ -165,11 +180,10 @@ def test_one_liners_are_seeded_and_split_by_function() -> None:
 @linux
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:
     task = OneLiners(0, 3.0)
-    example = next(x for x in map(task.train, range(99)) if x.kind == "plus")
+    example = task.train(0)
     shown = [int(text.split("=")[1]) for text in example.prompt.split("\n")[0].split()]
-    right = f" return {shown[1] - shown[0]}*x+{shown[0]}"
-    table = f" return {shown}[x]"
-    scores = task.score_batch([example] * 4, [right, right + " # ", table, " return x"])
+    right, table = example.fields["code"], f" return {shown}[x]"
+    scores = task.score_batch([example] * 4, [right, right + " # ", table, " return"])
     assert scores["passed"].tolist() == [1, 1, 0, 0]
     assert scores["tests"][2] == pytest.approx(len(SHOWN) / len(SHOWN + HIDDEN))
 

@@ -146,6 +146,7 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     if values.get("data"):  # the user's own
         write = write_problems if values.get("task") == "code" else write_sums
         values["data"] = str(write(tmp_path / "data.jsonl"))
+    values.pop("system", None)  # the tiny model has no chat template
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config.of(**values), quiet=True)

@@ -98,7 +98,10 @@ class CodeTask(BatchScored):
         """The values of `parts` for one completion, in that order."""
         tests, challenge = fields["test_list"], fields.get("challenge_test_list") or []
         code = fields.get("prefix", "") + code_of(text)
-        verdicts = run_tests(code, [*tests, *challenge], setup_of(fields), self.timeout_s)
+        try:
+            verdicts = run_tests(code, [*tests, *challenge], setup_of(fields), self.timeout_s)
+        except SandboxError as error:
+            raise ConfigError(f"--task code: {error}") from None
         own, others = verdicts[: len(tests)], verdicts[len(tests) :]
         return float(all(own)), float(np.mean(own)), float(np.mean(others)) if others else np.nan
 

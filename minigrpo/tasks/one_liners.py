@@ -2,13 +2,13 @@
 
     prompt       f(0)=1 f(1)=3 f(2)=5
                  def f(x):
-    completion    return 2*x+1
+    completion    return 1+2*x
 
 The prompt ends within the code: the completion continues it. Two more inputs are tested that the
 prompt does not show, so that a table of the examples does not pass. There are many right answers.
 
-The warm start (--loss nll) learns random functions that pass the first example and not all of
-them: it teaches to write Python and to read the prompt, and never shows a right answer. What a run
+The warm start (--loss nll) learns random functions that pass one of the examples, chosen at random:
+it teaches to write Python and to read the prompt, and hardly ever shows a right answer. What a run
 adds to that, it has learnt from the tests.
 """
 
@@ -25,7 +25,7 @@ from .task_request import TaskRequest
 
 HEAD = "def f(x):"
 SHOWN, HIDDEN = (0, 1, 2), (5, 9)  # inputs
-LARGEST_FACTOR, LARGEST_TERM = 5, 20
+LARGEST_FACTOR, LARGEST_TERM = 9, 9
 
 
 class Kind(NamedTuple):
@@ -36,9 +36,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "plus": Kind(lambda a, b: f"{a}*x+{b}", lambda a, b, x: a * x + b),
-    "minus": Kind(lambda a, b: f"{a}*x-{b}", lambda a, b, x: a * x - b),
-    "square": Kind(lambda a, b: f"{a}*x*x+{b}", lambda a, b, x: a * x * x + b),
+    "plus": Kind(lambda a, b: f"{b}+{a}*x", lambda a, b, x: b + a * x),
+    "minus": Kind(lambda a, b: f"{b}-{a}*x", lambda a, b, x: b - a * x),
+    "square": Kind(lambda a, b: f"{b}+{a}*x*x", lambda a, b, x: b + a * x * x),
 }
 
 
@@ -66,15 +66,15 @@ class OneLiners(CodeTask):
             if is_held_out_prompt(prompt) == (split == "held-out"):
                 break
         tests = [f"assert f({x}) == {function.at(x)}" for x in (*SHOWN, *HIDDEN)]
-        other = draw(rng)
-        while other.at(SHOWN[0]) != function.at(SHOWN[0]) or other.fits(function):
+        other, one = draw(rng), SHOWN[rng.integers(len(SHOWN))]
+        while other.at(one) != function.at(one):
             other = draw(rng)
         return Example(
             prompt,
-            f" return {other.text}",
+            other.text,
             index=number,
             kind=function.kind,
-            fields={"prefix": HEAD, "test_list": tests},
+            fields={"prefix": HEAD, "test_list": tests, "code": function.text},
         )
 
 
@@ -89,14 +89,10 @@ class Function(NamedTuple):
         """Its value."""
         return KINDS[self.kind].value(self.factor, self.term, x)
 
-    def fits(self, other: "Function") -> bool:
-        """Whether the two agree on all inputs that prompts show."""
-        return all(self.at(x) == other.at(x) for x in SHOWN)
-
     @property
     def text(self) -> str:
-        """Its expression."""
-        return KINDS[self.kind].write(self.factor, self.term)
+        """What follows HEAD."""
+        return f" return {KINDS[self.kind].write(self.factor, self.term)}"
 
 
 def draw(rng: np.random.Generator) -> Function:
