@@ -144,9 +144,11 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
     if values.get("data"):  # the user's own
-        write = write_problems if values.get("task") == "code" else write_sums
-        values["data"] = str(write(tmp_path / "data.jsonl"))
-    values.pop("system", None)  # the tiny model has no chat template
+        values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
+    if values.get("task") == "code":  # the tiny model has no chat template
+        values |= {"reward_weights": "", "system": "", "context": 512, "eval_samples": 1}
+        values |= {"eval_size": 2}
+        values["data"] = str(write_problems(tmp_path / "mbpp.jsonl"))
     if values.get("amp_dtype") == "float16":
         with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
             Trainer(Config.of(**values), quiet=True)
