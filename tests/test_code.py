@@ -13,6 +13,7 @@ import pytest
 from minigrpo import Config
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.job_summary import write_job_summary
 from minigrpo.runtime.settings import read_settings
 from minigrpo.sandbox.workers import SandboxError
 from minigrpo.tasks.code import CodeTask, code_of
@@ -235,6 +236,38 @@ def test_the_preset_for_mbpp_makes_a_step_on_a_small_qwen2(
     assert "job        4711" in summary and "steps      1, of which 0" in summary
     assert "passed, sampled: 0.000 before, 0.000 after, n = 2" in summary
     assert "code execution: " in capsys.readouterr().out
+
+
+def test_a_slurm_job_leaves_a_summary_in_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = ({"n": 8, "passed_sampled": x, "passed": 0.0} for x in (0.125, 0.5))
+    summary = {
+        "status": "stopped",
+        "exit_reason": "SIGTERM",
+        "step": 30,
+        "wall_seconds": 3725.4,
+        "skipped_steps": 2,
+        "first_evaluation": first,
+        "last_evaluation": last,
+    }
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    warned = list[str]()
+    write_job_summary(tmp_path, summary, 2, warned.append)
+    assert not list(tmp_path.iterdir())
+    for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "n1"), ("RESTART_COUNT", "1")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    write_job_summary(tmp_path, summary, 2, warned.append)
+    assert (tmp_path / "job_summary.txt").read_text().splitlines() == [
+        "job        7, restart 1",
+        "nodes      n1, 2 processes",
+        "status     stopped (SIGTERM)",
+        "steps      30, of which 2 were skipped",
+        "time       1:02:05",
+        "held out   passed, sampled: 0.125 before, 0.500 after, n = 8",
+    ]
+    write_job_summary(tmp_path / "none", summary, 2, warned.append)
+    assert len(warned) == 1 and "job_summary.txt: NOT WRITTEN" in warned[0]
 
 
 def test_other_systems_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

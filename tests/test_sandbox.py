@@ -100,7 +100,7 @@ def test_hostile_code_fails_and_leaves_nothing(sandbox: Sandbox, name: str, outs
 def test_hostile_code_that_takes_long_fails_in_time(
     sandbox: Sandbox, name: str, outside: Path
 ) -> None:
-    check_hostile(sandbox, hostile_code.LONG[name], outside, timeout_s=0.5)
+    check_hostile(sandbox, hostile_code.LONG[name], outside, timeout_s=0.3)
 
 
 def test_code_that_never_ends_keeps_the_verdicts_that_it_has(sandbox: Sandbox) -> None:

@@ -119,7 +119,7 @@ TABLE: dict[str, Row] = {
     ),
     "reward_timeout": (
         (
-            lambda s: s.trusted_rewards and not hasattr(s.task, "timeout_s"),
+            lambda s: s.trusted_rewards and s.config.task.name != "code",
             "the task's own scores are not timed, and there are no --rewards",
         ),
     ),

@@ -25,7 +25,7 @@ from .task_request import TaskRequest
 
 HEAD = "def f(x):"
 SHOWN, HIDDEN = (0, 1, 2), (5, 9)  # inputs
-LARGEST_FACTOR, LARGEST_TERM = 9, 9
+LARGEST_FACTOR, LARGEST_TERM = 9, 30
 
 
 class Kind(NamedTuple):
