@@ -182,8 +182,8 @@ def test_one_liners_are_seeded_and_split_by_function() -> None:
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:
     task = OneLiners(0, 3.0)
     example = task.train(0)
-    shown = [int(text.split("=")[1]) for text in example.prompt.split("\n")[0].split()]
-    right, table = example.fields["code"], f" return {shown}[x]"
+    shown = dict(text[2:].split(")=") for text in example.prompt.split("\n")[0].split())
+    right, table = example.fields["code"], f" return int({shown}[str(x)])"
     scores = task.score_batch([example] * 4, [right, right + " # ", table, " return"])
     assert scores["passed"].tolist() == [1, 1, 0, 0]
     assert scores["tests"][2] == pytest.approx(len(SHOWN) / len(SHOWN + HIDDEN))
@@ -196,7 +196,7 @@ def test_the_warm_start_is_taught_python_and_not_the_answer() -> None:
     for example in examples:
         compile(example.fields["prefix"] + example.answer, "answer", "exec")
     passed = task.score_batch(examples, [x.answer for x in examples])["passed"]
-    assert passed.mean() < 0.1
+    assert passed.mean() < 0.2
 
 
 # --- runs ---------------------------------------------------------------------------------------

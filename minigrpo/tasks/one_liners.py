@@ -1,14 +1,14 @@
 """Seeded one-line functions, described by examples of input and output: the offline form of code.
 
-    prompt       f(0)=1 f(1)=3 f(2)=5
+    prompt       f(0)=42 f(100)=342
                  def f(x):
-    completion    return 1+2*x
+    completion    return 42+3*x
 
 The prompt ends within the code: the completion continues it. Two more inputs are tested that the
 prompt does not show, so that a table of the examples does not pass. There are many right answers.
 
-The warm start (--loss nll) learns random functions that pass one of the examples, chosen at random:
-it teaches to write Python and to read the prompt, and hardly ever shows a right answer. What a run
+The warm start (--loss nll) learns random functions that pass the first example: it teaches to write
+Python and to read a number from the prompt, and shows a right answer only by chance. What a run
 adds to that, it has learnt from the tests.
 """
 
@@ -24,8 +24,8 @@ from .splits import is_held_out_prompt
 from .task_request import TaskRequest
 
 HEAD = "def f(x):"
-SHOWN, HIDDEN = (0, 1, 2), (5, 9)  # inputs
-LARGEST_FACTOR, LARGEST_TERM = 9, 30
+SHOWN, HIDDEN = (0, 100), (1, 7)  # inputs
+LARGEST_FACTOR, LARGEST_TERM = 9, 99
 
 
 class Kind(NamedTuple):
@@ -36,8 +36,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "plus": Kind(lambda a, b: f"{b}+{a}*x", lambda a, b, x: b + a * x),
-    "minus": Kind(lambda a, b: f"{b}-{a}*x", lambda a, b, x: b - a * x),
+    "line": Kind(lambda a, b: f"{b}+{a}*x", lambda a, b, x: b + a * x),
     "square": Kind(lambda a, b: f"{b}+{a}*x*x", lambda a, b, x: b + a * x * x),
 }
 
@@ -66,9 +65,7 @@ class OneLiners(CodeTask):
             if is_held_out_prompt(prompt) == (split == "held-out"):
                 break
         tests = [f"assert f({x}) == {function.at(x)}" for x in (*SHOWN, *HIDDEN)]
-        other, one = draw(rng), SHOWN[rng.integers(len(SHOWN))]
-        while other.at(one) != function.at(one):
-            other = draw(rng)
+        other = draw(rng)._replace(term=function.term)  # which is f(0), the first example
         return Example(
             prompt,
             other.text,
