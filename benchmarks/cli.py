@@ -11,6 +11,7 @@ from rich.console import Console
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
 from minigrpo.runtime.outputs import check_output_file, check_output_folder, write_output
 
+from .code import Code
 from .length import Length
 from .memory import Memory
 from .peers import Peers
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "memory": Memory,
     "plan": Plan,
     "rewards": Rewards,
+    "code": Code,
     "scaling": Scaling,
     "precision": Precision,
     "peers": Peers,

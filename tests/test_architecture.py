@@ -26,7 +26,8 @@ MAY_SEE: dict[str, set[str]] = {
     "losses": {"runtime.loss_arguments"},
     "model": {"types", "runtime.flags", "runtime.text", "runtime.chat_messages"},
     "sampling": {"types", "config", "model", "runtime"},
-    "tasks": {"types", "rewards", "runtime.flags", "runtime.rng", "runtime.renamed"}
+    "sandbox": set(),
+    "tasks": {"types", "rewards", "sandbox", "runtime.flags", "runtime.rng", "runtime.renamed"}
     | {"runtime.text", "runtime.reward_functions", "runtime.process_state"}
     | {"runtime.chat_messages", "runtime.task_sources", "runtime.calibration", "runtime.measures"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}

@@ -148,6 +148,9 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
     if values.get("data"):  # the user's own
         keys = ("question", "answer") if values.get("task") == "math" else ("prompt", "answer")
         values["data"] = str(write_sums(tmp_path / "sums.jsonl", keys))
+    if values.get("task") == "code":  # the tiny model has no chat template
+        values |= {"reward_weights": "", "system": "", "context": 512, "eval_samples": 1}
+        values |= {"eval_size": 2, "data": str(write_problems(tmp_path / "mbpp.jsonl"))}
     if values.get("task") == "qa":  # its prompts are messages, for a chat model
         model = chat_model.write_model(tmp_path / "model", context=1024)
         rows = [{"question": f"What is {i}?", "answer": str(i)} for i in range(40)]
@@ -173,6 +176,13 @@ def write_sums(path: Path, keys: tuple[str, str]) -> Path:
     rows = [(f"{a}+{b}=", f"#### {a + b}") for a in range(9) for b in range(9)]
     pairs = [dict(zip(keys, row, strict=True)) for row in rows]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def write_problems(path: Path) -> Path:
+    problem = {"code": "def f(x): return x", "test_list": ["assert f(1) == 1"]}
+    lines = [json.dumps({"text": f"Write {number}.", **problem}) for number in range(60)]
+    path.write_text("\n".join(lines))
     return path
 
 

@@ -43,6 +43,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "reward_timeout": [
         ({"reward_timeout": 3.0}, {"rewards": "r.py"}),
         ({"reward_timeout": 3.0}, {"own": True}),
+        ({"reward_timeout": 4.0}, {"task": "code"}),
     ],
     "chat_template": [({"chat_template": "t.jinja"}, {"system": "Be kind."})],
     "arch": [({"arch": "llama"}, {"init_from": "scratch"})],

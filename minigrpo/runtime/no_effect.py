@@ -126,7 +126,7 @@ TABLE: dict[str, Row] = {
     "student": ((lambda s: s.config.task.name != "teach", "it is for --task teach"),),
     "reward_timeout": (
         (
-            lambda s: s.trusted_rewards,
+            lambda s: s.trusted_rewards and s.config.task.name != "code",
             "the task's own scores are not timed, and there are no --rewards",
         ),
     ),

@@ -1,6 +1,6 @@
 """A run's folder: create or reopen it, lock it, and write checkpoints, config and summary.
 
-config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  tensorboard/
+config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  job_summary.txt  tensorboard/
 model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
 With --lora-rank, adapter_model.safetensors and adapter_config.json instead of model.safetensors.
 """
@@ -297,4 +297,4 @@ class RunDir:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`; if that is not possible, warn, and leave none."""
-        write_summary(self.path, summary, self.screen.warn)
+        write_summary(self.path, summary, self.dist.world_size, self.screen.warn)

@@ -8,6 +8,7 @@ from typing import Any
 
 from .failures import reason_of
 from .files import to_json, write_whole
+from .job_summary import write_job_summary
 from .text import parse_json
 
 SUMMARY = "summary.json"
@@ -29,8 +30,10 @@ def take_earlier_seconds(run: Path, step: int) -> float:
     return seconds if step else 0.0
 
 
-def write_summary(run: Path, summary: Mapping[str, Any], warn: Callable[[str], object]) -> None:
-    """Write the summary; if that is not possible, warn, and leave none."""
+def write_summary(
+    run: Path, summary: Mapping[str, Any], processes: int, warn: Callable[[str], object]
+) -> None:
+    """Write the summary, and that of a SLURM job; if that is not possible, warn, and leave none."""
     file = run / SUMMARY
     try:
         write_whole(file, lambda aside: aside.write_text(to_json(summary, indent=1)))
@@ -38,3 +41,4 @@ def write_summary(run: Path, summary: Mapping[str, Any], warn: Callable[[str], o
         with contextlib.suppress(OSError):  # of an earlier part, it would say how that ended
             file.unlink(missing_ok=True)
         warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+    write_job_summary(run, summary, processes, warn)

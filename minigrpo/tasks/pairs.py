@@ -74,8 +74,9 @@ class JSONLExamples:
             raise ValueError(f"--data {error}") from None
         self.has_messages = any(pair.example.messages for pair in pairs)
         evaluated = set[Example]()
+        is_held_out = self.split([pair.example for pair in pairs])
         for pair in pairs:
-            held_out = is_held_out_prompt(pair.example.prompt)
+            held_out = is_held_out(pair.example)
             if held_out and pair.example in evaluated:
                 continue  # a question that occurs several times is evaluated once
             self._split[held_out].append(pair)
@@ -92,6 +93,10 @@ class JSONLExamples:
                 (listener or SilentListener()).warn(f"--data {path}: {warning}")
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
+
+    def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
+        """What says which of all examples are held out: a hash of the prompt."""
+        return lambda example: is_held_out_prompt(example.prompt)
 
     def train(self, number: int) -> Example:
         """Return training example `number`."""

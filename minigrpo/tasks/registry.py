@@ -12,7 +12,7 @@ from typing import Any
 from ..runtime.flags import ConfigError, job_of
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files, hidden_digit, lessons, math, qa
+from . import chess_files, code_data, hidden_digit, lessons, math, one_liners, qa
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
@@ -66,6 +66,11 @@ TASKS: dict[str, TaskRow] = {
     ),
     "teach": TaskRow(
         make=lessons.offline, read=lessons.of_files, shipped="teacher", settings=lessons.SETTINGS
+    ),
+    "code": TaskRow(
+        make=one_liners.generated,
+        read=code_data.of_files,
+        settings={"init_from": "scratch", "max_new_tokens": 24, "reward_timeout": 3.0},
     ),
 }
 

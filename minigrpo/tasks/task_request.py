@@ -19,6 +19,7 @@ class TaskRequest:
     history: int = 0  # earlier moves in a chess prompt
     chat: bool = False  # whether --system makes prompts the messages of a user
     student: str = ""  # the model that --task teach explains to
+    timeout_s: float = 10.0  # --reward-timeout, for a task that runs code
     listener: Listener = field(default_factory=SilentListener)  # gets progress and warnings
 
     @property

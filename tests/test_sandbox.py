@@ -1,0 +1,291 @@
+"""Code that a model wrote: what it may do, what it cannot, and that nothing is left of it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from minigrpo.sandbox import wire
+from minigrpo.sandbox.workers import PACKAGE, START, Sandbox, SandboxError, Worker
+from minigrpo.tasks.code import run_tests
+
+from . import hostile_code
+from .hostile_code import TESTS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
+WITHOUT_TORCH = START.partition("from minigrpo")[
+    0
+]  # imports nothing of the package but the sandbox
+RIGHT = "def f(x): return x + 1"
+
+
+UNAUDITED = START.replace(
+    "server.main", "server.candidate.refuse_harm = lambda folder: None\nserver.main"
+)
+WAYS = {
+    "both": (True, START),
+    "hooks": (False, START),  # as where the system allows no namespaces
+    "namespaces": (True, UNAUDITED),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["both", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])],
+)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    """What holds the code: either of two layers would do alone. One worker survives all of it."""
+    namespaces, start = WAYS[request.param]
+    made = Sandbox(namespaces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minigrpo.sandbox.workers.START", start)
+        said = made.describe()
+    if request.param == "namespaces" and "WITHOUT" in said:
+        pytest.skip("this system allows no namespaces")
+    first = list(made._idle)
+    yield made
+    assert made._idle == first
+    assert made.run_tests(RIGHT, TESTS) == [True] * len(TESTS)
+    made.close()
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    (tmp_path / "kept").write_text("as it was")
+    return tmp_path
+
+
+def parents() -> dict[int, int]:
+    """Every process of the system, and its parent."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
+            found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    tree = parents()
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in tree.items() if parent == one]
+    return found[1:]
+
+
+def check_hostile(sandbox: Sandbox, code: str, outside: Path, timeout_s: float) -> None:
+    before = {path: path.stat() for path in (outside, outside / "kept")}
+    code = code.replace("OUTSIDE", str(outside))
+    start = time.monotonic()
+    assert sandbox.run_tests(code, TESTS, timeout_s=timeout_s) == [False] * len(TESTS)
+    assert time.monotonic() - start < timeout_s + 4
+    # the same worker is ready for the next one: it holds its server and the next candidate only
+    (worker,) = sandbox._idle
+    assert len(descendants(worker.process.pid)) <= 2
+    assert {path: path.stat() for path in before} == before
+    assert [path.name for path in outside.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("name", hostile_code.SHORT)
+def test_hostile_code_fails_and_leaves_nothing(sandbox: Sandbox, name: str, outside: Path) -> None:
+    check_hostile(sandbox, hostile_code.SHORT[name], outside, timeout_s=3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hostile_code.LONG)
+def test_hostile_code_that_takes_long_fails_in_time(
+    sandbox: Sandbox, name: str, outside: Path
+) -> None:
+    check_hostile(sandbox, hostile_code.LONG[name], outside, timeout_s=0.3)
+
+
+def test_code_that_never_ends_keeps_the_verdicts_that_it_has(sandbox: Sandbox) -> None:
+    code = "def f(x):\n    while x > 1: pass\n    return x + 1"
+    start = time.monotonic()
+    verdicts = sandbox.run_tests(code, ["assert f(1) == 2", "assert f(2) == 3"], timeout_s=0.2)
+    assert verdicts == [True, False]
+    assert time.monotonic() - start < 2
+
+
+PASSING = {
+    "values": (
+        "def f(x): return x",
+        """
+from collections import Counter, deque
+from fractions import Fraction
+from math import inf
+values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c'), (1, [2]),
+    {1: (2,)}, {3}, frozenset([4]), deque([5]), range(6), Fraction(1, 3)]
+""",
+        ["for x in values: assert f(x) == x and type(f(x)) is type(x)"],
+    ),
+    "subclasses": (
+        "from collections import *\nf = Counter\ng = namedtuple('G', 'a b')",
+        "",
+        ["assert f('aab') == {'a': 2, 'b': 1}", "assert g(1, 2) == (1, 2)"],
+    ),
+    "modules": (
+        "def f(x): return x ** 0.5",
+        "import math",
+        ["assert math.isclose(f(2), 1.4142135, rel_tol=1e-6)", "assert f(4) == math.sqrt(4)"],
+    ),
+    "modules without an import": ("def f(x): return x / 3", "", ["assert math.isclose(f(1), 1/3)"]),
+    "classes": (
+        "class Node:\n    def __init__(self, x): self.x, self.left = x, None\n"
+        "def f(node): return 1 + f(node.left) if node else 0",
+        "root = Node(1)\nroot.left = Node(2)",
+        ["assert (f(root)) == 2", "assert root.left.x == 2 and root.left.left is None"],
+    ),
+    "classes of the setup": (
+        "def f(pairs): return max(p.b - p.a for p in pairs)",
+        "class P:\n    def __init__(self, a, b): self.a, self.b = a, b",
+        ["assert f([P(5, 24), P(15, 25)]) == 19"],
+    ),
+    "functions": (
+        "def f(g, x): return g(x) + h(x)",
+        "def h(x): return 10 * x",
+        [
+            "assert f(lambda x, y=1: x + y, 2) == 23",
+            "assert f(h, 1) == 20",
+            "assert f(abs, -1) == -9",
+        ],
+    ),
+    "named like a builtin": ("def sum(a, b): return a * b", "", ["assert sum(3, 5) == 15"]),
+    "errors": (
+        "def f(x): raise ValueError",
+        "",
+        ["try: f(1)\nexcept ValueError: pass\nelse: assert False"],
+    ),
+    "iterators": (
+        "def f(n): yield from range(n)",
+        "",
+        ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"],
+    ),
+    "files of its own": (
+        "def f(x):\n    open('a', 'w').write(str(x))\n    return int(open('a').read())",
+        "",
+        ["assert f(7) == 7"],
+    ),
+    "standard library": (
+        "import json, difflib, hashlib, decimal, unicodedata, string\ndef f(x): return 1",
+        "",
+        ["assert f(0) == 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_right_code_passes(sandbox: Sandbox, name: str) -> None:
+    code, setup, tests = PASSING[name]
+    assert sandbox.run_tests(code, tests, setup) == [True] * len(tests)
+
+
+def test_a_patched_builtin_is_not_the_one_of_the_tests(sandbox: Sandbox) -> None:
+    code = "def set(x): return {1, 2}\nlen = sorted = set\ndef f(x): return [7]"
+    tests = ["assert set(f(1)) == {1, 2}", "assert len(f(1)) == {1, 2}", "assert f(1) == [7]"]
+    assert sandbox.run_tests(code, tests) == [False, False, True]
+
+
+def test_one_run_sees_nothing_of_another(sandbox: Sandbox) -> None:
+    assert sandbox.run_tests("import math\nmath.x = 1\nopen('a', 'w')", []) == []
+    code = "import math, os\ndef f(): return hasattr(math, 'x') or os.listdir()"
+    assert sandbox.run_tests(code, ["assert f() == []"]) == [True]
+
+
+def test_a_test_that_is_not_python_fails_alone() -> None:
+    assert run_tests(RIGHT, ["assert f(", "assert f(1) == 2"]) == [False, True]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_job_is_done() -> None:
+    sandbox = Sandbox()
+    assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
+    (worker,) = sandbox._idle
+    os.kill(worker.process.pid, 9)
+    assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
+    assert sandbox._idle != [worker]
+    sandbox.close()
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigrpo.sandbox.workers.START", "raise OSError('no more room')")
+    with pytest.raises(SandboxError, match="does not start: .*no more room"):
+        Worker()
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(SandboxError, match="Linux only"):
+        Worker()
+
+
+def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:
+    script = """
+from minigrpo.sandbox.workers import Sandbox
+sandbox = Sandbox()
+sandbox.run_tests('', [])
+(worker,) = sandbox._idle
+print(worker.process.pid, flush=True)
+sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.1)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_TORCH + script, str(PACKAGE)],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    assert trainer.stdout
+    pid = int(trainer.stdout.readline())
+    everyone = [pid, *descendants(pid)]
+    assert len(everyone) == 3
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 8
+    while set(everyone) & parents().keys() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not set(everyone) & parents().keys()
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_keep_types_and_refuse_what_is_none() -> None:
+    def never(*args: object) -> object:
+        raise TypeError
+
+    assert wire.decode(wire.encode({(1, 2): [{3}]}, never), never) == {(1, 2): [{3}]}
+    wrong: list[object] = [{}, {"tuple": 1}, {"a": 1, "b": 2}, {"set": [[1]]}, {"range": ["a"]}]
+    for message in [*wrong, {"unknown": 1}]:
+        with pytest.raises((TypeError, ValueError)):
+            wire.decode(message, never)
+
+
+def test_daemons_and_their_children_are_killed() -> None:
+    """Without the hooks, which refuse to start any."""
+    script = """
+import os, time
+from minigrpo.sandbox import isolation, server
+isolation.adopt_orphans()
+reader, writer = os.pipe()
+if not os.fork():
+    for _ in range(3):
+        os.setsid() if os.getpid() != os.getsid(0) else None
+        if os.fork() and os.fork():
+            os.write(writer, b"y")
+            os._exit(0)
+    os.write(writer, b"y")
+    time.sleep(1000)
+os.close(writer)
+time.sleep(0.1)
+print(len(isolation.children()))
+server._end_all()
+print(isolation.children(), len(os.read(reader, 100)) > 3)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + script, str(PACKAGE)],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert told.stdout.split("\n")[1:2] == ["[] True"], told.stderr
+    assert int(told.stdout.split()[0]) >= 1
