@@ -41,14 +41,14 @@ class Code(BenchmarkFlags):
         task = OneLiners(0, timeout_s=10.0)
         batches = [_programs(task, self.size, number) for number in range(self.repeats + 1)]
         rows = [_measure(task, batches, workers) for workers in self.workers]
-        table = Table("threads", "executions per second", "ms each", title=task.remark())
+        table = Table("threads", "executions per second", "ms each", title=task.about)
         for row in rows:
             table.add_row(*(f"{row[name]:.0f}" for name in ("workers", "per_second")), row["ms"])
         console.print(table)
         return {
             "benchmark": "code",
             "made_by": made_by(self.command()),
-            "held": task.remark(),
+            "held": task.about,
             "rows": rows,
         }
 
