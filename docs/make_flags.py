@@ -17,7 +17,7 @@ from minigrpo.config import Config
 from minigrpo.runtime.constraints import Above, AtLeast, AtMost
 from minigrpo.runtime.flags import flag
 from minigrpo.runtime.renamed import NAMES, VALUES
-from minigrpo.runtime.settings import groups_of, places
+from minigrpo.runtime.settings import as_flags, groups_of, places
 
 PAGE = Path(__file__).with_name("flags.md")
 INTRO = """\
@@ -32,6 +32,8 @@ It is generated from [minigrpo/config.py](../minigrpo/config.py) by `python docs
 - `--config FILE.toml` reads settings from a file. It may be given several times, and the name of a
   shipped preset works too: `--config rtx4090`. Files override the defaults, later files override
   earlier ones, and the command line overrides all files. What comes out is checked as a whole.
+- A task may change some defaults. These settings of the task are listed
+  [below](#settings-of-the-tasks) and as the run starts; files and the command line override them.
 - In TOML, a setting stands in the table of its group, without dashes: `group_size = 8` under
   `[sampling]`. `--task` and `--loss` are `name` in their tables. A file without tables is also
   read; its keys are the flags' names.
@@ -40,6 +42,12 @@ It is generated from [minigrpo/config.py](../minigrpo/config.py) by `python docs
   `no effect here: --use-tf32 (CPU)`.
 - Wrong input ends the run before any work, with exit code 2 and one line that names the flag or
   the file and says what is allowed.
+"""
+TASKS = """\
+## Settings of the tasks
+
+| task | settings |
+|---|---|
 """
 OLD = """\
 ## Old names
@@ -55,7 +63,8 @@ SAMPLE = 8  # shows how a renamed flag's value changes, where it does
 def page() -> str:
     """The whole text of docs/flags.md."""
     groups = groups_of(Config)
-    parts = [INTRO, *(_section(group, kind) for group, kind in groups.items()), OLD + _old_names()]
+    parts = [INTRO, *(_section(group, kind) for group, kind in groups.items())]
+    parts += [f"{TASKS}{_of_tasks()}\n", OLD + _old_names()]
     return "\n".join(parts) + "\n"
 
 
@@ -106,6 +115,15 @@ def _shown(value: Any) -> str:
     if value is None or value == "":
         return "unset" if value is None else "empty"
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _of_tasks() -> str:
+    """A row for each task that changes defaults."""
+    rows = [
+        f"| `{name}` | {', '.join(f'`{x}`' for x in as_flags(own))} |"
+        for name, own in Config.settings_by_task().items()
+    ]
+    return "\n".join(rows or ["| none | |"])
 
 
 def _old_names() -> str:

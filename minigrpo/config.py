@@ -3,13 +3,13 @@
 In Python a setting is `config.sampling.group_size`; flags and `Config.of(...)` leave the group out:
 `--group-size 8`, `Config.of(group_size=8)`. The docstring under a field is its --help text. How
 groups become flags and TOML is in runtime/settings.py.
-Precedence: the defaults below, then `--config FILE.toml`, then the command line.
+Precedence: the defaults below, then the settings of the task (tasks/registry.py), then
+`--config FILE.toml`, then the command line.
 """
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
@@ -18,8 +18,9 @@ from .model.architectures import ArchName
 from .runtime import combinations
 from .runtime.constraints import Above, AtLeast, AtMost, Group, SeveralLines
 from .runtime.fast import fast_layers
-from .runtime.flags import ConfigError
+from .runtime.reward_weights import parse_weights
 from .runtime.settings import Grouped
+from .tasks.registry import settings_by_task
 
 # The upper limits only refuse slips of the keyboard, which would fill the memory or never end.
 Count = Annotated[int, AtLeast(1), AtMost(10**9)]
@@ -58,23 +59,7 @@ class TaskConfig(Group):
 
     def weights(self) -> dict[str, float]:
         """`reward_weights` as a mapping; empty means the defaults. Raises ConfigError."""
-        weights: dict[str, float] = {}
-        if self.reward_weights and not self.reward_weights.strip(", "):
-            raise ConfigError(
-                f"--reward-weights must read part=number,..., got {self.reward_weights!r}"
-            )
-        for item in filter(None, self.reward_weights.split(",")):
-            name, _, text = (word.strip() for word in item.partition("="))
-            try:
-                number = float(text)
-            except ValueError:
-                number = math.nan
-            if not (name and math.isfinite(number)):
-                raise ConfigError(f"--reward-weights must read part=number,..., got {item!r}")
-            if name in weights:
-                raise ConfigError(f"--reward-weights names {name} twice")
-            weights[name] = number
-        return weights
+        return parse_weights(self.reward_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +238,8 @@ class RunConfig(Group):
     """Held-out examples in the first and the last evaluation."""
     eval_size_during: Size = 512
     """Held-out examples in the evaluations in between."""
+    eval_samples: Annotated[int, AtLeast(1), AtMost(1024)] = 1
+    """Completions sampled per example of an evaluation; above 1 it also has pass@k."""
     save_every: Count = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Count = 2
@@ -291,6 +278,11 @@ class Config(Grouped):
     def supervised(self) -> bool:
         """Whether completions are the true answers, one per prompt."""
         return not LOSSES[self.loss.name].needs_group
+
+    @staticmethod
+    def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
+        """The settings of built-in tasks, which count below --config and the command line."""
+        return settings_by_task()
 
     def resolved(self, given: Collection[str]) -> Self:
         """This config with the layers of --fast, except the settings that are `given`."""

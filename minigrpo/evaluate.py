@@ -1,113 +1,187 @@
-"""How good a model is: sampled and greedy answers to held-out examples.
+"""How good a model is: greedy and sampled completions of held-out examples, scored.
 
-The trainer calls `evaluate`. `grade` also returns the answers themselves, for the evaluation tool.
+The trainer and the evaluation tool call `measure`; `evaluate` gives its values as plain numbers.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .model.encoding import decode
-from .rewards import RewardScorer
+from .rewards import PendingRewards, RewardScorer
+from .runtime.flags import ConfigError
 from .runtime.loss_arguments import whole
+from .runtime.measures import SAMPLED, Estimate, Summaries, estimate, passes, success_of, summarise
+from .runtime.measures import pass_at_k as pass_at_k
 from .runtime.rng import uniforms
 from .sampling.sampler import Sampler
 from .types import Example, RewardTable, Task
 
-BATCH = 256  # prompts decoded together, unless --rollout-batch-size bounds the completions
+BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
+Advance = Callable[[int], object]  # gets the number of examples that are done
 
 
 @dataclass(frozen=True)
 class Graded:
-    """Greedy answers to n examples, and their rewards."""
+    """K completions of each of n examples, and their scores."""
 
-    examples: Sequence[Example]
-    texts: Sequence[str]
-    exact: np.ndarray  # [n] bool, whether the text equals the true answer
-    rewards: RewardTable  # [n, 1]
+    examples: Sequence[Example]  # [n]
+    texts: Sequence[Sequence[str]]  # [n][K]
+    rewards: RewardTable  # [n, K]
+    success: str  # the part that says which are right
 
-    def by_kind(self) -> dict[str, np.ndarray]:
-        """For each kind of question, a `[n]` bool mask of its examples."""
-        kinds = np.array([example.kind for example in self.examples])
-        return {str(kind): kinds == kind for kind in np.unique(kinds) if kind}
+    @property
+    def right(self) -> np.ndarray:
+        """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
+        if (scores := self.rewards.parts.get(self.success)) is not None:
+            return np.where(np.isnan(scores), np.nan, scores == 1)
+        pairs = zip(self.examples, self.texts, strict=True)
+        same = [[text == example.answer for text in group] for example, group in pairs]
+        return np.array(same, dtype=float)
 
+    def select(self, rows: np.ndarray) -> "Graded":
+        """Some of the examples, by an `[n]` bool mask."""
+        places = np.flatnonzero(rows)
+        return replace(
+            self,
+            examples=[self.examples[i] for i in places],
+            texts=[self.texts[i] for i in places],
+            rewards=self.rewards.select(places),
+        )
 
-def answer(
-    sampler: Sampler,
-    examples: Sequence[Example],
-    *,
-    seed: int | None = None,
-    advance: Callable[[int], object] = lambda number: None,
-) -> list[str]:
-    """One completion per example: greedy, or sampled at temperature 1 if a seed is given.
-
-    After each batch, `advance` is called with the number of examples in it.
-    """
-    u = None
-    if seed is not None:
-        rows = np.array([example.index for example in examples])
-        u = uniforms(seed, "evaluate", 0, rows, 1, sampler.config.sampling.max_new_tokens)
-    config = sampler.config
-    size = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
-    texts: list[str] = []
-    for part in sampler.complete(examples, u=u, batch_size=min(size, BATCH)):
-        texts += [group[0] for group in decode(sampler.tokenizer, part)]
-        advance(len(part))
-    return texts
+    @property
+    def measures(self) -> dict[str, np.ndarray]:
+        """The `[n, K]` values of all measures that are means; the success comes first."""
+        parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
+        return {self.success: self.right, **parts, "reward": self.rewards.total}
 
 
 def grade(
     sampler: Sampler,
     scorer: RewardScorer,
     examples: Sequence[Example],
-    advance: Callable[[int], object] = lambda number: None,
+    *,
+    seed: int | None = None,
+    num_samples: int = 1,
+    advance: Advance = lambda number: None,
 ) -> Graded:
-    """Answer examples greedily, and score the answers."""
-    texts = answer(sampler, examples, advance=advance)
-    exact = np.array(
-        [text == example.answer for text, example in zip(texts, examples, strict=True)]
-    )
-    return Graded(examples, texts, exact, scorer.score(examples, [[text] for text in texts]))
+    """Complete examples greedily, or `num_samples` times at temperature 1 if a seed is given.
+
+    The random numbers depend on the seed and the example alone: all evaluations of a run are
+    paired. Each batch is submitted for scoring as soon as it is decoded.
+    """
+    u = None
+    if seed is not None:
+        rows = np.array([example.index for example in examples])
+        longest = sampler.config.sampling.max_new_tokens
+        u = uniforms(seed, "evaluate", 0, rows, num_samples, longest)
+    config = sampler.config
+    size = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
+    batch = max(1, min(size, BATCH) // num_samples)
+    texts, pending = list[Sequence[str]](), list[PendingRewards]()
+    for part in sampler.complete(examples, num_samples=num_samples, u=u, batch_size=batch):
+        answers, asked = decode(sampler.tokenizer, part), examples[len(texts) :][: len(part)]
+        pending.append(scorer.submit(asked, answers))
+        texts += answers
+        advance(len(part))
+    table = RewardTable.join([scores.result() for scores in pending])
+    return Graded(examples, texts, table, success_of(scorer.task))
 
 
 def evaluate(
-    sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int
+    sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int, samples: int = 1
 ) -> dict[str, float]:
+    """The values of `measure`: the record of an evaluation in eval.jsonl."""
+    found = measure(sampler, task, scorer, size=size, seed=seed, samples=samples)
+    return {name: x.value for name, x in found.items()}
+
+
+def measure(
+    sampler: Sampler,
+    task: Task,
+    scorer: RewardScorer,
+    *,
+    size: int,
+    seed: int,
+    samples: int = 1,
+    advance: Advance = lambda number: None,
+) -> dict[str, Estimate]:
     """Score the first `size` held-out examples, or all if there are fewer.
 
     Args:
         scorer: of this kind of task; its seed may be another.
         seed: of the sampled completions.
+        samples: completions that are sampled per example, besides the greedy one.
 
     Raises:
-        ValueError: a size below 1, a seed below 0 or None, or the scorer of another task.
+        ValueError: a size or a number of samples below 1, a seed below 0 or None, or the scorer of
+            another task.
 
     Returns:
+        Each measure with its 95 % interval (measures.py says which), in this order:
         n: the number of examples.
-        exact_sampled: share of completions sampled at temperature 1 that equal the true answer.
-        exact: the same for greedy completions.
-        The reward parts, and their weighted sum `reward`: means over the greedy completions.
-        exact/<kind>, count/<kind>: `exact` and `n` by kind of question.
+        <success>_sampled, <success>: share of right completions, sampled at temperature 1 and
+            greedy. Right is a completion whose part `task.success` is 1, or if the task names none,
+            one that equals the true answer; <success> is then `exact`.
+        <part>, <part>_sampled: the mean of each reward part over the examples that it concerns.
+        reward, reward_sampled: their weighted sum.
+        The task's summaries, in the same way.
+        pass@1, ..., pass@K: with `samples` K above 1.
+        <success>/<kind>, count/<kind>: greedy <success> and n by kind of question.
     """
     whole("size", size, least=1)
+    whole("samples", samples, least=1)
     whole("seed", seed, least=0)
     if _kind(scorer.task) != _kind(task):
         raise ValueError("scorer must be made for the task that is evaluated: RewardScorer(task)")
     size = min(size, getattr(task, "num_held_out", None) or size)
     examples = [task.held_out(i) for i in range(size)]
-    graded, sampled = grade(sampler, scorer, examples), answer(sampler, examples, seed=seed)
-    same = [text == example.answer for text, example in zip(sampled, examples, strict=True)]
-    kinds = graded.by_kind()
-    return {
-        "n": float(size),
-        "exact_sampled": float(np.mean(same)),
-        "exact": float(np.mean(graded.exact)),
-        **{name: float(scores.mean()) for name, scores in graded.rewards.parts.items()},
-        "reward": float(graded.rewards.total.mean()),
-        **{f"exact/{kind}": float(np.mean(graded.exact[rows])) for kind, rows in kinds.items()},
-        **{f"count/{kind}": float(rows.sum()) for kind, rows in kinds.items()},
-    }
+    greedy = grade(sampler, scorer, examples, advance=advance)
+    drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
+    found = record_of(greedy, drawn, getattr(task, "summaries", None), seed)
+    success, kinds = greedy.success, by_kind(examples)
+    found |= {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
+    found |= {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
+    return found
+
+
+def record_of(
+    greedy: Graded, drawn: Graded, summaries: Summaries | None = None, seed: int = 0
+) -> dict[str, Estimate]:
+    """The measures of an evaluation, without those by kind.
+
+    Args:
+        greedy: the greedy completions, one per example.
+        drawn: the sampled completions of the same examples.
+        seed: of the bootstrap samples for the intervals of the summaries.
+    """
+    found: dict[str, Estimate] = {"n": Estimate(float(len(greedy.examples)))}
+    success = greedy.success
+    for name, values in greedy.measures.items():
+        both = {name: estimate(values), name + SAMPLED: estimate(drawn.measures[name])}
+        # the headline is what GRPO raises: the sampled completions
+        found |= dict(reversed(both.items())) if name == success else both
+    if summaries:
+        of_greedy, of_drawn = (
+            summarise(summaries, graded.rewards.parts, seed) for graded in (greedy, drawn)
+        )
+        if twice := of_greedy.keys() & found.keys():
+            raise ConfigError(
+                "the summaries of a task and its reward parts must have different names, both have "
+                f"{', '.join(sorted(twice))}"
+            )
+        found |= of_greedy | {name + SAMPLED: x for name, x in of_drawn.items()}
+    found |= passes(drawn.right)
+    ours = (success, success + SAMPLED)  # stay, because the headline is the first of the measures
+    return {name: x for name, x in found.items() if name in ours or not math.isnan(x.value)}
+
+
+def by_kind(examples: Sequence[Example]) -> dict[str, np.ndarray]:
+    """For each kind of question, an `[n]` bool mask of its examples."""
+    kinds = np.array([example.kind for example in examples])
+    return {str(kind): kinds == kind for kind in np.unique(kinds) if kind}
 
 
 def _kind(task: Task) -> tuple[type, list[str]]:

@@ -3,29 +3,31 @@
 The tasks' own scores are in tasks/, a user's functions in runtime/reward_functions.py. How calls
 are cut, limited and checked is in runtime/reward_calls.py.
 
-Scoring is cheap because each distinct (example, text) is scored once, and malformed texts are
-rejected before they are parsed. Threads do not make it faster, because python-chess holds the
-interpreter lock (GIL). They let scoring overlap with work on the device, let rewards wait side by
-side (for a network, say), and keep one that hangs from stopping the run.
+Scoring is cheap because each distinct (example, text) is scored once, except by functions of whole
+groups, and malformed texts are rejected before they are parsed. Threads do not make it faster,
+because python-chess holds the interpreter lock (GIL). They let scoring overlap with work on the
+device, let rewards wait side by side (for a network, say), and keep one that hangs from stopping
+the run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rapidfuzz import process
 from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a batch per call
 
-from .runtime.pool import Job, WorkerPool
+from .runtime.pending_rewards import PendingRewards as PendingRewards
+from .runtime.pool import WorkerPool
 from .runtime.reward_calls import (
-    BadRewardError,
+    BATCHED,
+    GROUPED,
     RewardSource,
     check_texts,
     describe_failure,
     distinct_pairs,
-    narrow,
     task_source,
-    weighted_sum,
+    users_own,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
 from .runtime.reward_functions import check_number, check_time_limit
@@ -45,60 +47,6 @@ def similarities(a: Sequence[str], b: Sequence[str]) -> np.ndarray:
         a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64
     )
     return scores
-
-
-@dataclass
-class PendingRewards:
-    """Rewards still being computed; `result` waits for them."""
-
-    scorer: "RewardScorer"
-    index: np.ndarray  # [P, G] int, index of each completion's distinct text
-    calls: list[tuple[RewardSource, slice, Job]] = field(default_factory=list)
-    table: RewardTable | None = None  # set by the first `result`
-
-    def result(self) -> RewardTable:
-        """Wait for all calls, and return the table.
-
-        Completions whose call failed get the floor of the reward part, and are counted in
-        `RewardTable.failures`. An error in the task's `score_batch` is raised.
-        """
-        if self.table is None:
-            self.table = self._wait()
-        return self.table
-
-    def _wait(self) -> RewardTable:
-        num_texts, sources = int(self.index.max()) + 1, self.scorer.sources
-        scores = {
-            name: np.zeros(num_texts, dtype=np.float64)
-            for source in sources
-            for name in source.names
-        }
-        failed = {
-            name: np.zeros(num_texts, dtype=np.int64)
-            for source in sources
-            if not source.trusted
-            for name in source.names
-        }
-        for source, part, job in self.calls:
-            size = part.stop - part.start
-            try:
-                answer = self.scorer.pool.wait(job, source.time_limit(size))
-                rows = source.check(answer, size)
-            except Exception as error:
-                if isinstance(error, BadRewardError) and source.trusted:
-                    raise BadRewardError(f"reward {', '.join(source.names)}: {error}") from None
-                if source.trusted:
-                    raise
-                rows = np.full((len(source.names), size), source.floor, dtype=np.float64)
-                self.scorer.warn_once(source, error)
-                for name in source.names:
-                    failed[name][part] = 1
-            for name, row in zip(source.names, rows, strict=True):
-                scores[name][part] = row
-        parts = {name: narrow(values)[self.index] for name, values in scores.items()}
-        total = weighted_sum(parts, self.scorer.weights)
-        failures = {name: int(hits[self.index].sum()) for name, hits in failed.items()}
-        return RewardTable(total, parts, failures)
 
 
 class RewardScorer:
@@ -167,11 +115,17 @@ class RewardScorer:
         """Start scoring; with workers, return before it is done."""
         check_texts(examples, texts)
         asked, distinct, index = distinct_pairs(examples, texts)
-        pending = PendingRewards(self, index)
+        pending = PendingRewards(self.sources, self.weights, self.pool, self.warn_once, index)
         for source in self.sources:
-            for part in source.pieces(len(distinct), self.workers):
-                question = asked[part], distinct[part]
-                args = question if source.batched else (question[0][0], question[1][0])
+            group, size = index.shape[1], len(distinct) if source.of_distinct else index.size
+            for part in source.pieces(size, self.workers, group):
+                if source.kind == GROUPED:
+                    place = part.start // group
+                    args: tuple[Any, Any] = users_own(examples[place]), list(texts[place])
+                elif source.kind == BATCHED:
+                    args = asked[part], distinct[part]
+                else:
+                    args = asked[part.start], distinct[part.start]
                 job = self.pool.submit(source.answer, *args, needs_thread=not source.trusted)
                 pending.calls.append((source, part, job))
         return pending

@@ -5,7 +5,7 @@ for the warm start. The trainer treats both alike. Decoding itself is in samplin
 rewards.py.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from .runtime.logging import PhaseTimer
 from .runtime.loss_arguments import FLOAT32_UP_TO
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
+from .runtime.rollout_metrics import has_ended, has_zero_variance
 from .sampling.generate import SamplingParams
 from .sampling.sampler import Sampler
 from .types import Completions, Example, RewardTable, RolloutBatch
@@ -226,51 +227,9 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
     return torch.from_numpy(np.stack(rows))
 
 
-def has_zero_variance(rewards: RewardTable) -> np.ndarray:
-    """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
-    return rewards.total.max(1) == rewards.total.min(1)
-
-
-def has_ended(completions: Completions, stops: Collection[int]) -> Tensor:
-    """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
-    last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
-    ends = torch.tensor(sorted(stops), dtype=torch.int64)
-    return torch.isin(completions.completion_ids.gather(-1, last)[..., 0], ends)
-
-
 def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     """0 up to `longest - buffer` tokens, then linearly down to -1 at `longest`.
 
     DAPO's soft overlong punishment (arXiv 2503.14476).
     """
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
-
-
-def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, float]:
-    """Metrics of a batch as it was sampled, under TRL's names where TRL has one.
-
-    They are means over this process's prompts, or counts: `DistContext.combine` tells them apart.
-    """
-    mask = batch.completions.completion_mask
-    lengths = mask.sum(-1)
-    # tokens that the update would run with --packing repeated; tokens/run is what it does run
-    prompts = batch.completions.prompt_len.sum() * lengths.shape[1]
-    values = {
-        "completions/mean_length": lengths.float().mean().item(),
-        "tokens/repeated": float(prompts + (lengths - 1).clamp(min=0).sum()),
-    }
-    if batch.rewards is None:
-        return values
-    rewards, log_kept_mass = batch.rewards, batch.completions.log_kept_mass
-    if log_kept_mass is not None:
-        values["sampling/removed_mass"] = float((1 - log_kept_mass.exp())[mask].mean())
-    return {
-        "reward": float(rewards.total.mean()),
-        "reward_std": float(rewards.total.std(axis=1, ddof=1).mean()),
-        "frac_reward_zero_std": float(has_zero_variance(rewards).mean()),
-        **{f"rewards/{name}/mean": float(x.mean()) for name, x in rewards.parts.items()},
-        **{f"rewards/{name}/failures": float(n) for name, n in rewards.failures.items()},
-        "completions/clipped_ratio": 1 - float(has_ended(batch.completions, stops).float().mean()),
-        **values,
-        **batch.metrics,
-    }

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from .config import Config
-from .evaluate import evaluate
+from .evaluate import measure
 from .learner import Learner
-from .rollout import BatchSource, RolloutBatches, SupervisedBatches, rollout_metrics
+from .rollout import BatchSource, RolloutBatches, SupervisedBatches
 from .runtime import accel, announce
 from .runtime.build import make_model, make_reference, make_scorer, make_task, make_tokenizer
 from .runtime.distributed import DistContext
@@ -20,10 +20,12 @@ from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
 from .runtime.examples import check_examples
 from .runtime.failures import RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
+from .runtime.measures import Estimate
 from .runtime.no_effect import Situation
 from .runtime.origins import fetch_models
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.process_state import KeptState
+from .runtime.rollout_metrics import counts_of, rollout_metrics
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.startup import check_machine
@@ -82,6 +84,7 @@ class Trainer:
         self.signal = announce.SignalWatch(self.screen, self.dist.is_main)
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None
+        self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 
     def _situation(self) -> Situation:
         processes, shape = self.dist.world_size, self.model.shape
@@ -155,7 +158,8 @@ class Trainer:
             learnt = self.learner.learn(batch, self.step)
         self.step, self.in_update = self.step + 1, False
         own = rollout_metrics(batch, self.sampler.stops)
-        rolled = self.dist.combine(own | {"memory/peak_mib": peak_memory_mib(self.device)})
+        own["memory/peak_mib"] = peak_memory_mib(self.device)
+        rolled = self.dist.combine(own, counts_of(batch))
         metrics = {**rolled, **learnt}
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
@@ -172,22 +176,23 @@ class Trainer:
         """Evaluate on the first `size` held-out examples, unless this step has been evaluated."""
         if not size or (self.last and self.last["step"] == self.step):
             return
-        seed = self.config.run.seed
-        values = self.dist.on_main(
-            lambda: evaluate(self.sampler, self.task, self.scorer, size=size, seed=seed)
+        run, parts = self.config.run, (self.sampler, self.task, self.scorer)
+        found = self.dist.on_main(
+            lambda: measure(*parts, size=size, seed=run.seed, samples=run.eval_samples)
         )
         self.process.undo(self.screen.warn)
-        self.last = {"step": self.step, **values}
+        values = {name: x.value for name, x in found.items()}
+        self.last, self.intervals[self.step] = {"step": self.step, **values}, found
         self.first = self.first or self.last
         self.log.evaluation(self.step, values)
-        announce.say_evaluation(self.screen, self.step, values)
+        announce.say_evaluation(self.screen, self.step, found)
 
     # --- the end --------------------------------------------------------------------------------
 
     def _finish(self, seconds: float) -> dict[str, Any]:
         status, reason = "stopped" if self.stop_reason else "finished", self.stop_reason
         if not self.stop_reason and self.first and self.last:
-            announce.show_change(self.screen, self.first, self.last, self.step, seconds)
+            announce.show_change(self.screen, self.first, self.last, self.intervals, seconds)
         if self.measured.steps:
             rows = self.measured.beside(self.estimate, self.device.type, self.dist.world_size)
             announce.show_cost(self.screen, rows)

@@ -22,14 +22,23 @@ class Example:
     index: int = 0  # place in the task's endless sequence; the key of its random numbers
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # all keys of a data line
 
 
 class Task(Protocol):
     """An endless supply of prompts, and scores for completions. Implement this for your own task.
 
-    Two attributes are optional. `num_held_out` is the number of distinct evaluation examples.
-    `score_batch(examples, texts) -> {part: values}` scores many texts at once. It is trusted: it
-    runs without a time limit, and an error in it ends the run.
+    A part's score may be NaN for all completions of an example: the part does not concern it. Such
+    scores are left out of the part's mean, and count 0 in the total.
+
+    These members are optional:
+        num_held_out: the number of distinct evaluation examples; None if they are endless.
+        score_batch(examples, texts) -> {part: values}: scores many texts at once. It is trusted: it
+            runs without a time limit, and an error in it ends the run.
+        success: the part that is 1 for a right completion and 0 for any other. Evaluation reports
+            it first. Without it, a completion is right if it equals the example's answer.
+        summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
+            from the `[n]` values of each part.
     """
 
     parts: Mapping[str, float]  # reward part -> default weight
@@ -41,7 +50,10 @@ class Task(Protocol):
         """Evaluation example `number`; training never sees it."""
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        """Every reward part, in [0, 1], for any text whatsoever. The true answer scores 1."""
+        """Every reward part, in [0, 1], for any text whatsoever.
+
+        A true answer scores 1 in each part that concerns the example.
+        """
 
 
 @dataclass(frozen=True)

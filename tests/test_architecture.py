@@ -30,9 +30,10 @@ MAY_SEE: dict[str, set[str]] = {
     | {"runtime.text", "runtime.reward_functions", "runtime.process_state"}
     | {"runtime.chat_messages"},
     "rewards": {"types", "tasks.fen", "runtime.pool", "runtime.reward_calls"}
+    | {"runtime.pending_rewards"}
     | {"runtime.reward_functions"},
-    "config": {"losses", "model.architectures", "runtime"},
-    "runtime": {"types", "config", "model"},
+    "config": {"losses", "model.architectures", "runtime", "tasks.registry"},
+    "runtime": {"types", "config", "model", "tasks.registry"},
     "runtime wiring": {"types", "config", "losses", "model", "tasks", "runtime", "sampling"}
     | {"learner", "reference", "rewards"},
     "learner": {"types", "config", "losses", "model", "runtime"},

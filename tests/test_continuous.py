@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minigrpo.model.transformer import Transformer
-from minigrpo.rollout import has_ended, rollout_metrics
 from minigrpo.runtime.rng import uniforms
+from minigrpo.runtime.rollout_metrics import has_ended, rollout_metrics
 from minigrpo.sampling import cached_decoder
 from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.cuda_graphs import CUDAGraphCache

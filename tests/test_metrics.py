@@ -11,10 +11,10 @@ from minigrpo import Config
 from minigrpo.evaluate import evaluate
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.rewards import RewardScorer
-from minigrpo.rollout import rollout_metrics
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.optim import make_optimizer
 from minigrpo.runtime.rng import uniforms
+from minigrpo.runtime.rollout_metrics import rollout_metrics
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
 from .gradients import make_trainer, with_settings

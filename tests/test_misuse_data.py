@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 
 from minigrpo import Config, Trainer
 from minigrpo.evaluate import evaluate
-from minigrpo.model.pretrained import load_pretrained
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
@@ -939,7 +938,7 @@ def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(
     state = {name: x.double() for name, x in load_file(file).items()}
     state["h.0.mlp.c_fc.weight"][3, 2] = value
     save_file(state, file)
-    message = refused(lambda: load_pretrained(str(exported)))
+    message = refused(lambda: Transformer.from_pretrained(str(exported)))
     assert message.endswith("h.0.mlp.c_fc.weight has 1 values that are not finite in float32")
 
 
@@ -948,14 +947,14 @@ def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(
 )
 def test_a_damaged_config_json_is_named(exported: Path, content: str) -> None:
     (exported / "config.json").write_bytes(content.encode("latin-1"))
-    message = refused(lambda: load_pretrained(str(exported)))
+    message = refused(lambda: Transformer.from_pretrained(str(exported)))
     assert message.startswith(f"{exported / 'config.json'}: cannot be read (")
 
 
 def test_a_byte_order_mark_in_config_json_is_read_over(exported: Path) -> None:
     file = exported / "config.json"
     file.write_text(file.read_text(), encoding="utf-8-sig")
-    assert load_pretrained(str(exported)).shape.heads == 2
+    assert Transformer.from_pretrained(str(exported)).shape.heads == 2
 
 
 @pytest.mark.parametrize("content", [attack("25 vocab.json", DEEP), "[1]", '{"a": "b"}', ""])

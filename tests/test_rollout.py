@@ -9,7 +9,8 @@ import torch
 
 from minigrpo import Trainer
 from minigrpo.model.packing import PACKINGS
-from minigrpo.rollout import has_ended, overlong_punishment, rollout_metrics, shuffled
+from minigrpo.rollout import overlong_punishment, shuffled
+from minigrpo.runtime.rollout_metrics import has_ended, rollout_metrics
 from minigrpo.types import Completions, Example, RewardTable
 
 from .gradients import make_trainer

@@ -1,16 +1,18 @@
 """A run's messages on the screen: at the start, at evaluations, without a signal, at the end."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from ..types import RolloutBatch
+from ..types import RewardTable, RolloutBatch
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
 from .log_files import NoLog, RunLog
 from .logging import Screen
+from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
 from .no_effect import Situation, without_effect
 from .settings import as_flags
 
@@ -39,6 +41,9 @@ def introduce(
     parts = [f"{weight:g} x {name}" for name, weight in weights.items() if weight]
     where = " (in evaluations only)" if config.supervised else ""
     screen.say(f"reward{where}: {' + '.join(parts) or '0, because all weights are 0'}")
+    of_task = config.settings_by_task().get(config.task.name, {})
+    if own := {name: x for name, x in of_task.items() if name not in config.given}:
+        screen.say(f"settings of the task: {' '.join(as_flags(own))}")
     if speed.fast:
         kind = device_kind(str(device))
         settings = config.flat()
@@ -119,7 +124,7 @@ def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
             **({"messages": list(example.messages)} if example.messages else {}),
             "completion": text,
             "truth": example.answer,
-            "parts": {name: float(scores[0, g]) for name, scores in batch.rewards.parts.items()},
+            "parts": parts_of(batch.rewards, g),
             "reward": float(batch.rewards.total[0, g]),
         }
         log.sample(step, record)
@@ -128,19 +133,37 @@ def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
     log.sample_text(step, "\n".join(f"    {line}" for line in shown))
 
 
-def say_evaluation(screen: Screen, step: int, values: Evaluation) -> None:
+def parts_of(rewards: RewardTable, g: int) -> dict[str, float]:
+    """The reward parts of completion g of the first prompt; those that do not concern it are not
+    among them.
+    """
+    scores = {name: float(x[0, g]) for name, x in rewards.parts.items()}
+    return {name: x for name, x in scores.items() if not math.isnan(x)}
+
+
+def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> None:
+    """Print the headline of an evaluation, and the other measures of sampled completions."""
+    success = headline(found)
+    sampled, greedy = (found[name] for name in (success + SAMPLED, success))
     screen.say(
-        f"evaluation at step {step} on {values['n']:.0f} held-out examples: exactly right "
-        f"{values['exact_sampled']:.1%} sampled, {values['exact']:.1%} greedy; "
-        f"greedy reward {values['reward']:.3f} (held out)"
+        f"evaluation at step {step} on {found['n'].value:.0f} held-out examples: "
+        f"{in_words(success)} {percent(sampled)} sampled, {percent(greedy)} greedy; "
+        f"greedy reward {found['reward'].value:.3f} (held out)"
     )
+
+
+def percent(share: Estimate) -> str:
+    """A share with its 95 % interval."""
+    low, high = (f"{100 * x:.1f}" for x in (share.low, share.high))
+    return f"{share.value:.1%} [{low}, {high}]"
 
 
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
     """The text next to the progress bar."""
     seen = ""
-    if last and isinstance(last.get("exact_sampled"), float):  # a resumed log may lack it
-        right = f"{last['exact_sampled']:.1%} exactly right (sampled)"
+    name = headline(last or {})
+    if last and isinstance(last.get(name + SAMPLED), float):  # a resumed log may lack it
+        right = f"{last[name + SAMPLED]:.1%} {in_words(name)} (sampled)"
         seen = f"held out at step {last['step']:.0f}: {right}  "
     if "reward" in metrics:
         now = f"training reward {metrics['reward']:.3f} (sampled)"
@@ -150,9 +173,16 @@ def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
 
 
 def show_change(
-    screen: Screen, first: Evaluation, last: Evaluation, step: int, seconds: float
+    screen: Screen,
+    first: Evaluation,
+    last: Evaluation,
+    found: Mapping[float, Mapping[str, Estimate]],
+    seconds: float,
 ) -> None:
-    """Print evaluations before and after, first the sampled measure, which GRPO maximises."""
+    """Print evaluations before and after, first the sampled measure, which GRPO maximises.
+
+    `found` has their 95 % intervals by step; an evaluation from before a resume has none.
+    """
     names = [
         name
         for name in first
@@ -160,13 +190,18 @@ def show_change(
     ]
     rows = []
     for name in names:
-        kind = name.removeprefix("exact/")
-        n = last.get(f"count/{kind}", last["n"]) if kind != name else last["n"]
-        ends = first[name], last[name], last[name] - first[name]
-        how = "sampled" if name == "exact_sampled" else "greedy"
-        numbers = f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[2]:+.3f}"
-        rows.append([name.removesuffix("_sampled"), how, f"{n:.0f}", *numbers])
-    title = f"held-out examples before and after {step} steps ({seconds:.0f} s)"
+        kind = name.partition("/")[2]
+        n = last.get(f"count/{kind}", last["n"]) if kind else last["n"]
+        ends = [
+            str(found.get(end["step"], {}).get(name, Estimate(end[name]))) for end in (first, last)
+        ]
+        is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
+        how, change = "sampled" if is_sampled else "greedy", f"{last[name] - first[name]:+.3f}"
+        rows.append([name.removesuffix(SAMPLED), how, f"{n:.0f}", *ends, change])
+    title = (
+        f"held-out examples before and after {last['step']:.0f} steps ({seconds:.0f} s), with 95 % "
+        "intervals"
+    )
     screen.table(title, ["", "", "n", "before", "after", "change"], rows)
 
 

@@ -52,7 +52,7 @@ def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
 def make_task(config: Config, listener: Listener | None = None) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names flag or file."""
     task, seed = config.task, config.run.seed
-    return load_task(task.name, seed=seed, history=task.history, data=task.data, listener=listener)
+    return load_task(task.name, seed=seed, data=task.data, listener=listener, history=task.history)
 
 
 def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:
@@ -84,7 +84,8 @@ def make_model(
             if not sizes.init_from:
                 raise ValueError("must be shipped, scratch, or the path of a model, got nothing")
             # of a run that stopped early, the newest checkpoint is newer than model.safetensors
-            _, model = load_model(Path(sizes.init_from), say, base_dtype(sizes))
+            path = Path(sizes.init_from)
+            _, model = load_model(path, say, base_dtype(sizes), task=config.task.name)
             if adapters(model):
                 model = merge_adapters(model)
         except ValueError as error:

@@ -8,7 +8,7 @@ import itertools
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -102,18 +102,26 @@ class DistContext:
         """The largest over processes, element by element."""
         return self._reduce(x, dist.ReduceOp.MAX, "max")
 
-    def combine(self, metrics: dict[str, float]) -> dict[str, float]:
+    def combine(
+        self, metrics: Mapping[str, float], counts: Mapping[str, int] | None = None
+    ) -> dict[str, float]:
         """Metrics over all processes, in one collective.
 
         Sums of counts (COUNTED, .../failures), maxima of LARGEST, means of all others.
+
+        Args:
+            counts: how many values each mean in this process is made of; those not named are of
+                equally many in every process. A metric without any value anywhere is left out.
         """
-        if self.world_size == 1:
-            return metrics
+        found = counts or {}
+        weights = torch.tensor([found.get(name, 1) for name in metrics], dtype=torch.float64)
+        own = torch.tensor(list(metrics.values()), dtype=torch.float64)
         # a row per process, 0 in all others: the sum holds every process's own values
-        rows = torch.zeros(self.world_size, len(metrics), dtype=torch.float64)
-        rows[self.rank] = torch.tensor(list(metrics.values()), dtype=torch.float64)
-        columns = self.sum(rows).T
-        return {name: _combined(name, x) for name, x in zip(metrics, columns, strict=True)}
+        rows = torch.zeros(self.world_size, 2, len(metrics), dtype=torch.float64)
+        rows[self.rank] = torch.stack((torch.where(weights > 0, own, 0.0), weights))
+        columns = self.sum(rows).permute(2, 1, 0)
+        pairs = zip(metrics, columns, strict=True)
+        return {name: _combined(name, *x) for name, x in pairs if x[1].any()}
 
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate equal shares in order of rank: `[P / world_size, ...]` -> `[P, ...]`."""
@@ -195,12 +203,15 @@ class DistContext:
             dist.destroy_process_group()
 
 
-def _combined(name: str, values: Tensor) -> float:
-    """One metric, from its value in every process."""
+def _combined(name: str, values: Tensor, counts: Tensor) -> float:
+    """One metric, from its value in every process, and how many values that is a mean of."""
     if name.startswith(LARGEST):
         return float(values.max())
     counted = name.startswith(COUNTED) or name.endswith("/failures")
-    return float(values.sum() if counted else values.mean())
+    if counted:
+        return float(values.sum())
+    equal = bool((counts == counts[0]).all())
+    return float(values.mean() if equal else (values * counts).sum() / counts.sum())
 
 
 def _check_environment() -> None:

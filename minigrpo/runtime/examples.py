@@ -5,6 +5,7 @@ of a file are all known, and are checked from the longest down. Of an endless su
 are checked, and more if they nearly fill the room.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -13,8 +14,9 @@ from ..model.encoding import encode_prompt, messages_of, prompt_text
 from ..model.tokenizer import Tokenizer
 from ..types import Example, Task
 from .flags import ConfigError
+from .measures import EXACT, success_of
 from .pool import WorkerPool
-from .reward_calls import describe_failure, task_source
+from .reward_calls import BATCHED, describe_failure, task_source, users_own
 from .text import short
 
 FIRST_TRAIN, FIRST_HELD_OUT = 16, 64  # examples of each split that are always checked
@@ -230,14 +232,16 @@ def _check_users_task(task: UsersTask, lengths: Lengths, timeout_s: float, warn:
 def _check_scores(task: UsersTask, timeout_s: float) -> None:
     """Raise ConfigError for a task that cannot score texts, among them the true answer.
 
-    Also if a part named `exact` is not what eval.jsonl has under that name.
+    Also if the task's success is neither 1 nor 0, or if a part named `exact` is not what eval.jsonl
+    has under that name.
     """
     source, pool, example = task_source(task, timeout_s), WorkerPool(0, "check"), task.train(0)
-    question, exact = getattr(example, "original", example), []
+    question, success, right = users_own(example), success_of(task), list[float]()
     for text in (example.answer, "", f"{example.answer} "):
         # two texts in a batch: an answer of a wrong shape may fit a single one
-        size = 2 if source.batched else 1
-        args = ([question] * 2, [text, example.answer]) if source.batched else (question, text)
+        batched = source.kind == BATCHED
+        size = 2 if batched else 1
+        args = ([question] * 2, [text, example.answer]) if batched else (question, text)
         try:
             answer = pool.wait(pool.submit(source.answer, *args, needs_thread=True), timeout_s)
             scores = dict(zip(source.names, source.check(answer, size)[:, 0].tolist(), strict=True))
@@ -246,9 +250,14 @@ def _check_scores(task: UsersTask, timeout_s: float) -> None:
                 raise
             call = f"{task.name}: score of train(0) and the text {text[:60]!r}"
             raise ConfigError(f"{call}: {describe_failure(error)}") from error
-        exact.append(scores.get("exact"))
+        right.append(scores.get(success, 0.0))
     pool.close()
-    if "exact" in task.parts and exact != [1, float(not example.answer), 0]:
+    if odd := [x for x in right if x not in (0, 1) and not math.isnan(x)]:
+        raise ConfigError(
+            f"{task.name}: {success} is the success of the task, so it must be 1 for a right text "
+            f"and 0 for any other, got {odd[0]:g}"
+        )
+    if success == EXACT and EXACT in task.parts and right != [1, float(not example.answer), 0]:
         raise ConfigError(
             f"{task.name}: the part exact must be 1 for the true answer and 0 for any other text, "
             "as `exact` in eval.jsonl is; a part that means something else needs another name"

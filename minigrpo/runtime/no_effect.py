@@ -265,7 +265,7 @@ def without_effect(situation: Situation) -> str:
     Settings at their default are left out, unless somebody typed them and they are not off.
     """
     config, groups = situation.config, dict[str, list[str]]()
-    default = type(config)().flat()
+    default = type(config).of(task=config.task.name).flat()  # with the settings of the task
     for name, value in config.flat().items():
         typed = name in config.typed and value not in (False, 0, "", None)
         if (typed or value != default[name]) and (why := reason(name, situation)):

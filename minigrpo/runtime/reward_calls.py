@@ -8,7 +8,7 @@ The threads are in pool.py.
 
 import copy
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,18 @@ LONGEST_BATCH_S = 300.0
 LARGEST = 1e12
 
 
+# what a source is called with
+EACH = "each"  # (example, text) -> {name: value}
+BATCHED = "batched"  # (examples, texts) -> {name: values}, each distinct pair once
+GROUPED = "grouped"  # (example, texts) -> {name: values}, all completions of a prompt
+
+
+PARTLY_NAN = (
+    "returned NaN for some completions of a prompt and not for others; NaN says that a part does "
+    "not concern an example, whatever the text"
+)
+
+
 class BadRewardError(ConfigError):
     """A reward function returned something other than finite numbers."""
 
@@ -35,11 +47,11 @@ class RewardSource:
     """A callable that scores completions, with the limits on its calls."""
 
     names: Sequence[str]  # the reward parts that it returns
-    # (examples, texts) -> {name: values} if batched, else (example, text) -> {name: value}
     call: Callable[..., Any]
-    batched: bool
+    kind: str  # EACH, BATCHED or GROUPED
     timeout_s: float | None  # seconds per completion; None: trusted
     floor: float = 0.0  # the score of a completion whose call failed
+    may_be_nan: bool = False  # NaN says that a part does not concern the example
 
     @property
     def trusted(self) -> bool:
@@ -50,14 +62,21 @@ class RewardSource:
         """Call the function, and copy what it returns: it may reuse one object for each call."""
         return copied(self.call(*args))
 
-    def pieces(self, size: int, workers: int) -> Iterator[slice]:
-        """Split `size` completions into one slice per call.
+    @property
+    def of_distinct(self) -> bool:
+        """Whether it scores distinct (example, text) pairs, rather than all completions."""
+        return self.kind in (EACH, BATCHED)
+
+    def pieces(self, size: int, workers: int, group_size: int = 1) -> Iterator[slice]:
+        """Split `size` pairs, or completions in groups of `group_size`, into one slice per call.
 
         Trusted batches are divided among the workers. A user's batched function gets all
         completions in one call, like a reward model that batches them itself.
         """
-        if not self.batched:
+        if self.kind == EACH:
             length = 1
+        elif self.kind == GROUPED:
+            length = group_size
         elif self.trusted:
             length = -(-size // max(1, workers))
         else:
@@ -66,7 +85,7 @@ class RewardSource:
 
     def time_limit(self, size: int) -> float | None:
         """Seconds for a call with `size` completions: `timeout_s` each, capped for a batch."""
-        if self.timeout_s is None or not self.batched:
+        if self.timeout_s is None or self.kind == EACH:
             return self.timeout_s
         return max(self.timeout_s, min(self.timeout_s * size, LONGEST_BATCH_S))
 
@@ -75,16 +94,17 @@ class RewardSource:
 
         Raises:
             BadRewardError: a part is missing, its count is not `size`, or a value is not a number
-                from -LARGEST to LARGEST.
+                from -LARGEST to LARGEST, nor NaN where that is allowed.
         """
         table = np.empty((len(self.names), size), dtype=np.float64)
         for row, name in zip(table, self.names, strict=True):
             try:
-                column = answer[name] if self.batched else [answer[name]]
+                column = [answer[name]] if self.kind == EACH else answer[name]
             except Exception:
                 raise BadRewardError(f"returned {short(answer)}, without {name}") from None
             row[:] = _numbers(column, size)
-            if (bad := row[~(np.abs(row) <= LARGEST)]).size:
+            allowed = (np.abs(row) <= LARGEST) | (np.isnan(row) & self.may_be_nan)
+            if (bad := row[~allowed]).size:
                 raise BadRewardError(f"returned {short(bad[0])}, not a finite number up to 1e12")
         return table
 
@@ -128,18 +148,33 @@ def copied(answer: Any) -> Any:
 
 def narrow(scores: np.ndarray) -> np.ndarray:
     """Scores in float32, unless one is so large that float32 would merge different ones."""
-    return scores.astype(np.float32) if (np.abs(scores) <= FLOAT32_UP_TO).all() else scores
+    return scores if (np.abs(scores) > FLOAT32_UP_TO).any() else scores.astype(np.float32)
 
 
 def weighted_sum(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
-    """The total of reward parts `[P, G]`, in float32 if all weighted parts are small enough."""
-    terms = [np.float64(weight) * parts[name] for name, weight in weights.items()]
+    """The total of reward parts `[P, G]`, in float32 if all weighted parts are small enough.
+
+    A part that does not concern an example, which is NaN there, counts 0.
+    """
+    counted = {name: np.where(np.isnan(parts[name]), 0, parts[name]) for name in weights}
+    terms = [np.float64(weight) * counted[name] for name, weight in weights.items()]
     if not all((np.abs(term) <= FLOAT32_UP_TO).all() for term in terms):
         return np.stack(terms).sum(axis=0)
     total = np.zeros_like(terms[0], dtype=np.float32)
     for name, weight in weights.items():
-        total += np.float32(weight) * parts[name].astype(np.float32)
+        total += np.float32(weight) * counted[name].astype(np.float32)
     return total
+
+
+def partly_nan(scores: np.ndarray) -> np.ndarray:
+    """`[P, G]` bool: the score is NaN, and that of another completion of the prompt is not.
+
+    Whether a part concerns an example cannot depend on the text, so this NaN is a mistake, such as
+    0 divided by 0, which would count 0 without a word.
+    """
+    missing = np.isnan(scores)
+    mixed: np.ndarray = missing & ~missing.all(axis=1, keepdims=True)
+    return mixed
 
 
 def check_texts(examples: Any, texts: Any) -> None:
@@ -182,8 +217,8 @@ def task_source(task: Task, timeout_s: float) -> RewardSource:
 
     score_batch = getattr(task, "score_batch", None)
     if score_batch is not None and depth("score_batch") <= depth("score"):
-        return RewardSource(list(task.parts), score_batch, batched=True, timeout_s=None)
-    return RewardSource(list(task.parts), task.score, batched=False, timeout_s=timeout_s)
+        return RewardSource(list(task.parts), score_batch, BATCHED, None, may_be_nan=True)
+    return RewardSource(list(task.parts), task.score, EACH, timeout_s, may_be_nan=True)
 
 
 def distinct_pairs(
@@ -197,12 +232,12 @@ def distinct_pairs(
     Returns:
         The examples and the texts of the pairs; and `[P, G]` int, the pair of each completion.
     """
-    places: dict[Example | int, dict[str, int]] = {}  # example -> text -> pair
+    places: dict[Hashable, dict[str, int]] = {}  # example -> text -> pair
     asked: list[Example] = []
     distinct: list[str] = []
     index: list[list[int]] = []
     for example, group in zip(examples, texts, strict=True):
-        question = getattr(example, "original", example)  # a user's code gets its own object
+        question = users_own(example)
         of_example, row = places.setdefault(_identity(question), {}), []
         for text in group:
             if (place := of_example.get(text)) is None:
@@ -214,17 +249,33 @@ def distinct_pairs(
     return asked, distinct, np.array(index)
 
 
-def _identity(example: Example) -> Example | int:
+def users_own(example: Example) -> Example:
+    """The object that a user's task made: its code gets that one, and not our numbered copy."""
+    own: Example = getattr(example, "original", example)
+    return own
+
+
+def _identity(example: Example) -> Hashable:
     """What tells one question from another: all fields of an `Example`.
 
-    A subclass may have fields that `==` does not compare, and a field may be impossible to hash.
-    Such an object equals only itself.
+    A subclass may have more than that, and a user's own objects may be impossible to compare. Such
+    an example equals only itself.
     """
     try:
-        hash(example)
+        return _hashable(vars(example)) if type(example) is Example else id(example)
     except TypeError:
         return id(example)
-    return example if type(example) is Example else id(example)
+
+
+def _hashable(value: Any) -> Hashable:
+    """Plain data in a form that can be a key. Raises TypeError for anything else."""
+    if isinstance(value, Mapping):
+        return "{", frozenset((name, _hashable(x)) for name, x in value.items())
+    if isinstance(value, list | tuple):
+        return "[", tuple(map(_hashable, value))
+    if value is None or isinstance(value, str | bool | int | float | np.number):
+        return type(value), value  # with its type, because True == 1 == 1.0
+    raise TypeError
 
 
 def describe_failure(error: Exception) -> str:

@@ -8,23 +8,26 @@ from typing import Any
 
 from .files import NUM_NOT_FINITE
 from .flags import ConfigError
-from .reward_calls import LARGEST, RewardSource
+from .measures import PASS_AT, SAMPLED
+from .reward_calls import BATCHED, EACH, GROUPED, LARGEST, RewardSource
 from .text import has_lone_surrogate, short
 
 # what eval.jsonl has beside the parts; a part of the same name would overwrite it
-RESERVED_PARTS = ("step", "n", "reward", "exact_sampled", NUM_NOT_FINITE)
+RESERVED_PARTS = ("step", "n", "reward", NUM_NOT_FINITE)
 # --reward-weights separates by the first two; with the third, `exact/x` would be a kind of question
 FORBIDDEN_IN_PARTS = ",=/"
+KINDS = ("batched", "grouped")  # arguments of the decorator that change what a function takes
+CALLED_WITH = {EACH: "(example, text)", BATCHED: "(examples, texts)", GROUPED: "(example, texts)"}
 
 
 def check_part_name(name: object) -> None:
     """Raise ConfigError unless a reward part may have this name."""
     if not isinstance(name, str):
         raise ConfigError(f"the name of a reward part must be text, got {short(name)}")
-    if name in RESERVED_PARTS:
+    if name in RESERVED_PARTS or name.endswith(SAMPLED) or name.startswith(PASS_AT):
         raise ConfigError(
             f"a reward part must not be named {name}, because eval.jsonl has that for itself; "
-            f"reserved: {', '.join(RESERVED_PARTS)}"
+            f"reserved: {', '.join(RESERVED_PARTS)}, ...{SAMPLED}, {PASS_AT}..."
         )
     if name == "<lambda>":
         raise ConfigError("a reward function needs a name; use def instead of lambda")
@@ -65,6 +68,7 @@ class RewardFunction:
     timeout_s: float | None = None  # seconds per completion; None: the scorer's
     floor: float = 0.0  # the score of a completion on which the function failed
     batched: bool = False  # function(examples, texts) -> floats, else function(example, text)
+    grouped: bool = False  # function(example, texts) -> floats, of all completions of a prompt
 
     def __post_init__(self) -> None:
         check_part_name(self.name)
@@ -77,11 +81,17 @@ class RewardFunction:
         check_number(f"{self.name}: floor", self.floor)
         if self.timeout_s is not None:
             check_time_limit(f"{self.name}: timeout_s", self.timeout_s)
-        if not isinstance(self.batched, bool):
-            raise ConfigError(
-                f"{self.name}: batched must be True or False, got {short(self.batched)}"
-            )
+        for what in KINDS:
+            if not isinstance(asked := getattr(self, what), bool):
+                raise ConfigError(f"{self.name}: {what} must be True or False, got {short(asked)}")
+        if len(asked_for := [what for what in KINDS if getattr(self, what)]) > 1:
+            raise ConfigError(f"{self.name}: takes one of {' and '.join(asked_for)}, not both")
         self._check_call()
+
+    @property
+    def kind(self) -> str:
+        """What the function is called with: a key of `CALLED_WITH`."""
+        return next((what for what in KINDS if getattr(self, what)), EACH)
 
     def _check_call(self) -> None:
         """Raise ConfigError for a function whose every call would fail, so only give the floor."""
@@ -95,7 +105,7 @@ class RewardFunction:
         try:
             inspect.signature(self.function).bind(None, None)
         except TypeError:
-            takes = "(examples, texts)" if self.batched else "(example, text)"
+            takes = CALLED_WITH[self.kind]
             raise ConfigError(f"{self.name}: must be a function that takes {takes}") from None
         except ValueError:
             pass  # some built-in functions have no signature that can be read
@@ -110,7 +120,7 @@ class RewardFunction:
             return {self.name: self.function(*args)}
 
         limit = timeout_s if self.timeout_s is None else self.timeout_s
-        return RewardSource([self.name], call, self.batched, limit, self.floor)
+        return RewardSource([self.name], call, self.kind, limit, self.floor)
 
 
 def reward(
@@ -119,6 +129,7 @@ def reward(
     timeout_s: float | None = None,
     floor: float = 0.0,
     batched: bool = False,
+    grouped: bool = False,
 ) -> Callable[[Callable[..., Any]], RewardFunction]:
     """Decorator: make a function a reward part, named after the function.
 
@@ -127,8 +138,8 @@ def reward(
             return 1 / (1 + len(text))
 
     `--rewards FILE.py` adds the decorated functions of a file to the task's parts. A call that
-    raises, exceeds its time limit, or returns anything but a finite number has failed: the failure
-    is counted, and the completion gets `floor`.
+    raises, exceeds its time limit, or returns anything but a finite number (None or NaN, say) has
+    failed: the failure is counted, and the completion gets `floor`.
 
     Args:
         weight: of this part in the total. `[reward_weights]` in TOML and --reward-weights override
@@ -138,6 +149,9 @@ def reward(
         batched: the function takes lists of examples and texts and returns one float per text, as a
             reward model does. Which texts share a call depends on the number of processes and on
             --rollout-batch-size, so the score of a text should depend on that text alone.
+        grouped: the function takes an example and all completions of its prompt, duplicates
+            included, and returns one float per completion, for instance by ranking them. A greedy
+            completion in an evaluation is a group of one.
 
     Raises:
         ConfigError: a value that is not allowed, or a function that cannot be called like this.
@@ -145,6 +159,6 @@ def reward(
 
     def decorate(function: Callable[..., Any]) -> RewardFunction:
         name = getattr(function, "__name__", type(function).__name__)
-        return RewardFunction(function, name, weight, timeout_s, floor, batched)
+        return RewardFunction(function, name, weight, timeout_s, floor, batched, grouped)
 
     return decorate

@@ -81,11 +81,20 @@ class Grouped:
         self, settings: Mapping[str, Any], given: frozenset[str], typed: frozenset[str]
     ) -> Self:
         """A copy with some settings changed and checked, which remembers where they come from."""
+        if "task" in (settings := modern(settings)):
+            settings = {**self._of_task(settings["task"], given), **settings}
         made = replace(self, **self._groups(settings)).resolved(given)
         # no fields, because configs with the same values are equal wherever these come from
         object.__setattr__(made, "given", given)
         object.__setattr__(made, "typed", typed)
         return made
+
+    def _of_task(self, task: object, given: frozenset[str]) -> dict[str, Any]:
+        """The settings of another task in place of those of this one, except what is given."""
+        default, by_task = type(self)().flat(), self.settings_by_task()
+        old = {name: default[name] for name in by_task.get(self.flat().get("task", ""), {})}
+        new = {**old, **(by_task.get(task, {}) if isinstance(task, str) else {})}
+        return {name: value for name, value in new.items() if name not in given}
 
     def _groups(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The groups with some settings changed, not yet checked across settings."""
@@ -102,6 +111,11 @@ class Grouped:
         """Every setting, by flat name."""
         names = places(type(self)).items()
         return {name: getattr(getattr(self, group), field) for name, (group, field) in names}
+
+    @staticmethod
+    def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
+        """What each task changes from the defaults, by flat name; nothing here."""
+        return {}
 
     def resolved(self, given: Collection[str]) -> Self:
         """The config once all of its sources are read; `given` are the settings in them."""
@@ -259,9 +273,11 @@ def _toml_value(value: Any) -> str:
 # --- --help ---------------------------------------------------------------------------------------
 
 
-def show_help(config: type, prog: str | None) -> NoReturn:
+def show_help(config: type[Grouped], prog: str | None) -> NoReturn:
     """Print the flags with their defaults, by group, and exit."""
     about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
+    for task, own in config.settings_by_task().items():
+        about += f" Settings of the task {task}: {' '.join(as_flags(own))}."
     files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
     flags: list[Any] = [("config", files, dataclasses.field(default=""))]
     for group, kind in groups_of(config).items():

@@ -7,25 +7,33 @@ import torch
 
 from ..model.hub import local_folder
 from ..model.lora import PEFT_CONFIG
-from ..model.pretrained import load_pretrained
 from ..model.shape import ModelShape
 from ..model.transformer import Transformer
 from ..model.weight_files import INDEX, WEIGHTS, other_format
+from ..tasks.registry import shipped_model
 from .base_model import BaseError, adapted_model
 from .checkpoint import CheckpointError, State, checkpoints, load_checkpoint
 from .flags import ConfigError
 from .settings import is_run
 from .text import printable
 
+SHIPPED = "shipped"  # a model that comes with the package
+
 
 def load_model(
-    path: Path, warn: Callable[[str], object], matrices: torch.dtype | None = None
+    path: Path,
+    warn: Callable[[str], object],
+    matrices: torch.dtype | None = None,
+    *,
+    task: str = "chess-env",
 ) -> tuple[str, Transformer]:
     """The model of a run, of a file or folder, ORG/NAME, or `shipped`, and where it comes from.
 
-    Of a file, `matrices` is the type of weights with two dimensions; None: float32.
-    Raises ValueError in one line.
+    Of a file, `matrices` is the type of weights with two dimensions; None: float32. `task` is the
+    one whose model `shipped` means. Raises ValueError in one line.
     """
+    if str(path) == SHIPPED:
+        return SHIPPED, Transformer.from_pretrained(shipped_model(task), matrices)
     if is_run(path):
         return _newest(path, warn)
     found = local_folder(str(path))
@@ -39,13 +47,14 @@ def load_model(
             f"{path}: has adapters ({PEFT_CONFIG}) beside its weights, which would be left out; "
             "merge them into the weights, or move them away"
         )
-    return str(path), load_pretrained(str(found), matrices)
+    return str(path), Transformer.from_pretrained(str(found), matrices)
 
 
 def _model_of(state: State, warn: Callable[[str], object]) -> Transformer:
     """The model in a checkpoint. Raises an error of some kind for a state of another version."""
     if state["config"].get("lora_rank"):
-        return adapted_model(state, lambda base, dtype: load_model(base, warn, dtype)[1])
+        task = state["config"].get("task", "chess-env")
+        return adapted_model(state, lambda base, dtype: load_model(base, warn, dtype, task=task)[1])
     model = Transformer.empty(ModelShape(**state["shape"]))
     model.load_state_dict(state["model"])
     return model

@@ -2,7 +2,8 @@
 
 A data file is UTF-8 text, with or without a byte order mark, one record per line. A record of a
 `.jsonl` file is an object like `{"prompt": "...", "answer": "..."}`, or one with `messages`, a list
-of `{"role": "user", "content": "..."}`, in place of the prompt; other keys are ignored.
+of `{"role": "user", "content": "..."}`, in place of the prompt. Rewards find all of its keys in
+`example.fields`.
 """
 
 import codecs
@@ -54,12 +55,7 @@ def parse_example(text: str) -> Example:
     Raises:
         ValueError: says what is wrong with the line, and what is allowed.
     """
-    try:
-        record = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{FORM} ({error})") from None
-    if not isinstance(record, dict):
-        raise ValueError(FORM)
+    record = parse_record(text, FORM)
     prompt, messages = record.get("prompt"), record.get("messages")
     if prompt is None and messages is None:
         raise ValueError(f"{FORM}, has no prompt and no messages")
@@ -72,10 +68,26 @@ def parse_example(text: str) -> Example:
     _check_text("answer", record["answer"])
     if messages is not None:
         check_prompt_messages(messages)
-        return Example(question_of(messages), record["answer"], messages=tuple(messages))
+        question, messages = question_of(messages), tuple(messages)
+        return Example(question, record["answer"], messages=messages, fields=record)
     if not prompt:
         raise ValueError("prompt and answer must be text, and the prompt not empty")
-    return Example(prompt, record["answer"])
+    return Example(prompt, record["answer"], fields=record)
+
+
+def parse_record(text: str, form: str) -> dict[str, Any]:
+    """Return the object of a JSON line. Raises ValueError, which begins with `form`, if not one.
+
+    Args:
+        form: what a line must be, such as `must be an object like {"question": "..."}`.
+    """
+    try:
+        record = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{form} ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(form)
+    return record
 
 
 def _check_text(key: str, value: Any) -> None:

@@ -19,9 +19,9 @@ requested.
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chess
 import numpy as np
@@ -53,6 +53,7 @@ class Line(NamedTuple):
     answer: str
     spellings: tuple[str, str]  # FENs of the position, in both en passant conventions
     kind: str
+    fields: Mapping[str, Any] = {}
 
 
 def text_line(text: str) -> Line:
@@ -66,7 +67,7 @@ def json_line(text: str) -> Line:
     if found.messages:
         raise ValueError("an annotated position has a prompt, not messages")
     board = best_move.check(found.prompt, found.answer)
-    return Line(found.prompt, found.answer, _spellings(board), best_move.KIND)
+    return Line(found.prompt, found.answer, _spellings(board), best_move.KIND, found.fields)
 
 
 def _best_move_line(text: str) -> Line:
@@ -189,7 +190,7 @@ class Lines(ShuffledExamples):
         except ValueError as error:
             reason = f"{self._where(key)}: was changed during the run ({error})"
             raise ConfigError(reason) from None
-        return Example(line.prompt, line.answer, index, line.kind)
+        return Example(line.prompt, line.answer, index, line.kind, fields=line.fields)
 
     def longest(self) -> Iterator[tuple[str, Example]]:
         """Yield the examples of the longest lines, most bytes first, each with its file and line.

@@ -1,9 +1,7 @@
 """Chess questions of both kinds, taken in turn from any number of sources.
 
-The prefix of a prompt selects the scorer of its completions. A reward part that does not apply to a
-question is 1 for every completion: constant within the group, it cancels in the advantages. (The
-true answer then scores 1 in every part, as `Task` requires. A part's mean over a mixed batch
-includes these values.)
+The prefix of a prompt selects the scorer of its completions. A reward part of the other scorer does
+not concern the question: its score is NaN, which counts 0 in the total and is left out of means.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +42,7 @@ class Mixed(BatchScored):
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
     ) -> dict[str, np.ndarray]:
-        scores = {name: np.ones(len(texts), dtype=np.float32) for name in self.parts}
+        scores = {name: np.full(len(texts), np.nan, dtype=np.float32) for name in self.parts}
         for prefix, scorer in self.scored_by.items():
             rows = [i for i, example in enumerate(examples) if example.prompt.startswith(prefix)]
             if rows:

@@ -6,6 +6,7 @@ not end a run: runtime/reward_calls.py counts them.
 """
 
 import importlib.util
+import numbers
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -153,6 +154,9 @@ class OwnTask:
                 f"endless supply, got {short(size)}"
             )
         self.num_held_out: int | None = None if size is None else int(size)
+        self.success: str = guarded(name, lambda: _checked_success(users, self.parts))
+        if guarded(name, lambda: getattr(users, "summaries", None)) is not None:
+            self.summaries = self._summaries
         # without it, RewardScorer calls `score`
         if guarded(name, lambda: getattr(users, "score_batch", None)) is not None:
             self.score_batch = self._score_batch
@@ -174,6 +178,11 @@ class OwnTask:
         users: Any = self.users
         call = f"{self.name}: score_batch of {len(texts)} texts"
         return guarded(call, lambda: users.score_batch(examples, texts))
+
+    def _summaries(self, parts: Mapping[str, np.ndarray]) -> dict[str, float]:
+        users: Any = self.users
+        call = f"{self.name}: summaries"
+        return guarded(call, lambda: _checked_summaries(users.summaries(parts)))
 
     def _example(self, split: str, number: int) -> Example:
         call = f"{self.name}: {split}({number})"
@@ -199,6 +208,25 @@ def _checked_parts(parts: object) -> dict[str, float]:
     return {name: float(weight) for name, weight in parts.items()}
 
 
+def _checked_success(users: Task, parts: Mapping[str, float]) -> str:
+    """The part that a task calls its success, "" for none. Raises ConfigError for another name."""
+    success = getattr(users, "success", "")
+    if success not in ("", *parts):
+        raise ConfigError(f"success must be one of the parts {', '.join(parts)}, got {success!r}")
+    return str(success)
+
+
+def _checked_summaries(found: Any) -> dict[str, float]:
+    """What a task's `summaries` returns; NaN is allowed. Raises ConfigError for anything else."""
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"must return a dict of names and numbers, got {short(found)}")
+    for name, value in found.items():
+        check_part_name(name)
+        if not isinstance(value, numbers.Real):
+            raise ConfigError(f"{name} must be a number, got {short(value)}")
+    return {name: float(value) for name, value in found.items()}
+
+
 def _numbered(example: object, number: int, where: str) -> OwnExample:
     """A user's example, checked, and numbered by its place. Raises ConfigError."""
     if not isinstance(example, Example):
@@ -214,9 +242,12 @@ def _numbered(example: object, number: int, where: str) -> OwnExample:
         raise ConfigError(
             f"index must be a whole number from 0 to 2**63 - 1, got {short(example.index)}"
         )
+    fields = example.fields
+    if not (isinstance(fields, Mapping) and all(isinstance(name, str) for name in fields)):
+        raise ConfigError(f"fields must be a dict whose keys are text, got {short(fields)}")
     prompt, answer, kind = str(example.prompt), str(example.answer), str(example.kind)
     prompt = prompt or question_of(messages)
-    return OwnExample(prompt, answer, number, kind, messages, original=example, where=where)
+    return OwnExample(prompt, answer, number, kind, messages, fields, original=example, where=where)
 
 
 def _checked_messages(messages: Any) -> tuple[dict[str, str], ...]:

@@ -3,10 +3,12 @@
 The prompt and the answer are used verbatim, without a separator between them. In place of the
 prompt, a line may have chat messages, of which the model's chat template makes one. One prompt in
 ten, chosen by a hash of the prompt, is held out for evaluation. The rewards are `exact` and
-`similarity`; --rewards adds functions of your own.
+`similarity`; --rewards adds functions of your own. `JSONLExamples` is also the base of tasks that
+read the lines of another format.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ class Pair(NamedTuple):
     """A line of the file."""
 
     example: Example  # not numbered yet
+    where: str  # the file
     line: int
 
     @property
@@ -41,30 +44,32 @@ class Pair(NamedTuple):
         return sum(len(text.encode()) for text in (*self.question, self.example.answer))
 
 
-class Pairs(BatchScored):
-    """The task of `--data FILE.jsonl`. Each training epoch visits every pair once, in a different
-    order.
-
-    Reward parts, each in [0, 1]:
-        exact: the completion is the answer.
-        similarity: 1 - normalized edit distance between the two.
+class JSONLExamples:
+    """The examples of JSONL files, one per line. Each training epoch visits every one once, in a
+    different order. A task adds `parts` and `score_batch`.
     """
 
-    parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.2}
-
-    def __init__(self, path: Path, seed: int, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        seed: int,
+        listener: Listener | None = None,
+        parse: Callable[[str], Example] = parse_example,
+    ) -> None:
         """
         Args:
             listener: receives warnings about answers that are empty or contradict each other.
+            parse: a line -> its example, or ValueError that says what is allowed.
 
         Raises:
-            ValueError: in one line, for a file that cannot be read, a line that is not a pair, or a
-                split without any.
+            ValueError: in one line, for a file that cannot be read, a line that `parse` refuses, or
+                a split without any.
         """
-        self.seed, self.name = seed, f"--data {path}"
+        self.seed = seed
         self._split: dict[bool, list[Pair]] = {False: [], True: []}  # held out or not
+        names = f"--data {','.join(map(str, paths))}"
         try:
-            pairs = _read(path)
+            pairs = [pair for path in paths for pair in _read(path, parse)]
         except ValueError as error:
             raise ValueError(f"--data {error}") from None
         self.has_messages = any(pair.example.messages for pair in pairs)
@@ -78,11 +83,11 @@ class Pairs(BatchScored):
         for held_out, name in ((False, "training"), (True, "evaluation")):
             if not self._split[held_out]:
                 raise ValueError(
-                    f"--data {path}: no pair for {name}; one prompt in {PROMPTS_PER_HELD_OUT} is "
+                    f"{names}: no pair for {name}; one prompt in {PROMPTS_PER_HELD_OUT} is "
                     "held out, add more"
                 )
         for warning in _doubts(pairs) if listener else ():
-            (listener or SilentListener()).warn(f"--data {path}: {warning}")
+            (listener or SilentListener()).warn(f"{names}: {warning}")
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
@@ -99,7 +104,25 @@ class Pairs(BatchScored):
         """Yield all examples, most bytes first, each with its file and line."""
         pairs = self._split[False] + self._split[True]
         for pair in sorted(pairs, key=lambda pair: -pair.size):
-            yield f"{self.name}, line {pair.line}", pair.example
+            yield f"{pair.where}, line {pair.line}", pair.example
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        return stream(self.seed, "pairs", epoch).permutation(len(self._split[False]))
+
+
+class Pairs(JSONLExamples, BatchScored):
+    """The task of `--data FILE.jsonl`: prompts and answers.
+
+    Reward parts, each in [0, 1]:
+        exact: the completion is the answer.
+        similarity: 1 - normalized edit distance between the two.
+    """
+
+    parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.2}
+
+    def __init__(self, path: Path, seed: int, listener: Listener | None = None) -> None:
+        """As `JSONLExamples`, of one file."""
+        super().__init__([path], seed, listener)
 
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
@@ -108,22 +131,20 @@ class Pairs(BatchScored):
         exact = [text == answer for text, answer in zip(texts, answers, strict=True)]
         return {"exact": np.array(exact, dtype=float), "similarity": similarities(texts, answers)}
 
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return stream(self.seed, "pairs", epoch).permutation(len(self._split[False]))
-
 
 def _asked(example: Example, index: int) -> Example:
-    """An example with messages of its own, into which a reward function may write."""
-    return replace(example, index=index, messages=tuple(map(dict, example.messages)))
+    """An example with messages and fields of its own, into which a reward function may write."""
+    messages, fields = copy.deepcopy((example.messages, example.fields))
+    return replace(example, index=index, messages=messages, fields=fields)
 
 
-def _read(path: Path) -> list[Pair]:
+def _read(path: Path, parse: Callable[[str], Example]) -> list[Pair]:
     """The pairs of a file. Raises ValueError, in one line, for the first line that is none."""
     pairs = list[Pair]()
     with readable(path), open_data(path) as file:
         for number, _, raw in data_lines(file):
             try:
-                pairs.append(Pair(parse_example(decode_line(raw)), number))
+                pairs.append(Pair(parse(decode_line(raw)), f"--data {path}", number))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     return pairs

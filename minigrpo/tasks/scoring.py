@@ -23,8 +23,8 @@ class BatchScored(ABC):
         """Score n texts, each against the example at its place.
 
         Returns:
-            For every part of `parts`, n scores in [0, 1], for any text; the true answer scores 1 in
-            each.
+            For every part of `parts`, n scores in [0, 1], for any text, or NaN where the part does
+            not concern the example; the true answer scores 1 in each other part.
         """
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:

@@ -36,8 +36,8 @@ from ..runtime.outputs import check_output_file, one_line
 from ..runtime.text import parse_json
 from ..tasks.best_move import MATE, PROMPT_PREFIX, write
 from ..tasks.chess_env import ChessEnv
+from ..tasks.chess_files import read_file
 from ..tasks.files import ExampleSource
-from ..tasks.registry import read_file
 from ..tasks.splits import POSITIONS_PER_HELD_OUT
 from .messages import one_line_errors
 

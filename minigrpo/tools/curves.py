@@ -19,17 +19,13 @@ from rich.text import Text
 
 from ..runtime.flags import ConfigError, did_you_mean, parse
 from ..runtime.logging import Screen
+from ..runtime.measures import EXACT, SAMPLED, headline
 from ..runtime.outputs import check_output_file, write_output
 from .messages import one_line_errors
 from .records import is_number, read_object, read_records
 
 FORMATS = (".png", ".svg", ".pdf")
 MISSING = "-"
-METRICS = {
-    "exact_sampled": "held-out examples exactly right, sampled",
-    "exact": "held-out examples exactly right, greedy",
-}
-
 Records = Sequence[Mapping[str, Any]]  # the evaluations of a run, as eval.jsonl has them
 
 
@@ -39,8 +35,8 @@ class Arguments:
     """Folders of runs."""
     out: Path | None = None
     """Write a figure here (PNG, SVG or PDF); needs matplotlib."""
-    metric: str = "exact_sampled"
-    """What the figure shows: a key of eval.jsonl."""
+    metric: str = ""
+    """What the figure shows: a key of eval.jsonl. Empty: the sampled success of the first run."""
     pool: bool = False
     """Draw the runs NAME-0, NAME-1, ... as one line: their mean, with their range shaded."""
     difference: bool = False
@@ -54,16 +50,23 @@ class Arguments:
             raise ConfigError("minigrpo curves needs the folder of at least one run")
         if self.out is not None:
             check_output_file("--out", self.out, FORMATS)
-        elif self.pool or self.difference or self.metric != "exact_sampled":
+        elif self.pool or self.difference or self.metric:
             raise ConfigError("--metric, --pool and --difference go with --out")
 
 
-def read(run: Path, metric: str = "exact") -> Records:
+def read(run: Path) -> Records:
     """The evaluations of a run. Raises ConfigError, in one line, if they cannot be read."""
     if not (run / "eval.jsonl").exists():
         what = "no eval.jsonl in this folder" if run.is_dir() else "no such folder"
         raise ConfigError(f"{run}: {what}, so it is no run that was evaluated")
-    return read_records(run / "eval.jsonl", {*METRICS, metric, "exact/", "count/"})
+    return read_records(run / "eval.jsonl", only_numbers=True)
+
+
+def label_of(metric: str) -> str:
+    """What a metric of an evaluation is called beside the figure."""
+    how = "sampled" if metric.endswith(SAMPLED) else "greedy"
+    name = metric.removesuffix(SAMPLED)
+    return f"held-out examples exactly right, {how}" if name == EXACT else metric
 
 
 def check_metric(run: Path, records: Records, metric: str) -> None:
@@ -90,7 +93,7 @@ def names_of(runs: Sequence[Path]) -> dict[Path, str]:
 
 
 def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float | None]) -> Table:
-    """The first and the last evaluation, sampled and greedy exact-match, one row per run."""
+    """The first and the last evaluation, the success sampled and greedy, one row per run."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     out.add_column("run", overflow="fold", min_width=8)  # names fold, figures do not
     ends = "after", "change"
@@ -99,8 +102,8 @@ def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float | None]) ->
     names = names_of(list(runs))
     for run, records in runs.items():
         first, last = records[0], records[-1]
-        shares = []
-        for metric in ("exact_sampled", "exact"):
+        shares, success = [], headline(last)
+        for metric in (success + SAMPLED, success):
             shares += change(value(first, metric), value(last, metric))
         label = Text(names[run])  # as Text, because brackets in it are no markup
         took = seconds[run]
@@ -129,7 +132,7 @@ def seconds_of(run: Path, screen: Screen) -> float | None:
 
 
 def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
-    """Greedy exact-match before and after by kind of question, pooled over the runs."""
+    """The greedy success before and after by kind of question, pooled over the runs."""
     out = Table()
     out.add_column("kind")
     for name in ("n", "before", "after"):
@@ -141,10 +144,11 @@ def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
         for i in (0, 1):
             hits = 0.0
             for end in ends:
-                count, exact = (value(end[i], f"{name}/{kind}") for name in ("count", "exact"))
-                if count is not None and exact is not None:
+                names = (f"count/{kind}", f"{headline(end[i])}/{kind}")
+                count, share = (value(end[i], name) for name in names)
+                if count is not None and share is not None:
                     counts[i] += count
-                    hits += count * exact
+                    hits += count * share
             shares.append(f"{hits / counts[i]:.0%}" if counts[i] else MISSING)
         out.add_row(Text(kind), f"{counts[1]:.0f}", *shares)
     return out
@@ -209,7 +213,7 @@ def draw(
             bottom.plot(steps, apart, linewidth=1.2, color=line.get_color())
     if difference:
         bottom.set(ylabel="difference, points")
-    axes.set(ylabel=f"{METRICS.get(metric, metric)}, %")
+    axes.set(ylabel=f"{label_of(metric)}, %")
     bottom.set(xlabel="step")
     for panel in panels[:, 0]:
         panel.grid(alpha=0.3)
@@ -227,8 +231,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
 def compare(arguments: Arguments) -> None:
     """Print the tables and draw the figure. Raises ConfigError in one line."""
     arguments.check()
-    screen, metric = Screen(has_result=True), arguments.metric
-    runs = {run: read(run, metric) for run in arguments.runs}
+    screen, runs = Screen(has_result=True), {run: read(run) for run in arguments.runs}
+    metric = arguments.metric or headline(next(iter(runs.values()))[-1]) + SAMPLED
     for run, records in runs.items():
         if arguments.out:
             check_metric(run, records, metric)

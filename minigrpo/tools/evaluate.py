@@ -1,42 +1,49 @@
-"""Score a model's greedy completions of held-out examples, in total and by kind of question.
+"""Score a model's completions of held-out examples, greedy and sampled, in total and by kind.
 
 minigrpo evaluate RUN --n 2000
 
-Every figure has a 95 % confidence interval: Wilson's for a share (exact, valid), the normal
-approximation for a mean (similarity). Both assume that examples are independent, which is only
-nearly true of positions from one game.
+It reports what the evaluations of a run report: the success of the task, every reward part (those
+of the run's --rewards too), their weighted sum, and pass@k with --eval-samples K. Every figure has
+a 95 % interval, see runtime/measures.py. All of them assume that examples are independent, which is
+only nearly true of positions from one game.
 """
 
-import json
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from rich import box
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ..evaluate import Graded, grade
+from ..evaluate import Graded, by_kind, grade, record_of
 from ..model.encoding import encode_prompts
-from ..rewards import RewardScorer
+from ..runtime.build import make_scorer
+from ..runtime.files import to_json
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
+from ..runtime.measures import PASS_AT, SAMPLED, Estimate, headline
 from ..runtime.outputs import check_output_file, write_output
-from ..tasks.registry import load_rewards
+from ..tasks.own import ALL_KINDS as ALL
 from .loading import Loaded, ModelSelection, load
 from .messages import one_line_errors
 
-Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
+Record = Mapping[str, Estimate]
 
 
 @dataclass(frozen=True)
 class Arguments(ModelSelection):
     n: int = 2000
     """Held-out examples, or as many as there are."""
+    eval_samples: int | None = None
+    """Completions sampled per example; above 1 it also has pass@k."""
+    rewards: str | None = None
+    """A Python file with more reward parts, as for minigrpo train."""
+    reward_weights: str | None = None
+    """Weights of reward parts, as for minigrpo train."""
     json: Path | None = None
     """Write the figures here, as JSON."""
 
@@ -48,96 +55,80 @@ class Arguments(ModelSelection):
             check_output_file("--json", self.json)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A share or a mean with its 95 % confidence interval; the bounds are NaN without one."""
+def run(loaded: Loaded, number: int, screen: Screen) -> dict[str, Record]:
+    """Complete and score `number` held-out examples, with progress on stderr.
 
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        value, low, high = (
-            f"{100 * x:.1f}".replace("100.0", "100") for x in (self.value, self.low, self.high)
-        )
-        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
-
-
-def share(hits: np.ndarray) -> Estimate:
-    """The share of ones among `[n]` zeros and ones, with Wilson's interval (Wilson 1927).
-
-    Unlike the normal approximation, it stays within [0, 1] and is not empty at shares of 0 and 1.
+    Returns:
+        The measures of all examples, by the name ALL, and of each kind of question.
     """
-    n, p = len(hits), float(hits.mean())
-    scale = 1 + Z**2 / n
-    center = (p + Z**2 / (2 * n)) / scale
-    half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / scale
-    return Estimate(p, max(0.0, min(p, center - half)), min(1.0, max(p, center + half)))
-
-
-def mean(values: np.ndarray) -> Estimate:
-    """The mean of `[n]` values in [0, 1], with the normal interval; a single value has none."""
-    center = float(values.mean())
-    if len(values) < 2:
-        return Estimate(center, math.nan, math.nan)
-    half = Z * float(values.std(ddof=1)) / math.sqrt(len(values))
-    return Estimate(center, max(0.0, center - half), min(1.0, center + half))
-
-
-COLUMNS = {"exact": share, "valid": share, "similarity": mean}
-
-
-def estimates(graded: Graded) -> dict[str, dict[str, float | Estimate]]:
-    """Kind of question -> n and the columns that the task has. The first kind is "all"."""
-    parts = {name: scores[:, 0].astype(float) for name, scores in graded.rewards.parts.items()}
-    scores = {**parts, "exact": graded.exact.astype(float)}
-    kinds = {"all": np.ones(len(graded.exact), dtype=bool), **graded.by_kind()}
-    return {
-        kind: {
-            "n": int(rows.sum()),
-            **{name: of(scores[name][rows]) for name, of in COLUMNS.items() if name in scores},
-        }
-        for kind, rows in kinds.items()
-    }
-
-
-def run(loaded: Loaded, number: int, screen: Screen) -> Graded:
-    """Answer and score `number` held-out examples, with progress on stderr."""
     task, config = loaded.task, loaded.config
     size = min(number, getattr(task, "num_held_out", None) or number)
-    scorer = RewardScorer(
-        task,
-        weights=config.task.weights(),
-        functions=load_rewards(config.task.rewards, screen.warn),
-        warn=screen.warn,
-        timeout_s=config.task.reward_timeout,
-    )
+    scorer, seed = make_scorer(config, task, screen.warn), config.run.seed
     with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
         room = loaded.sampler.model.shape.context - config.sampling.max_new_tokens
         encode_prompts(loaded.sampler.tokenizer, examples, room)  # refuses long ones before work
-        bar = progress.add_task("answers", total=size)
-        return grade(loaded.sampler, scorer, examples, lambda number: progress.advance(bar, number))
+
+        def graded(name: str, **how: int) -> Graded:
+            bar = progress.add_task(name, total=size)
+            return grade(
+                loaded.sampler, scorer, examples, advance=partial(progress.advance, bar), **how
+            )
+
+        greedy, drawn = (
+            graded("greedy"),
+            graded("sampled", seed=seed, num_samples=config.run.eval_samples),
+        )
+        records = {ALL: record_of(greedy, drawn, getattr(task, "summaries", None), seed)}
+        for kind, rows in by_kind(examples).items():
+            records[kind] = record_of(greedy.select(rows), drawn.select(rows))
+    return records
 
 
-def table(rows: dict[str, dict[str, float | Estimate]]) -> Table:
-    """The estimates in percent, one row per kind."""
+def table(record: Record) -> Table:
+    """The measures, one row each, greedy and sampled."""
     out = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("%", *rows["all"]):
-        out.add_column(name, justify="left" if name == "%" else "right", no_wrap=True)
-    for kind, cells in rows.items():  # as Text, because brackets in them are no markup
-        out.add_row(*map(Text, (kind, *map(str, cells.values()))), end_section=kind == "all")
+    for name in ("", "sampled", "greedy"):
+        out.add_column(name, justify="right" if name else "left", no_wrap=True)
+    names = dict.fromkeys(name.removesuffix(SAMPLED) for name in record if "/" not in name)
+    for name in names:
+        if name.startswith(PASS_AT):
+            out.add_row(Text(name), cell(record.get(name)), "")
+        elif name != "n":
+            out.add_row(Text(name), cell(record.get(name + SAMPLED)), cell(record.get(name)))
     return out
 
 
-def write_json(path: Path, loaded: Loaded, rows: dict[str, dict[str, float | Estimate]]) -> None:
-    """Write the estimates with their model and seed."""
+def table_of_kinds(records: Mapping[str, Record]) -> Table:
+    """The success of the task, sampled and greedy, one row per kind of question."""
+    success = headline(records[ALL])
+    out = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in (success, "n", "sampled", "greedy"):
+        out.add_column(Text(name), justify="left" if name == success else "right", no_wrap=True)
+    for kind, record in records.items():  # as Text, because brackets in them are no markup
+        shares = (cell(record.get(name)) for name in (success + SAMPLED, success))
+        out.add_row(Text(kind), f"{record['n'].value:.0f}", *shares, end_section=kind == ALL)
+    return out
+
+
+def cell(found: Estimate | None) -> Text:
+    return Text("" if found is None else str(found))
+
+
+def write_json(path: Path, loaded: Loaded, records: Mapping[str, Record]) -> None:
+    """Write the measures with their model and seed."""
     kinds = {
-        kind: {k: asdict(x) if isinstance(x, Estimate) else x for k, x in row.items()}
-        for kind, row in rows.items()
+        kind: {name: x.value if name == "n" else asdict(x) for name, x in record.items()}
+        for kind, record in records.items()
     }
-    result = {"model": loaded.name, "seed": loaded.config.run.seed, "kinds": kinds}
-    text = json.dumps(result, indent=1) + "\n"
+    config = loaded.config.run
+    result = {
+        "model": loaded.name,
+        "seed": config.seed,
+        "samples": config.eval_samples,
+        "kinds": kinds,
+    }
+    text = to_json(result, indent=1)
     write_output("--json", path, lambda partial: partial.write_text(text))
 
 
@@ -151,15 +142,18 @@ def score(arguments: Arguments) -> None:
     arguments.check()
     screen = Screen(has_result=True)
     loaded = load(arguments, screen)
-    rows = estimates(run(loaded, arguments.n, screen))
+    records, config = run(loaded, arguments.n, screen), loaded.config.run
     if arguments.json:
-        write_json(arguments.json, loaded, rows)
-    size, seed = rows["all"]["n"], loaded.config.run.seed
-    screen.say(f"{loaded.name}: greedy, {size} held-out examples, seed {seed}")
-    screen.console.print(table(rows))
+        write_json(arguments.json, loaded, records)
+    size = records[ALL]["n"].value
+    screen.say(f"{loaded.name}: {size:.0f} held-out examples, seed {config.seed}")
+    screen.console.print(table(records[ALL]))
+    if len(records) > 1:
+        screen.say("")
+        screen.console.print(table_of_kinds(records))
     screen.say(
-        "[95 % confidence intervals]: Wilson's for shares (exact, valid), normal for the mean "
-        "(similarity)"
+        "[95 % confidence intervals]: Wilson's for shares, Student's t for means; "
+        f"{config.eval_samples} sampled at temperature 1 per example"
     )
     if arguments.json:
         screen.say(f"wrote {arguments.json}")

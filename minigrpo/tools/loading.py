@@ -12,7 +12,7 @@ from ..config import Config
 from ..model.hub import local_folder
 from ..model.tokenizer import Tokenizer
 from ..runtime import accel
-from ..runtime.build import make_tokenizer, match_vocab
+from ..runtime.build import make_task, make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.origins import check_tokenizer_of_run
@@ -21,7 +21,6 @@ from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, with_own_tokenizer
 from ..runtime.trained import load_model
 from ..sampling.sampler import Sampler
-from ..tasks.registry import load_task
 from ..types import Task
 
 
@@ -73,13 +72,7 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
     config = config_of(selection)
     check_paths(selection, config)
     tokenizer = tokenizer_of(selection, config)
-    task = load_task(
-        config.task.name,
-        seed=config.run.seed,
-        history=config.task.history,
-        data=config.task.data,
-        listener=screen,
-    )
+    task = make_task(config, screen)
     name, sampler = load_sampler(selection, config, tokenizer, screen)
     return Loaded(name, config, task, sampler)
 
@@ -98,7 +91,7 @@ def load_sampler(
     selection: ModelSelection, config: Config, tokenizer: Tokenizer, screen: Screen
 ) -> tuple[str, Sampler]:
     """The selected model, ready to sample from, and the name of its weights. Raises ValueError."""
-    name, model = load_model(selection.run, screen.warn)
+    name, model = load_model(selection.run, screen.warn, task=config.task.name)
     match_vocab(model, name, config, tokenizer, screen.warn)
     model = model.to(accel.pick_device(config.speed.device, 0)).eval()
     return name, Sampler(config, model, tokenizer)

@@ -1,6 +1,5 @@
 """Read the JSONL files of a run's folder; what is wrong in one is named with its line."""
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -11,14 +10,13 @@ Record = dict[str, Any]
 MOST = 10**300  # JSON may spell whole numbers for which a float has no room
 
 
-def read_records(path: Path, numbers: Collection[str] = ()) -> list[Record]:
+def read_records(path: Path, *, only_numbers: bool = False) -> list[Record]:
     """The records of a JSONL file of which each line is an object with an integer `step`.
 
     An incomplete last line is left out, because a run may be writing it, or have died while it did.
 
     Args:
-        numbers: keys whose values must be numbers or null where they occur; a key that ends with
-            "/" stands for all that begin with it.
+        only_numbers: all values must be numbers or null.
 
     Raises:
         ConfigError: one line that names the file, the line in it, and what is wrong.
@@ -41,7 +39,7 @@ def read_records(path: Path, numbers: Collection[str] = ()) -> list[Record]:
             if number == len(lines):
                 break
             raise ConfigError(f"{path}, line {number}: is not JSON") from None
-        if problem := _problem(record, numbers):
+        if problem := _problem(record, only_numbers):
             raise ConfigError(f"{path}, line {number}: {problem}")
         records.append(record)
     if not records:
@@ -69,15 +67,14 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _problem(record: object, numbers: Collection[str]) -> str:
+def _problem(record: object, only_numbers: bool) -> str:
     """What is wrong with a record, or ""."""
     if not isinstance(record, dict):
         return "must be a JSON object"
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
         return f"step must be a whole number, got {quoted(step)}"
-    for name, value in record.items():
-        asked = name in numbers or f"{name.partition('/')[0]}/" in numbers
-        if asked and value is not None and not is_number(value):
+    for name, value in record.items() if only_numbers else ():
+        if value is not None and not is_number(value):
             return f"{quoted(name)} must be a number, got {quoted(value)}"
     return ""

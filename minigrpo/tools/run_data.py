@@ -12,6 +12,7 @@ from ..config import Config
 from ..runtime.accel import pick_device
 from ..runtime.flags import ConfigError
 from ..runtime.machine import memory_limit_mib
+from ..runtime.measures import headline
 from ..runtime.settings import RECORD, read_settings
 from .records import Record, is_number, read_object, read_records
 
@@ -32,6 +33,11 @@ class RunData:
     @property
     def supervised(self) -> bool:
         return self.settings["loss"] == "nll"
+
+    @property
+    def success(self) -> str:
+        """The measure that its evaluations have first: the share of right completions."""
+        return headline(self.evaluations[-1] if self.evaluations else {})
 
     def series(self, name: str) -> np.ndarray:
         """`[n]` values of a metric, one per logged step; NaN where it is missing or null."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...runtime.measures import SAMPLED, in_words
 from ..run_data import RunData, mean
 from .said import Said
 
@@ -85,8 +86,9 @@ def sampler_gap(run: RunData, threshold: float) -> Said | None:
     )
 
 
-def shares(run: RunData, name: str = "exact_sampled") -> list[tuple[int, float, float]]:
-    """(step, share, number of examples) of each evaluation that has the measure."""
+def shares(run: RunData) -> list[tuple[int, float, float]]:
+    """(step, sampled share of right completions, number of examples) of each evaluation."""
+    name = run.success + SAMPLED
     return [
         (r["step"], float(r[name]), float(r[NUM_TRIALS]))
         for r in run.evaluations
@@ -127,7 +129,7 @@ def falls(run: RunData, threshold: float) -> Said | None:
     return Said(
         "The model got better and then worse, or only worse: the learning rate is too high, or "
         "the reward pays for something else.",
-        f"exactly right {best[1]:.1%} at step {best[0]}, {found[-1][1]:.1%} at step "
+        f"{in_words(run.success)} {best[1]:.1%} at step {best[0]}, {found[-1][1]:.1%} at step "
         f"{found[-1][0]} (sampled, held out)",
         "Lower --learning-rate to a third; the checkpoint nearest to the best evaluation is the "
         "one to keep (--keep-last).",
@@ -144,8 +146,8 @@ def no_movement(run: RunData, threshold: float) -> Said | None:
         return None
     return Said(
         "Nothing moves beyond noise.",
-        f"reward {reward.start:.3g} at the start, {reward.end:.3g} in {run.last_steps}; exactly "
-        f"right {found[0][1]:.1%} and {found[-1][1]:.1%}",
+        f"reward {reward.start:.3g} at the start, {reward.end:.3g} in {run.last_steps}; "
+        f"{in_words(run.success)} {found[0][1]:.1%} and {found[-1][1]:.1%}",
         "Raise --learning-rate by a factor of 3, train for longer, or use a larger --eval-size "
         "if the change is small.",
     )
@@ -162,8 +164,8 @@ def overfits(run: RunData, threshold: float) -> Said | None:
         return None
     return Said(
         "The training reward rises while the held-out measure falls.",
-        f"reward {reward.start:.3g} to {reward.end:.3g}; exactly right {found[0][1]:.1%} to "
-        f"{found[-1][1]:.1%} (sampled, held out)",
+        f"reward {reward.start:.3g} to {reward.end:.3g}; {in_words(run.success)} "
+        f"{found[0][1]:.1%} to {found[-1][1]:.1%} (sampled, held out)",
         "More or other training data, fewer steps, or --kl-coef 0.01. If the reward is not what "
         "the measure measures, change the reward.",
     )

@@ -1,0 +1,166 @@
+"""What an evaluation measures: means with 95 % intervals, pass@k, and which measure comes first.
+
+An evaluation is a record of eval.jsonl: `n`, the headline `<success>_sampled`, then the others.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from .rng import stream
+
+SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
+PASS_AT = "pass@"  # what the keys of pass@k begin with
+EXACT = "exact"  # the success of a task that names none: the text equals the true answer
+Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
+RESAMPLES = 500  # bootstrap samples per interval
+
+Summaries = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
+
+
+# --- the headline -----------------------------------------------------------------------------
+
+
+def success_of(task: object) -> str:
+    """The part of a task that says which completions are right."""
+    return str(getattr(task, "success", "") or EXACT)
+
+
+def headline(record: Mapping[str, object]) -> str:
+    """The name of an evaluation's first measure, greedy; with SAMPLED, it is the sampled one."""
+    found = (name for name in record if name.endswith(SAMPLED))
+    return next(found, EXACT + SAMPLED).removesuffix(SAMPLED)
+
+
+def in_words(name: str) -> str:
+    """What a right completion is called: `exactly right`, or the name of the part."""
+    return "exactly right" if name == EXACT else name.replace("_", " ")
+
+
+# --- intervals --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measure with its 95 % confidence interval; the bounds are NaN without one."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def __str__(self) -> str:
+        value, low, high = (f"{x:.3f}" if abs(x) < 1e6 else f"{x:.4g}" for x in astuple(self))
+        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
+
+
+def estimate(values: np.ndarray) -> Estimate:
+    """The mean of `[n, K]` values, K of each of n examples, with its 95 % interval.
+
+    NaN is left out. The examples are independent, the K values of one are not, so the interval is
+    that of the n means. For zeros and ones it is Wilson's, else Student's t; both assume nothing
+    else than independent examples, and t that their number is not small. One example has none.
+    """
+    counts = np.isfinite(values).sum(axis=1)
+    each = np.nansum(values, axis=1)[counts > 0] / counts[counts > 0]
+    if not len(each):
+        return Estimate(math.nan)
+    if np.isin(each, (0, 1)).all():
+        return wilson(float(each.mean()), len(each))
+    center = float(each.mean())
+    if len(each) < 2:
+        return Estimate(center)
+    half = student_t(len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
+    inside = each.min() >= 0 and each.max() <= 1
+    low, high = (0.0, 1.0) if inside else (-math.inf, math.inf)
+    return Estimate(center, max(low, center - half), min(high, center + half))
+
+
+def wilson(share: float, n: int) -> Estimate:
+    """A share of n trials with Wilson's score interval (1927).
+
+    Unlike the normal approximation, it stays within [0, 1] and is not empty at shares of 0 and 1.
+    """
+    scale = 1 + Z**2 / n
+    center = (share + Z**2 / (2 * n)) / scale
+    half = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2)) / scale
+    return Estimate(share, max(0.0, min(share, center - half)), min(1.0, max(share, center + half)))
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t with `freedom` degrees, within 1 % from 2 degrees on.
+
+    The expansion in powers of 1 / freedom (Abramowitz and Stegun, 26.7.5).
+    """
+    z = Z
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def summarise(
+    summaries: Summaries, parts: Mapping[str, np.ndarray], seed: int
+) -> dict[str, Estimate]:
+    """A task's summaries of `[n, K]` values of its parts, with bootstrap intervals.
+
+    The interval goes from the 2.5th to the 97.5th percentile over samples of n examples, drawn with
+    replacement. The draws depend on the seed alone, so two evaluations resample the same examples.
+    A summary that is not finite is left out.
+    """
+    flat = {name: values.reshape(-1) for name, values in parts.items()}
+    n = len(next(iter(parts.values())))
+    drawn: dict[str, list[float]] = {}
+    rng = stream(seed, "bootstrap")
+    for _ in range(RESAMPLES):
+        rows = rng.integers(n, size=n)
+        again = summaries({name: values[rows].reshape(-1) for name, values in parts.items()})
+        for name, value in again.items():
+            drawn.setdefault(name, []).append(float(value))
+    out = {}
+    for name, value in summaries(flat).items():
+        finite = [x for x in drawn.get(name, ()) if math.isfinite(x)]
+        low, high = np.percentile(finite, (2.5, 97.5)) if finite else (math.nan, math.nan)
+        if math.isfinite(value):
+            out[name] = Estimate(float(value), float(low), float(high))
+    return out
+
+
+# --- pass@k -----------------------------------------------------------------------------------
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The probability that one of k samples is right, of which `num_correct` of `num_samples` are.
+
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. (2021, arXiv 2107.03374).
+
+    Raises ValueError unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be from 1 to num_samples {num_samples}, got {k}")
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"num_correct must be from 0 to {num_samples}, got {num_correct}")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def ks_of(num_samples: int) -> list[int]:
+    """The k of pass@k: 1, the powers of two below `num_samples`, and that number."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples]
+
+
+def passes(right: np.ndarray) -> dict[str, Estimate]:
+    """pass@k by its key, from `[n, K]` samples: 1 right, 0 wrong, NaN; none for K = 1."""
+    num_samples = right.shape[1]
+    if num_samples < 2:
+        return {}
+    counts = [int(row.sum()) for row in right if not np.isnan(row).any()]
+    found = {}
+    for k in ks_of(num_samples):
+        each = [[pass_at_k(num_samples, count, k)] for count in counts]
+        found[f"{PASS_AT}{k}"] = estimate(np.array(each).reshape(-1, 1))
+    return found
