@@ -52,7 +52,14 @@ def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
 def make_task(config: Config, listener: Listener | None = None) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names flag or file."""
     task, seed = config.task, config.run.seed
-    return load_task(task.name, seed=seed, data=task.data, listener=listener, history=task.history)
+    return load_task(
+        task.name,
+        seed=seed,
+        data=task.data,
+        listener=listener,
+        history=task.history,
+        difficulty=task.difficulty,
+    )
 
 
 def make_scorer(config: Config, task: Task, warn: Say = lambda text: None) -> RewardScorer:

@@ -17,7 +17,7 @@ stop at the right moment. What a run adds to that, it has learnt from the reward
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +29,10 @@ from ..types import Example
 from .arithmetic import MAX_DIGITS, result
 from .attempts import LARGEST_VALUE, random_attempt, random_equation, random_search
 from .data_lines import parse_record
-from .files import Listener
 from .pairs import JSONLExamples
 from .scoring import BatchScored
 from .splits import fingerprint
+from .task_request import TaskRequest
 
 OPEN, CLOSE = "<answer>", "</answer>"
 FEWEST, MOST = 2, 6  # numbers of a generated problem
@@ -206,18 +206,18 @@ def is_held_out_problem(numbers: Iterable[int], target: int) -> bool:
     return fingerprint(f"{sorted(numbers)} {target}") % PROBLEMS_PER_HELD_OUT == 0
 
 
-class CountdownFile(JSONLExamples, Verified):
+def generated(request: TaskRequest, form: str) -> Countdown:
+    """The task on seeded problems."""
+    return Countdown(request.seed, form, request.difficulty)
+
+
+class CountdownFiles(JSONLExamples, Verified):
     """Problems from JSONL files with the field's keys: `{"nums": [12, 7, 3], "target": 15}`."""
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        seed: int,
-        form: str = "search",
-        listener: Listener | None = None,
-    ) -> None:
+    def __init__(self, request: TaskRequest, form: str = "search") -> None:
         """Raises ValueError, in one line that names the file."""
-        super().__init__(paths, seed, listener, lambda line: parse_problem(line, FORMS[form]))
+        parse = partial(parse_problem, form=FORMS[form])
+        super().__init__(request.paths, request.seed, request.listener, parse)
 
 
 def parse_problem(line: str, form: Form) -> Example:

@@ -6,14 +6,16 @@ this folder and a row here. own.py runs users' Python files.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from ..runtime.flags import ConfigError
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files
+from . import chess_files, countdown
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
+from .countdown import CountdownFiles
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
 from .own import load_rewards as load_rewards
@@ -51,6 +53,22 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
+    "countdown": TaskRow(
+        make=partial(countdown.generated, form="search"),
+        read=partial(CountdownFiles, form="search"),
+        shipped="countdown",
+        settings={"max_new_tokens": 96, "speculative_decoding": False},
+    ),
+    "countdown-expression": TaskRow(
+        make=partial(countdown.generated, form="expression"),
+        read=partial(CountdownFiles, form="expression"),
+        settings={"init_from": "scratch", "max_new_tokens": 24, "speculative_decoding": False},
+    ),
+    "countdown-chat": TaskRow(
+        make=partial(countdown.generated, form="chat"),
+        read=partial(CountdownFiles, form="chat"),
+        settings={"init_from": "scratch", "max_new_tokens": 512, "speculative_decoding": False},
+    ),
 }
 
 

@@ -17,6 +17,7 @@ class TaskRequest:
     seed: int
     data: str = ""  # files of examples, separated by commas; "" for the task's own generator
     history: int = 0  # earlier moves in a chess prompt
+    difficulty: str = ""  # of the problems that countdown makes; "": as the task has it
     listener: Listener = field(default_factory=SilentListener)  # gets progress and warnings
 
     @property
