@@ -68,7 +68,7 @@ def test_an_expression_is_worth_what_python_says(text: str) -> None:
 @example("1 2")
 @example("007")
 def test_any_text_of_these_characters_is_a_value_or_nothing(text: str) -> None:
-    """Only what Python has and the grammar has not is refused: **, //, unary plus, leading zeros."""
+    """What Python has and the grammar has not is refused: **, //, unary plus, leading zeros."""
     not_in_grammar = re.search(r"\*\s*\*|/\s*/|(?:^|[-+*/(])\s*\+|(?<![0-9])0[0-9]", text)
     expected = None if not_in_grammar else python_value(text.strip())
     too_long = any(len(number) > 9 for number in re.findall("[0-9]+", text))
@@ -220,7 +220,9 @@ def test_a_warm_start_text_is_drawn_without_a_look_at_the_target() -> None:
     scores = task.score_batch(examples, [x.answer for x in examples])
     rng = stream(0, "test")
     values = [random_attempt(rng, x.fields["nums"]).value for x in examples]
-    chance = np.mean([value == x.fields["target"] for value, x in zip(values, examples)])
+    chance = np.mean(
+        [value == x.fields["target"] for value, x in zip(values, examples, strict=True)]
+    )
     assert scores["format"].all()
     assert scores["solved"].mean() == pytest.approx(chance, abs=0.04) and chance < 0.2
 
@@ -257,7 +259,9 @@ def test_the_fields_own_format_is_read(tmp_path: Path) -> None:
     found = [task.train(n) for n in range(60 - task.num_held_out)]
     assert sorted(x.fields["id"] for x in found) != [] and found[0].messages
     assert all(solves(f"{x.fields['nums'][0]}+4+6", **renamed(x.fields)) for x in found)
-    scores = task.score_batch(found[:2], [f"<answer>4+6+{found[0].fields['nums'][0]}</answer>", "4+6"])
+    scores = task.score_batch(
+        found[:2], [f"<answer>4+6+{found[0].fields['nums'][0]}</answer>", "4+6"]
+    )
     assert scores["solved"].tolist() == [1, 0] and scores["format"].tolist() == [1, 0]
 
 
@@ -271,7 +275,7 @@ def renamed(fields: Any) -> dict[str, Any]:
         ([1, 2], "must be an object like"),
         ({"nums": [1, 2]}, "has no target"),
         ({"numbers": [1, 2], "target": 3}, "has no nums"),
-        ({"nums": "1 2", "target": 3}, "nums must be a list of 2 to 16 numbers, got '1 2'"),
+        ({"nums": "1 2", "target": 3}, "nums must be a list of 2 to 16 numbers, got str '1 2'"),
         ({"nums": [1], "target": 3}, "nums must be a list"),
         ({"nums": [1, 2.5], "target": 3}, "whole numbers from 0 to 999999999, got 2.5"),
         ({"nums": [1, True], "target": 3}, "whole numbers .* got True"),

@@ -36,6 +36,7 @@ from .task_request import TaskRequest
 
 OPEN, CLOSE = "<answer>", "</answer>"
 FEWEST, MOST = 2, 6  # numbers of a generated problem
+LEAST_LARGEST = 6  # with still smaller numbers hardly any problem could be held out
 MOST_IN_DATA = 16
 PROBLEMS_PER_HELD_OUT = 4  # one generated problem in 4 is held out
 DEFAULT_DIFFICULTY = "2x12,3x12"
@@ -161,10 +162,15 @@ def parse_levels(text: str) -> list[Level]:
         known = all(
             word.isascii() and word.isdecimal() and len(word) < 4 for word in (count, largest)
         )
-        if not (known and FEWEST <= int(count) <= MOST and 1 <= int(largest) <= LARGEST_VALUE):
+        if not (
+            known
+            and FEWEST <= int(count) <= MOST
+            and LEAST_LARGEST <= int(largest) <= LARGEST_VALUE
+        ):
             raise ConfigError(
                 "--difficulty must read COUNTxLARGEST,..., such as 2x12,3x20, with "
-                f"{FEWEST} to {MOST} numbers up to at most {LARGEST_VALUE}, got {text!r:.60}"
+                f"{FEWEST} to {MOST} numbers up to {LEAST_LARGEST} to {LARGEST_VALUE}, "
+                f"got {text!r:.60}"
             )
         levels.append(Level(int(count), int(largest)))
     return levels
