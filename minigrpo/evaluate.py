@@ -6,6 +6,7 @@ The trainer and the evaluation tool call `measure`; `evaluate` gives its values 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
@@ -43,12 +44,11 @@ class Graded:
 
     def select(self, rows: np.ndarray) -> "Graded":
         """Some of the examples, by an `[n]` bool mask."""
-        places = np.flatnonzero(rows)
         return replace(
             self,
-            examples=[self.examples[i] for i in places],
-            texts=[self.texts[i] for i in places],
-            rewards=self.rewards.select(places),
+            examples=list(compress(self.examples, rows)),
+            texts=list(compress(self.texts, rows)),
+            rewards=self.rewards.select(rows),
         )
 
     @property
@@ -142,9 +142,9 @@ def measure(
     drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
     found = record_of(greedy, drawn, getattr(task, "summaries", None), seed)
     success, kinds = greedy.success, by_kind(examples)
-    found |= {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
-    found |= {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
-    return found
+    shares = {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
+    found |= {name: x for name, x in shares.items() if not math.isnan(x.value)}
+    return found | {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
 
 
 def record_of(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from minigrpo import Config, Trainer
 from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.best_move import BestMove, write
+from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.registry import load_task
 from minigrpo.tasks.self_play import Positions
 from minigrpo.types import Example
@@ -110,21 +111,20 @@ def test_hostile_texts_never_raise_and_are_cheap() -> None:
     assert not table["format"].any()
 
 
-def test_a_part_that_does_not_apply_to_a_question_is_1_for_its_whole_group(tmp_path: Path) -> None:
+def test_a_part_that_does_not_concern_a_question_is_left_out(tmp_path: Path) -> None:
     task = load_task("chess-env+best-move", seed=0, data=str(annotated(tmp_path / "a.jsonl", 60)))
     examples = [task.train(i) for i in range(8)]
     assert [example.prompt[:3] for example in examples] == ["A: ", "P: "] * 4
     assert [example.index for example in examples] == list(range(8))
     texts = [[example.answer, "junk", EXAMPLE.answer] for example in examples]
     table = RewardScorer(task).score(examples, texts)
-    for name in ("exact_fen", "similarity", "valid", "reward_value", "flags"):
-        assert (table.parts[name][1::2] == 1).all() and (table.parts[name][0::2, 1] < 1).all()
-    for name in ("best", "moves", "evals", "legal"):
-        assert (table.parts[name][0::2] == 1).all() and (table.parts[name][1::2, 1] < 1).all()
-    assert all((scores[:, 0] == 1).all() for scores in table.parts.values())
+    for kind, names in ((0, ChessEnv.parts), (1, BestMove.parts)):
+        for name in names.keys() - {"format"}:  # which both kinds have
+            scores = table.parts[name]
+            assert np.isnan(scores[1 - kind :: 2]).all()
+            assert (scores[kind::2, 0] == 1).all() and (scores[kind::2, 1] < 1).all()
     alone = RewardScorer(BestMove()).score(examples[1::2], texts[1::2]).total
-    shared = table.total[1::2] - table.total[1::2].mean(1, keepdims=True)
-    np.testing.assert_allclose(shared, alone - alone.mean(1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(table.total[1::2], alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "nll"])

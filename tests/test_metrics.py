@@ -65,7 +65,7 @@ def test_metrics_of_two_processes_are_sums_of_counts_and_means_of_the_rest(
 ) -> None:
     here = {"reward": 1.0, "tokens/repeated": 10.0, "rollout/tokens": 6.0, "rollout/rounds": 4.0}
     here["rewards/one/failures"] = 2.0
-    there = torch.tensor([2.0, 20.0, 2.0, 8.0, 1.0], dtype=torch.float64)
+    there = torch.tensor([[2.0, 20.0, 2.0, 8.0, 1.0], [1.0] * 5], dtype=torch.float64)
     monkeypatch.setattr(DistContext, "sum", lambda self, x: torch.stack([x[0], there]))
     assert DistContext(world_size=2).combine(here) == {
         "reward": 1.5,
@@ -85,7 +85,9 @@ class Answers:
     def __init__(self, greedy: list[str], sampled: list[str]) -> None:
         self.greedy, self.sampled, self.u = greedy, sampled, list[Any]()
 
-    def complete(self, examples: Any, *, u: Any = None, batch_size: int = 0) -> Any:
+    def complete(
+        self, examples: Any, *, num_samples: int = 1, u: Any = None, batch_size: int = 0
+    ) -> Any:
         self.u.append(u)
         texts = self.greedy if u is None else self.sampled
         encoded = [[*TOKENIZER.encode(text), TOKENIZER.eot] for text in texts]
@@ -115,9 +117,12 @@ def test_an_evaluation_by_hand() -> None:
             "n": 4.0,
             "exact_sampled": 0.25,
             "exact": 0.75,
-            "length": 0.625,  # of the greedy answers
+            "length": 0.625,
+            "length_sampled": (3 + 2) / 16,
             "one": 1.0,
+            "one_sampled": 1.0,
             "reward": 2.25,
+            "reward_sampled": 1.625,
             "exact/even": 0.5,
             "exact/odd": 1.0,
             "count/even": 2.0,

@@ -173,6 +173,7 @@ ALWAYS = {
     "warmup_steps": "for every loss",
     "weight_decay": "for every loss",
     "grad_clip": "for every loss",
+    "eval_samples": "evaluations sample, whatever the loss",
     "device": "decides where the run computes",
     "use_amp": "also on CPU, where it may be slower",
     "low_precision_weights": "evaluations sample with them; without --use-amp they are an error",

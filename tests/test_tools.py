@@ -1,13 +1,11 @@
 """The tools that work on a finished run: sample, evaluate, export, curves."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -20,7 +18,6 @@ from minigrpo.model.weights import export_model
 from minigrpo.runtime.checkpoint import path_of
 from minigrpo.runtime.logging import Screen
 from minigrpo.tools import boards, curves, evaluate, export, sample
-from minigrpo.tools.evaluate import Z, mean, share
 from minigrpo.tools.loading import ModelSelection, load
 
 from . import bpe
@@ -207,40 +204,34 @@ def test_any_text_has_a_board_and_a_description(text: str, words: list[str]) -> 
 # --- evaluate -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hits", "n"), [(0, 10), (3, 10), (10, 10), (500, 2000)])
-def test_wilsons_bounds_are_where_the_share_is_just_z_standard_errors_away(
-    hits: int, n: int
-) -> None:
-    found = share(np.arange(n) < hits)
-    assert found.value == hits / n and 0 <= found.low <= found.value <= found.high <= 1
-    for bound in (found.low, found.high):
-        assert abs(bound - found.value) == pytest.approx(
-            Z * math.sqrt(bound * (1 - bound) / n), abs=1e-12
-        )
-    assert found.low < found.high
-
-
-def test_the_mean_has_the_normal_interval_and_one_value_none() -> None:
-    found = mean(np.array([0.2, 0.4, 0.6]))
-    assert (found.value, found.low, found.high) == pytest.approx(
-        (0.4, 0.4 - Z * 0.2 / 3**0.5, 0.4 + Z * 0.2 / 3**0.5)
-    )
-    assert math.isnan(mean(np.array([0.5])).low) and str(mean(np.array([0.5]))) == "50.0"
-
-
 def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out_json = tmp_path / "made" / "out.json"
-    call(evaluate, "shipped", "--n", 40, "--seed", 3, "--json", out_json)
+    rewards = tmp_path / "mine.py"
+    rewards.write_text("""
+from minigrpo import reward
+
+@reward()
+def length(example, text):
+    return len(text) / 1000
+""")
+    words = ("--n", 40, "--seed", 3, "--eval-samples", 2, "--rewards", rewards)
+    call(evaluate, "shipped", *words, "--json", out_json)
     result = json.loads(out_json.read_text())
     loaded = load(ModelSelection(Path("shipped"), seed=3), Screen(quiet=True))
     trainer = Trainer(
-        Config.of(**{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")}), quiet=True
+        Config.of(
+            **{**TINY, "init_from": "shipped", "out_dir": str(tmp_path / "run")},
+            rewards=str(rewards),
+        ),
+        quiet=True,
     )
-    expected = evaluate_in_training(loaded.sampler, loaded.task, trainer.scorer, size=40, seed=3)
+    task, scorer = loaded.task, trainer.scorer
+    expected = evaluate_in_training(loaded.sampler, task, scorer, size=40, seed=3, samples=2)
     everything, kinds = result["kinds"]["all"], result["kinds"].keys() - {"all"}
-    for name in ("exact", "valid", "similarity"):
+    assert {"pass@1", "pass@2", "length", "length_sampled", "valid_sampled"} <= everything.keys()
+    for name in everything.keys() - {"n", "reward", "reward_sampled"}:  # of other weights
         assert everything[name]["value"] == pytest.approx(expected[name])
     assert 0 < everything["exact"]["value"] < 1 and everything["n"] == 40
     assert kinds == {name.removeprefix("count/") for name in expected if name.startswith("count/")}
@@ -249,6 +240,7 @@ def test_evaluate_has_the_numbers_of_the_evaluation_in_training_by_kind(
         assert result["kinds"][kind]["exact"]["value"] == pytest.approx(expected[f"exact/{kind}"])
     out = capsys.readouterr().out
     assert "40 held-out examples, seed 3" in out and "Wilson" in out and "quiet" in out
+    assert "pass@2 " in out and "length " in out
 
 
 # --- export ---------------------------------------------------------------------------------------

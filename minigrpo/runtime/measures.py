@@ -62,8 +62,9 @@ def estimate(values: np.ndarray) -> Estimate:
     that of the n means. For zeros and ones it is Wilson's, else Student's t; both assume nothing
     else than independent examples, and t that their number is not small. One example has none.
     """
-    counts = np.isfinite(values).sum(axis=1)
-    each = np.nansum(values, axis=1)[counts > 0] / counts[counts > 0]
+    known = ~np.isnan(values)
+    counts, sums = known.sum(axis=1), np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
+    each = sums[counts > 0] / counts[counts > 0]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():

@@ -15,6 +15,7 @@ from ..losses import LOSSES, clipped, per_local_token
 from ..model.architectures import groups_queries
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
+from ..tasks.chess_files import WANTED as CHESS_TASKS
 from ..types import Task
 from .fast import BFLOAT16_AND_TF32, LAYERS, cuda_capability, device_kind
 from .flags import flag
@@ -115,6 +116,7 @@ TABLE: dict[str, Row] = {
     "history": (
         (lambda s: makes_problems(s.config), "only chess prompts have moves"),
         (lambda s: s.config.task.name.endswith(".py"), "a task of your own makes its own prompts"),
+        (lambda s: s.config.task.name not in CHESS_TASKS, "only chess prompts have earlier moves"),
         (
             lambda s: s.config.task.data and not reads_games(s.config),
             "the prompts of --data are used as they are",

@@ -79,7 +79,9 @@ def run(loaded: Loaded, number: int, screen: Screen) -> dict[str, Record]:
             graded("greedy"),
             graded("sampled", seed=seed, num_samples=config.run.eval_samples),
         )
-        records = {ALL: record_of(greedy, drawn, getattr(task, "summaries", None), seed)}
+        records: dict[str, Record] = {
+            ALL: record_of(greedy, drawn, getattr(task, "summaries", None), seed)
+        }
         for kind, rows in by_kind(examples).items():
             records[kind] = record_of(greedy.select(rows), drawn.select(rows))
     return records
