@@ -10,7 +10,7 @@ from minigrpo.model.weights import export_model
 from minigrpo.runtime import settings
 from minigrpo.runtime.flags import ConfigError
 
-from . import bpe
+from . import bpe, chat_model
 from .gradients import TINY
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +143,9 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values.get("tokenizer") == "gpt2"
     ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
+    if values.get("task") == "countdown-chat":  # its prompts are messages, for a chat model
+        model = chat_model.write_model(tmp_path / "model", context=512)
+        values |= {"init_from": str(model), "reward_weights": ""}
     if values.get("data"):  # the user's own
         values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
     if values.get("amp_dtype") == "float16":

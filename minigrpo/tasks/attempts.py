@@ -1,7 +1,7 @@
 """Random ways to use some numbers: the problems of Countdown, and the texts of its warm start.
 
-Every attempt is drawn without a look at any target. So a model that learns from such texts learns
-to calculate, and neither to choose nor to stop at the right moment.
+Every attempt is drawn without a look at the target: a model that learns from such texts learns to
+calculate and not to choose. They show a right answer only as often as chance finds one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 LARGEST_VALUE = 100  # that random attempts reach, on the way or in the end
-STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8  # how a random search ends
+# a random search ends after an attempt that hits, and after this share of the others
+STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8
 
 
 class Term(NamedTuple):
@@ -61,17 +62,19 @@ def _written(x: Term, sign: str, y: Term, value: int) -> Term:
     return Term(value, f"{left}{sign}{right}", binds)
 
 
-def random_search(rng: np.random.Generator, numbers: Sequence[int]) -> str:
-    """Return a random number of random attempts, none of them twice."""
-    lines = [random_attempt(rng, numbers).steps]
-    while rng.random() >= STOP_SHARE and len(lines) < MAX_ATTEMPTS:
-        line = random_attempt(rng, numbers).steps
-        if line not in lines:
-            lines.append(line)
+def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
+    """Return random attempts, none of them twice, until one hits or after a random number."""
+    lines = list[str]()
+    while len(lines) < MAX_ATTEMPTS:
+        attempt = random_attempt(rng, numbers)
+        if attempt.steps not in lines:
+            lines.append(attempt.steps)
+        if attempt.value == target or rng.random() < STOP_SHARE:
+            break
     return "\n".join(lines)
 
 
-def random_equation(rng: np.random.Generator, numbers: Sequence[int]) -> str:
-    """Return a random expression and its value."""
+def random_equation(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
+    """Return a random expression and its value, whatever the target."""
     attempt = random_attempt(rng, numbers)
     return f"{attempt.expression}={attempt.value}"

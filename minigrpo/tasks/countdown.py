@@ -12,8 +12,9 @@ There are three forms of question and completion:
     chat         a message       ... <answer>7 * 3 - 12</answer>
 
 The warm start (--loss nll) learns the first two from random attempts with their true values. They
-are drawn without a look at the target, so it teaches to calculate, and neither to choose nor to
-stop at the right moment. What a run adds to that, it has learnt from the reward.
+are drawn without a look at the target, which decides only that a search ends when one hits. So the
+warm start teaches to calculate and not to choose: which attempts to make, and not to give up, is
+learnt from the reward.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +111,7 @@ def spelled_question(numbers: Sequence[int], target: int) -> str:
     )
 
 
-def random_reply(rng: np.random.Generator, numbers: Sequence[int]) -> str:
+def random_reply(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
     """A chat model's warm start; it needs none."""
     return f"{OPEN}{random_attempt(rng, numbers).expression}{CLOSE}"
 
@@ -120,7 +121,8 @@ class Form(NamedTuple):
 
     ask: Callable[[Sequence[int], int], str]
     is_chat: bool  # whether the question is a user's message
-    warm_up: Callable[[np.random.Generator, Sequence[int]], str]  # a text for the warm start
+    # (rng, numbers, target) -> a text for the warm start
+    warm_up: Callable[[np.random.Generator, Sequence[int], int], str]
 
     def example(
         self, rng: np.random.Generator, numbers: Sequence[int], target: int, **others: Any
@@ -129,7 +131,7 @@ class Form(NamedTuple):
         question = self.ask(numbers, target)
         messages = ({"role": "user", "content": question},) if self.is_chat else ()
         fields = {"nums": [*numbers], "target": target} | others.pop("fields", {})
-        answer = self.warm_up(rng, numbers)
+        answer = self.warm_up(rng, numbers, target)
         return Example(question, answer, messages=messages, fields=fields, **others)
 
 
