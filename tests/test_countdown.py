@@ -276,10 +276,10 @@ def renamed(fields: Any) -> dict[str, Any]:
         ({"numbers": [1, 2], "target": 3}, "has no nums"),
         ({"nums": "1 2", "target": 3}, "nums must be a list of 2 to 16 numbers, got str '1 2'"),
         ({"nums": [1], "target": 3}, "nums must be a list"),
-        ({"nums": [1, 2.5], "target": 3}, "whole numbers from 0 to 999999999, got 2.5"),
-        ({"nums": [1, True], "target": 3}, "whole numbers .* got True"),
-        ({"nums": [1, -2], "target": 3}, "whole numbers .* got -2"),
-        ({"nums": [1, 2], "target": None}, "whole numbers .* got None"),
+        ({"nums": [1, 2.5], "target": 3}, "whole numbers from 0 to 999999999, got .*2.5"),
+        ({"nums": [1, True], "target": 3}, "whole numbers .*True"),
+        ({"nums": [1, -2], "target": 3}, "whole numbers .*-2"),
+        ({"nums": [1, 2], "target": None}, "whole numbers .*None"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, record: object, words: str) -> None:
