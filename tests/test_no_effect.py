@@ -34,7 +34,6 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"difficulty": "3x20", "task": "countdown", "data": "a.jsonl"}, {"data": ""}),
     ],
     "history": [
-        ({"history": 3, "task": "countdown"}, {"task": "chess-env"}),
         ({"history": 3, "data": "a.jsonl"}, {"data": ""}),
         ({"history": 3, "data": "a.jsonl,b.txt"}, {"data": "a.jsonl,b.pgn"}),
         ({"history": 3, "task": "own.py"}, {"task": "chess-env"}),

@@ -114,7 +114,6 @@ TABLE: dict[str, Row] = {
         (lambda s: s.config.task.data, "the problems are those of --data"),
     ),
     "history": (
-        (lambda s: makes_problems(s.config), "only chess prompts have moves"),
         (lambda s: s.config.task.name.endswith(".py"), "a task of your own makes its own prompts"),
         (lambda s: s.config.task.name not in CHESS_TASKS, "only chess prompts have earlier moves"),
         (
