@@ -533,7 +533,7 @@ def test_a_scorer_refuses_what_cannot_work(options: dict[str, Any], words: str) 
     ],
 )
 def test_an_answer_that_is_no_row_of_numbers_is_a_bad_reward(column: Any) -> None:
-    source = RewardSource(["a"], len, batched=True, timeout_s=None)
+    source = RewardSource(["a"], len, kind="batched", timeout_s=None)
     with pytest.raises(BadRewardError, match="not (2 numbers|a finite number)"):
         source.check({"a": column}, 2)
     assert source.check({"a": [Fraction(1, 2), np.float16(2)]}, 2).tolist() == [[0.5, 2.0]]

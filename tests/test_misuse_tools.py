@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from minigrpo import Config, Trainer
 from minigrpo.model import weights
+from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
 from minigrpo.tools import annotate, curves, evaluate, export, loading, plan, sample
 from minigrpo.tools.messages import one_line_errors
@@ -506,7 +507,7 @@ def test_flags_are_checked_before_the_model_is_loaded(
 def test_ctrl_c_is_one_line_and_leaves_nothing(
     here: Path, tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loading, "load_model", interrupted)
@@ -521,15 +522,13 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(
 def test_ctrl_c_in_the_middle_of_an_evaluation_ends_its_threads_too(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     closed = list[bool]()
-    close = evaluate.RewardScorer.close
+    close = RewardScorer.close
     monkeypatch.setattr(evaluate, "grade", interrupted)
-    monkeypatch.setattr(
-        evaluate.RewardScorer, "close", lambda self: closed.append(True) or close(self)
-    )
+    monkeypatch.setattr(RewardScorer, "close", lambda self: closed.append(True) or close(self))
     with pytest.raises(SystemExit) as stop:
         evaluate.main(["shipped", "--n", "2", "--json", "a.json"])
     assert stop.value.code == 130 and "stopped; nothing was written" in capsys.readouterr().err

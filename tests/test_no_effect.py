@@ -37,6 +37,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
         ({"history": 3, "data": "a.jsonl"}, {"data": ""}),
         ({"history": 3, "data": "a.jsonl,b.txt"}, {"data": "a.jsonl,b.pgn"}),
         ({"history": 3, "task": "own.py"}, {"task": "chess-env"}),
+        ({"history": 3, "task": "countdown"}, {"task": "chess-env"}),
     ],
     "reward_timeout": [
         ({"reward_timeout": 3.0}, {"rewards": "r.py"}),

@@ -441,6 +441,6 @@ def test_an_answer_that_a_function_uses_again_is_copied(kind: str) -> None:
         assert table.total.tolist() == [[1, 2, 3]]
         scorer.close()
     else:
-        source = RewardSource(["len"], call, batched=True, timeout_s=1.0)
+        source = RewardSource(["len"], call, kind="batched", timeout_s=1.0)
         first, second = source.answer([0], ["x"]), source.answer([0], ["yy"])
         assert first["len"][0] == 1 and second["len"][0] == 2
