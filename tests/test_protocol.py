@@ -23,13 +23,13 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.measures import Estimate, estimate, headline, student_t, wilson
 from minigrpo.runtime.reward_functions import check_part_name
 from minigrpo.runtime.rollout_metrics import counts_of, rollout_metrics
-from minigrpo.runtime.settings import show_help
+from minigrpo.runtime.settings import description
 from minigrpo.runtime.trained import load_model
 from minigrpo.tasks import registry
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import TASKS, TaskRow, load_task
-from minigrpo.tools import curves
+from minigrpo.tools import curves, sample
 from minigrpo.tools.run_data import read_run
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
@@ -106,6 +106,11 @@ def test_all_keys_of_a_data_line_reach_the_reward_and_tell_examples_apart(tmp_pa
     pairs = Pairs(path, seed=0)
     found = [pairs.train(i) for i in range(len(records) - pairs.num_held_out)]
     assert all(example.fields in records for example in found)
+    path.write_text(
+        path.read_text() + '\n{"prompt": "a", "answer": "b", "x": ' + "[" * 100 + "]" * 100 + "}"
+    )
+    with pytest.raises(ValueError, match="line 61: its brackets are nested more than 100 deep"):
+        Pairs(path, seed=0)
     twins = [example for example in found if example.prompt == found[0].prompt]
     assert len({json.dumps(example.fields) for example in twins}) == 2
 
@@ -142,7 +147,7 @@ def test_an_example_whose_fields_cannot_be_compared_equals_only_itself() -> None
 
 
 def test_an_annotated_line_keeps_its_fields(tmp_path: Path) -> None:
-    path = annotated(tmp_path / "a.jsonl", 60)
+    path = annotated(tmp_path / "a.jsonl", 20)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("\n".join(json.dumps({**line, "id": i}) for i, line in enumerate(lines)))
     example = load_task("best-move", seed=0, data=str(path)).train(0)
@@ -396,7 +401,7 @@ def test_the_success_of_a_task_is_what_the_run_and_its_tools_report(
     said = " ".join(capfd.readouterr().out.split())
     assert "held-out examples: solved 100.0% [" in said and "exactly right" not in said
     assert "100.0% solved (sampled)" in said
-    for row in ("│ pass@2 │ sampled │", "│ longest │ greedy │", "│ solved │ sampled │"):
+    for row in ("pass@2 sampled 1.000 [", "longest greedy 0.500 [", "solved sampled 1.000 ["):
         assert row in said
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
     assert list(record)[:4] == ["step", "n", "solved_sampled", "solved"]
@@ -404,6 +409,9 @@ def test_the_success_of_a_task_is_what_the_run_and_its_tools_report(
     assert read_run(tmp_path / "run").success == "solved"
     curves.main([str(tmp_path / "run")])
     assert capfd.readouterr().out.count("100.0%") == 4
+    sample.main([str(tmp_path / "run"), "--examples", "1"])
+    said = capfd.readouterr().out
+    assert "   right" in said and "wrong" not in said
 
 
 @pytest.mark.parametrize(
@@ -437,9 +445,7 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "mini", TaskRow(row.make, row.read, row.endings, settings=settings))
 
 
-def test_settings_of_the_task_count_below_files_and_flags(
-    mini: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_the_task_count_below_files_and_flags(mini: None, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('task = "mini"\noverlong_buffer = 3\n')
     found = Config.from_cli(["--config", str(tmp_path / "c.toml"), "--overlong", "mask"])
     assert found.sampling.max_new_tokens == 7 and found.loss.overlong_buffer == 3
@@ -447,10 +453,8 @@ def test_settings_of_the_task_count_below_files_and_flags(
     assert Config.of(task="mini").loss.overlong == "punish"
     back = Config.of(task="mini", overlong_buffer=4).replace(task="chess-env")
     assert back.flat() == Config.of(overlong_buffer=4).flat()
-    with pytest.raises(SystemExit):
-        show_help(Config, "train")
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Settings of the task mini: --max-new-tokens 7 --overlong punish" in said
+    words = "Settings of the task mini: --max-new-tokens 7 --overlong punish --overlong-buffer 5."
+    assert words in description(Config)
 
 
 def test_the_rows_of_the_table_have_known_settings_and_shipped_models() -> None:

@@ -183,26 +183,26 @@ def show_change(
 
     `found` has their 95 % intervals by step; an evaluation from before a resume has none.
     """
-    names = [
-        name
-        for name in first
-        if name in last and name not in ("step", "n") and not name.startswith("count/")
-    ]
-    rows = []
-    for name in names:
-        kind = name.partition("/")[2]
-        n = last.get(f"count/{kind}", last["n"]) if kind else last["n"]
-        ends = [
-            str(found.get(end["step"], {}).get(name, Estimate(end[name]))) for end in (first, last)
-        ]
-        is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
-        how, change = "sampled" if is_sampled else "greedy", f"{last[name] - first[name]:+.3f}"
-        rows.append([name.removesuffix(SAMPLED), how, f"{n:.0f}", *ends, change])
-    title = (
-        f"held-out examples before and after {last['step']:.0f} steps ({seconds:.0f} s), with 95 % "
-        "intervals"
-    )
-    screen.table(title, ["", "", "n", "before", "after", "change"], rows)
+    rows, kinds = [], []
+    for name in (name for name in first if name in last and name not in ("step", "n")):
+        before, after = first[name], last[name]
+        change, (success, slash, kind) = f"{after - before:+.3f}", name.partition("/")
+        if not slash:
+            ends = [
+                str(found.get(x["step"], {}).get(name, Estimate(x[name]))) for x in (first, last)
+            ]
+            is_sampled = name.endswith(SAMPLED) or name.startswith(PASS_AT)
+            how = "sampled" if is_sampled else "greedy"
+            rows.append([name.removesuffix(SAMPLED), how, *map(str, ends), change])
+        elif success != "count":
+            shares = f"{before:.3f}", f"{after:.3f}"
+            kinds.append([kind, f"{last[f'count/{kind}']:.0f}", *shares, change])
+    steps = f"before and after {last['step']:.0f} steps ({seconds:.0f} s)"
+    title = f"{last['n']:.0f} held-out examples {steps}, with 95 % intervals"
+    screen.table(title, ["", "", "before", "after", "change"], rows, narrow=True)
+    if kinds:
+        title = f"{in_words(headline(last))} by kind of question, greedy"
+        screen.table(title, ["", "n", "before", "after", "change"], kinds, narrow=True)
 
 
 def show_cost(screen: Screen, rows: list[list[str]]) -> None:

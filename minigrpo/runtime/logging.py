@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -190,9 +191,15 @@ class Screen:
         if self.live:
             self.progress.stop()
 
-    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Print a table. Nothing in it is markup: a reward may be named `[/b]`."""
-        table = Table(title=Text(title), title_justify="left")
+    def table(
+        self, title: str, columns: list[str], rows: list[list[str]], *, narrow: bool = False
+    ) -> None:
+        """Print a table, `narrow` without lines between columns.
+
+        Nothing in it is markup: a reward may be named `[/b]`.
+        """
+        lines: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False} if narrow else {}
+        table = Table(title=Text(title), title_justify="left", **lines)
         for i, column in enumerate(columns):
             table.add_column(Text(column), justify="right" if i else "left")
         for row in rows:

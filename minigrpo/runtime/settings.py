@@ -273,15 +273,26 @@ def _toml_value(value: Any) -> str:
 # --- --help ---------------------------------------------------------------------------------------
 
 
-def show_help(config: type[Grouped], prog: str | None) -> NoReturn:
-    """Print the flags with their defaults, by group, and exit."""
+def description(config: type[Grouped]) -> str:
+    """What --help says first."""
     about = "Train with GRPO. --config FILE.toml sets any of these; flags override it."
     for task, own in config.settings_by_task().items():
         about += f" Settings of the task {task}: {' '.join(as_flags(own))}."
+    return about
+
+
+def show_help(config: type[Grouped], prog: str | None) -> NoReturn:
+    """Print the flags with their defaults, by group, and exit."""
     files = Annotated[str, tyro.conf.arg(metavar="FILE", help=CONFIG_HELP)]
     flags: list[Any] = [("config", files, dataclasses.field(default=""))]
     for group, kind in groups_of(config).items():
         flags.append((group, kind, dataclasses.field(default=kind())))
     options = dataclasses.make_dataclass("Options", flags)
-    parse(options, ["--help"], description=about, config=(tyro.conf.OmitArgPrefixes,), prog=prog)
+    parse(
+        options,
+        ["--help"],
+        description=description(config),
+        config=(tyro.conf.OmitArgPrefixes,),
+        prog=prog,
+    )
     raise SystemExit(0)

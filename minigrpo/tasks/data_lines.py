@@ -14,6 +14,7 @@ from ..runtime.chat_messages import check_prompt_messages, question_of
 from ..runtime.text import has_lone_surrogate, parse_json, short
 from ..types import Example
 
+MAX_NESTING = 100  # of the values in a line
 FORM = 'must be an object like {"prompt": "...", "answer": "..."}'
 
 
@@ -87,7 +88,17 @@ def parse_record(text: str, form: str) -> dict[str, Any]:
         raise ValueError(f"{form} ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(form)
+    _check_nesting(record, MAX_NESTING)
     return record
+
+
+def _check_nesting(value: Any, levels: int) -> None:
+    """Raise ValueError for a value that is nested too deeply to be copied for each example."""
+    if not levels:
+        raise ValueError(f"its brackets are nested more than {MAX_NESTING} deep")
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_nesting(inner, levels - 1)
 
 
 def _check_text(key: str, value: Any) -> None:

@@ -86,8 +86,10 @@ class JSONLExamples:
                     f"{names}: no pair for {name}; one prompt in {PROMPTS_PER_HELD_OUT} is "
                     "held out, add more"
                 )
-        for warning in _doubts(pairs) if listener else ():
-            (listener or SilentListener()).warn(f"{names}: {warning}")
+        for path in paths if listener else ():
+            of_file = [pair for pair in pairs if pair.where == f"--data {path}"]
+            for warning in _doubts(of_file):
+                (listener or SilentListener()).warn(f"--data {path}: {warning}")
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
 

@@ -9,6 +9,7 @@ for chess positions it draws the true board beside the model's, and marks the wr
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import chess
@@ -17,8 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..model.encoding import decode
+from ..rewards import RewardScorer
 from ..runtime.flags import ConfigError, flag, parse, shown
 from ..runtime.logging import Screen
+from ..runtime.measures import EXACT, success_of
 from ..runtime.rng import uniforms
 from ..runtime.text import has_lone_surrogate
 from ..sampling.generate import SamplingParams
@@ -147,20 +150,36 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
     return [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
 
 
-def show(console: Console, example: Example, texts: Sequence[str], *, boards: bool) -> None:
+def right_texts(loaded: Loaded, example: Example, texts: Sequence[str], screen: Screen) -> set[str]:
+    """The completions that are right: by the success of the task, else those that equal the answer.
+
+    The rewards of --rewards are not asked.
+    """
+    success, limit = success_of(loaded.task), loaded.config.task.reward_timeout
+    if success == EXACT:
+        return {example.answer}
+    with closing(RewardScorer(loaded.task, warn=screen.warn, timeout_s=limit)) as scorer:
+        scores = scorer.score([example], [list(texts)]).parts[success][0]
+    return {text for text, score in zip(texts, scores, strict=True) if score == 1}
+
+
+def show(
+    console: Console, example: Example, texts: Sequence[str], right: set[str], *, boards: bool
+) -> None:
     """Print a prompt, its true answer, and each distinct completion with its count."""
     kind = f"   ({example.kind})" if example.kind else ""
     console.print(Text(f"prompt      {plain(example.prompt)}{kind}"))
     console.print(Text(f"truth       {plain(example.answer)}"))
     for text, count in Counter(texts).most_common():
-        right = text == example.answer
-        verdict, colour = ("exact", "green") if right else ("wrong", "red")
+        is_right, is_exact = text in right, text == example.answer
+        verdict = "exact" if is_exact else "right" if is_right else "wrong"
+        colour = "green" if is_right else "red"
         line = Text(f"completion  {plain(text)}").append(f"   {verdict}", style=f"bold {colour}")
         console.print(line.append(f"   {count} of {len(texts)}" if len(texts) > 1 else ""))
-        if boards and not right:
+        if boards and not is_right:
             wrong = "; ".join(differences(example.answer, text))
             console.print(Text(f"            {plain(wrong)}"))
-        if boards and (not right or len(texts) == 1):
+        if boards and (not is_right or len(texts) == 1):
             console.print(side_by_side(example.answer, text))
     console.print()
 
@@ -195,7 +214,8 @@ def run(arguments: Arguments) -> None:
         texts = complete(loaded, examples, arguments.n)
     screen.say(f"{loaded.name}, {how(arguments.n, loaded.config)}\n")
     for example, group in zip(examples, texts, strict=True):
-        show(screen.console, example, group, boards=isinstance(loaded.task, ChessEnv))
+        right = right_texts(loaded, example, group, screen)
+        show(screen.console, example, group, right, boards=isinstance(loaded.task, ChessEnv))
 
 
 if __name__ == "__main__":
