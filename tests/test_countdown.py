@@ -10,12 +10,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from minigrpo import Config, Trainer
 from minigrpo.runtime.rng import stream
 from minigrpo.tasks import countdown
 from minigrpo.tasks.arithmetic import MAX_CHARS, MAX_DEPTH, evaluate, result
 from minigrpo.tasks.attempts import LARGEST_VALUE, random_attempt, random_equation, random_search
-from minigrpo.tasks.countdown import FORMS, Countdown, CountdownFiles, final_answer, solves
+from minigrpo.tasks.countdown import (
+    FORMS,
+    Countdown,
+    CountdownFiles,
+    Verified,
+    final_answer,
+    solves,
+)
 from minigrpo.tasks.task_request import TaskRequest
+
+from .gradients import TINY
 
 NUMBERS = st.integers(0, 99).map(str)
 EXPRESSIONS = st.recursive(
@@ -287,3 +297,29 @@ def test_a_bad_line_is_named(tmp_path: Path, record: object, words: str) -> None
     with pytest.raises(ValueError, match=f"^--data .*a.jsonl, line 2: .*{words}") as error:
         CountdownFiles(TaskRequest("countdown", 0, str(path)))
     assert "\n" not in str(error.value)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train, and return the metrics and the evaluations."""
+    Trainer(Config.of(**{**changes, "out_dir": str(folder)}), quiet=True).fit()
+    logs = [(folder / name).read_text().splitlines() for name in ("metrics.jsonl", "eval.jsonl")]
+    metrics, evaluations = ([json.loads(line) for line in log] for log in logs)
+    return metrics, evaluations
+
+
+@pytest.mark.parametrize("loss", ["grpo", "nll"])
+def test_a_run_reports_the_share_of_solved_problems(tmp_path: Path, loss: str) -> None:
+    changes = {**TINY, "reward_weights": "", "max_steps": 1, "loss": loss, "difficulty": "2x12"}
+    metrics, evaluations = run(tmp_path / "run", task="countdown", **changes)
+    assert [*evaluations[0]][2:4] == ["solved_sampled", "solved"]
+    assert {"format", "format_sampled", "solved/2 numbers up to 12"} <= evaluations[0].keys()
+    assert loss == "nll" or {"rewards/solved/mean", "rewards/format/mean"} <= metrics[0].keys()
+
+
+def test_in_the_small_forms_only_what_is_solved_is_paid() -> None:
+    for task, weights in {"countdown": {"solved": 1.0}, "countdown-chat": {}}.items():
+        assert Config.of(task=task).task.weights() == weights
+    assert Verified.parts == {"solved": 1.0, "format": 0.1}

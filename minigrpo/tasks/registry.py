@@ -53,22 +53,15 @@ TASKS: dict[str, TaskRow] = {
         )
         for name in (BEST_MOVE, BOTH)
     },
-    "countdown": TaskRow(
-        make=partial(countdown.generated, form="search"),
-        read=partial(CountdownFiles, form="search"),
-        shipped="countdown",
-        settings={"max_new_tokens": 96, "speculative_decoding": False},
-    ),
-    "countdown-expression": TaskRow(
-        make=partial(countdown.generated, form="expression"),
-        read=partial(CountdownFiles, form="expression"),
-        settings={"init_from": "scratch", "max_new_tokens": 24, "speculative_decoding": False},
-    ),
-    "countdown-chat": TaskRow(
-        make=partial(countdown.generated, form="chat"),
-        read=partial(CountdownFiles, form="chat"),
-        settings={"init_from": "scratch", "max_new_tokens": 512, "speculative_decoding": False},
-    ),
+    **{
+        f"countdown{suffix}": TaskRow(
+            make=partial(countdown.generated, form=form),
+            read=partial(CountdownFiles, form=form),
+            shipped="countdown" if form == "search" else "",
+            settings=countdown.SETTINGS[form],
+        )
+        for suffix, form in {"": "search", "-expression": "expression", "-chat": "chat"}.items()
+    },
 }
 
 
