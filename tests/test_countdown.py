@@ -174,6 +174,8 @@ def test_the_last_tags_count_else_the_last_line() -> None:
         "<think>12*3?</think>\n<answer>(4+3)*5</answer>": "(4+3)*5",
         "<answer>1</answer> no, <answer>\n(4+3)*5\n</answer> and so on": "(4+3)*5",
         "4*3=12,12+5=17\n4+3=7,7*5=35\n": "4+3=7,7*5=35",
+        "4*5=20,20-3=17<4+3=7,7*5=35": "4+3=7,7*5=35",
+        "4*5=20,20-3=17<": "",
         "(4+3)*5": "(4+3)*5",
         "(4+3)*5\n<answer>": "",  # cut off before the answer
         "(4+3)*5\n</answer>": "",
@@ -191,7 +193,7 @@ def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> Non
     attempt = random_attempt(stream(seed, "attempt"), numbers)
     assert result(attempt.steps, numbers) == result(attempt.expression, numbers) == attempt.value
     assert 0 < attempt.value <= LARGEST_VALUE
-    lines = random_search(stream(seed, "search"), numbers, 7).split("\n")
+    lines = re.split("[<>]", random_search(stream(seed, "search"), numbers, 7))
     assert len(set(lines)) == len(lines)
     assert all(result(line, numbers) is not None for line in lines)
     assert result(random_equation(stream(seed, "equation"), numbers, 7), numbers) is not None
@@ -227,7 +229,7 @@ def test_a_warm_start_search_ends_at_a_hit_and_finds_one_only_by_chance() -> Non
     examples = [task.train(number) for number in range(500)]
     first = 0
     for x in examples:
-        values = [result(line, x.fields["nums"]) for line in x.answer.split("\n")]
+        values = [result(line, x.fields["nums"]) for line in re.split("[<>]", x.answer)]
         assert x.fields["target"] not in values[:-1]
         first += values[0] == x.fields["target"]
     rng = stream(0, "test")

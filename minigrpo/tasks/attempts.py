@@ -63,15 +63,21 @@ def _written(x: Term, sign: str, y: Term, value: int) -> Term:
 
 
 def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
-    """Return random attempts, none of them twice, until one hits or after a random number."""
-    lines = list[str]()
-    while len(lines) < MAX_ATTEMPTS:
+    """Return random attempts, none of them twice, until one hits or after a random number.
+
+    `<` follows an attempt that is below the target, and `>` one that is above.
+    """
+    text, made = "", list[str]()
+    while True:
         attempt = random_attempt(rng, numbers)
-        if attempt.steps not in lines:
-            lines.append(attempt.steps)
-        if attempt.value == target or rng.random() < STOP_SHARE:
-            break
-    return "\n".join(lines)
+        if attempt.steps not in made:
+            made.append(attempt.steps)
+            text += attempt.steps
+            if attempt.value == target or rng.random() < STOP_SHARE or len(made) == MAX_ATTEMPTS:
+                return text
+            text += "<" if attempt.value < target else ">"
+        elif rng.random() < STOP_SHARE:  # perhaps there is no other
+            return text[:-1]
 
 
 def random_equation(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:

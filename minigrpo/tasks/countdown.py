@@ -1,22 +1,25 @@
 """Countdown: reach a target with given numbers, each used exactly once, by + - * and /.
 
-Nobody knows the right answer, or there are many: only a verifier can tell. It reads the text in the
-last pair of <answer> tags, or the last line of a text without tags (see `arithmetic.result`).
+Nobody knows the right answer, or there are many: only a verifier can tell. It reads what is in the
+last pair of <answer> tags. Of a text without tags it reads the last line, and of that what follows
+the last < or >.
 
 There are three forms of question and completion:
 
-    search       12 7 3 -> 15    12-7=5,5+3=8        attempts, one per line, each with its steps;
-                                 7-3=4,12-4=8        the last one is the answer
-                                 7*3=21,21-12=9
-    expression   12 7 3 -> 15    7*3-12=9            one expression and its value
-    chat         a message       ... <answer>7 * 3 - 12</answer>
+    search       12 7 3 -> 9    12-7=5,5+3=8<7*3=21,21-12=9
+    expression   12 7 3 -> 9    7*3-12=9
+    chat         a message      ... <answer>7 * 3 - 12</answer>
 
-The warm start (--loss nll) learns the first two from random attempts with their true values. They
-are drawn without a look at the target, which decides only that a search ends when one hits. So the
-warm start teaches to calculate and not to choose: which attempts to make, and not to give up, is
-learnt from the reward.
+A search is a row of attempts, each with its steps. After one that does not hit, < says that it is
+below the target, and > that it is above. The last attempt is the answer.
+
+The warm start (--loss nll) learns from random attempts with their true values. They are drawn
+without a look at the target, which decides only that a search ends when one hits. So it teaches to
+calculate and to compare, not to choose: which attempts to make, and not to give up, is learnt from
+the reward.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,12 +51,12 @@ FORM = 'must be an object like {"nums": [12, 7, 3], "target": 15}'
 
 
 def final_answer(text: str) -> str:
-    """Return what a text gives as its answer: what is in its last tags, else its last line.
+    """Return what a text gives as its answer: in its last tags, else its last attempt.
 
     It is "" for a text with a tag but without a pair of them.
     """
     if OPEN not in text and CLOSE not in text:
-        return text.strip().rpartition("\n")[2]
+        return re.split("[\n<>]", text.strip())[-1]
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, max(end, 0))
     return text[start + len(OPEN) : end].strip() if start >= 0 else ""
