@@ -145,12 +145,11 @@ FORMS = {
 }
 
 
-# what each form changes from the defaults; a model of its own needs no pay for the format, which in
-# groups where nothing is solved would be all that counts, and be safest in a short search
-SMALL = {"speculative_decoding": False, "reward_weights": "solved=1"}
+# what each form changes from the defaults; no answer is known that completions could resemble
+SMALL = {"speculative_decoding": False, "loss": "dapo", "learning_rate": 5e-4}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "search": SMALL | {"max_new_tokens": 72, "learning_rate": 5e-4, "loss": "dapo"},
-    "expression": SMALL | {"init_from": "scratch", "max_new_tokens": 24, "learning_rate": 5e-4},
+    "search": SMALL | {"max_new_tokens": 72, "eval_every": 50, "eval_size_during": 256},
+    "expression": SMALL | {"init_from": "scratch", "max_new_tokens": 24},
     "chat": {"speculative_decoding": False, "init_from": "scratch", "max_new_tokens": 1024},
 }
 
