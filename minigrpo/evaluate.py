@@ -58,6 +58,12 @@ class Graded:
         return {self.success: self.right, **parts, "reward": self.rewards.total}
 
 
+def answer(sampler: Sampler, examples: Sequence[Example]) -> list[str]:
+    """The greedy completion of each example."""
+    parts = sampler.complete(examples, batch_size=BATCH)
+    return [group[0] for part in parts for group in decode(sampler.tokenizer, part)]
+
+
 def grade(
     sampler: Sampler,
     scorer: RewardScorer,

@@ -38,7 +38,8 @@ class Task(Protocol):
         success: the part that is 1 for a right completion and 0 for any other. Evaluation reports
             it first. Without it, a completion is right if it equals the example's answer.
         summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
-            from the `[n]` values of each part.
+            from the `[n]` values of each part for n completions, where NaN may occur. It is called
+            500 times more on bootstrap samples. NaN says that a measure is not defined.
     """
 
     parts: Mapping[str, float]  # reward part -> default weight

@@ -142,7 +142,7 @@ def parts_of(rewards: RewardTable, g: int) -> dict[str, float]:
 
 
 def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> None:
-    """Print the headline of an evaluation, and the other measures of sampled completions."""
+    """Print the headline of an evaluation, sampled and greedy."""
     success = headline(found)
     sampled, greedy = (found[name] for name in (success + SAMPLED, success))
     screen.say(
@@ -153,9 +153,9 @@ def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> 
 
 
 def percent(share: Estimate) -> str:
-    """A share with its 95 % interval."""
+    """A share with its 95 % interval, if it has one."""
     low, high = (f"{100 * x:.1f}" for x in (share.low, share.high))
-    return f"{share.value:.1%} [{low}, {high}]"
+    return f"{share.value:.1%}" + ("" if math.isnan(share.low) else f" [{low}, {high}]")
 
 
 def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
@@ -196,7 +196,7 @@ def show_change(
             rows.append([name.removesuffix(SAMPLED), how, *map(str, ends), change])
         elif success != "count":
             shares = f"{before:.3f}", f"{after:.3f}"
-            kinds.append([kind, f"{last[f'count/{kind}']:.0f}", *shares, change])
+            kinds.append([kind, f"{last.get(f'count/{kind}', math.nan):.0f}", *shares, change])
     steps = f"before and after {last['step']:.0f} steps ({seconds:.0f} s)"
     title = f"{last['n']:.0f} held-out examples {steps}, with 95 % intervals"
     screen.table(title, ["", "", "before", "after", "change"], rows, narrow=True)
