@@ -61,10 +61,10 @@ def result(line: str, numbers: Sequence[int]) -> Fraction | None:
     try:
         for step in line.split(","):
             first, *others = (evaluate(side) for side in step.split("="))
-            value, used = first.value, Counter(first.numbers)
+            value, used = first.value, Counter[Fraction | int](first.numbers)
             if used - left or any(other.value != value for other in others):
                 return None
-            left = left - used + Counter([value])
+            left = left - used + Counter[Fraction | int]([value])
     except ValueError:
         return None
     return value if left.total() == 1 else None

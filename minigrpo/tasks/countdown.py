@@ -44,6 +44,7 @@ LEAST_LARGEST = 6  # with still smaller numbers hardly any problem could be held
 MOST_IN_DATA = 16
 PROBLEMS_PER_HELD_OUT = 4  # one generated problem in 4 is held out
 DEFAULT_DIFFICULTY = "2x12,3x12"
+LEVEL = re.compile("([0-9]{1,3})x([0-9]{1,3})")
 FORM = 'must be an object like {"nums": [12, 7, 3], "target": 15}'
 
 
@@ -160,33 +161,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Level(NamedTuple):
     """Problems of one difficulty."""
 
-    count: int  # of numbers
+    size: int  # how many numbers
     largest: int  # of them
 
     @property
     def kind(self) -> str:
-        return f"{self.count} numbers up to {self.largest}"
+        return f"{self.size} numbers up to {self.largest}"
 
 
 def parse_levels(text: str) -> list[Level]:
     """Return the levels of --difficulty, such as `2x12,3x12`. Raises ConfigError."""
     levels = []
     for item in text.split(","):
-        count, _, largest = item.strip().partition("x")
-        known = all(
-            word.isascii() and word.isdecimal() and len(word) < 4 for word in (count, largest)
-        )
-        if not (
-            known
-            and FEWEST <= int(count) <= MOST
-            and LEAST_LARGEST <= int(largest) <= LARGEST_VALUE
-        ):
+        found = LEVEL.fullmatch(item.strip())
+        level = Level(int(found[1]), int(found[2])) if found else Level(0, 0)
+        if not (FEWEST <= level.size <= MOST and LEAST_LARGEST <= level.largest <= LARGEST_VALUE):
             raise ConfigError(
                 "--difficulty must read COUNTxLARGEST,..., such as 2x12,3x20, with "
                 f"{FEWEST} to {MOST} numbers up to {LEAST_LARGEST} to {LARGEST_VALUE}, "
                 f"got {text!r:.60}"
             )
-        levels.append(Level(int(count), int(largest)))
+        levels.append(level)
     return levels
 
 
@@ -215,7 +210,7 @@ class Countdown(Verified):
         rng = stream(self.seed, f"countdown/{split}", number)
         while True:
             level = self.levels[int(rng.integers(len(self.levels)))]
-            numbers = rng.integers(1, level.largest + 1, level.count).tolist()
+            numbers = rng.integers(1, level.largest + 1, level.size).tolist()
             target = random_attempt(rng, numbers).value
             if is_held_out_problem(numbers, target) == (split == "held-out"):
                 return self.form.example(rng, numbers, target, index=number, kind=level.kind)
