@@ -143,9 +143,10 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values.get("tokenizer") == "gpt2"
     ):  # which is not at hand, like its weights: small ones in the same formats
         values |= small_gpt2(tmp_path / "model")
+    if str(values.get("task")).startswith("countdown"):
+        values["reward_weights"] = ""  # it has no part `similarity`
     if values.get("task") == "countdown-chat":  # its prompts are messages, for a chat model
-        model = chat_model.write_model(tmp_path / "model", context=512)
-        values |= {"init_from": str(model), "reward_weights": ""}
+        values["init_from"] = str(chat_model.write_model(tmp_path / "model", context=512))
     if values.get("data"):  # the user's own
         values["data"] = str(write_sums(tmp_path / "sums.jsonl"))
     if values.get("amp_dtype") == "float16":
