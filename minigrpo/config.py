@@ -48,6 +48,8 @@ class TaskConfig(Group):
     """Comma-separated files with prompts, instead of self-play: .pgn, .pgn.gz, .txt, .jsonl."""
     system: Annotated[str, SeveralLines()] = ""
     """A system message for all prompts without their own; the chat template then writes them."""
+    difficulty: str = ""
+    """Problems that countdown makes: numbers x the largest, equally many of each of 2x12,3x12."""
     history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
     confidence: bool = False

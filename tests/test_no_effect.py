@@ -29,6 +29,10 @@ SUPERVISED: Settings = {"loss": "nll"}
 # setting -> [(settings with which it has no effect, what is changed so that it has one), ...]
 # `device`, `processes` and `own` (a task without score_batch) are of the situation
 CASES: dict[str, list[tuple[Settings, Settings]]] = {
+    "difficulty": [
+        ({"difficulty": "3x20"}, {"task": "countdown-chat"}),
+        ({"difficulty": "3x20", "task": "countdown", "data": "a.jsonl"}, {"data": ""}),
+    ],
     "history": [
         ({"history": 3, "data": "a.jsonl"}, {"data": ""}),
         ({"history": 3, "data": "a.jsonl,b.txt"}, {"data": "a.jsonl,b.pgn"}),

@@ -148,7 +148,7 @@ class A:
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"task": "chess"},
-            "--task must be chess-env, best-move, chess-env.best-move, .* or a Python file",
+            "--task must be chess-env, best-move, chess-env.best-move, .*or a Python file",
         ),
         (
             {"task": str(tmp_path / "none.py")},

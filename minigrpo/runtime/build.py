@@ -56,8 +56,13 @@ def make_tokenizer(config: Config, say: Say = lambda text: None) -> Tokenizer:
 def make_task(config: Config, listener: Listener | None = None) -> Task:
     """The task of --task and --data. Raises ValueError in one line that names flag or file."""
     given, seed, chat = config.task, config.run.seed, bool(config.task.system)
-    own = {"history": given.history, "chat": chat, "student": given.student}
-    own |= {"timeout_s": given.reward_timeout}
+    own = {
+        "history": given.history,
+        "chat": chat,
+        "student": given.student,
+        "difficulty": given.difficulty,
+        "timeout_s": given.reward_timeout,
+    }
     task = load_task(given.name, seed=seed, data=given.data, listener=listener, **own)
     if not given.confidence:
         return task

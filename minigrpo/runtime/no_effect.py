@@ -115,6 +115,10 @@ NO_CLIP: Row = (
 NO_ADVANTAGE: Row = ((lambda s: s.supervised, "--loss nll has no advantages"),)
 # setting -> when it has no effect, and the words that say so; the first that is true is given
 TABLE: dict[str, Row] = {
+    "difficulty": (
+        (lambda s: not makes_problems(s.config), "--task countdown makes problems by it"),
+        (lambda s: s.config.task.data, "the problems are those of --data"),
+    ),
     "history": (
         (lambda s: s.config.task.name.endswith(".py"), "a task of your own makes its own prompts"),
         (lambda s: s.config.task.name not in CHESS_TASKS, "only chess prompts have earlier moves"),
@@ -252,6 +256,11 @@ TABLE: dict[str, Row] = {
     ),
     "pg_timeout": ((lambda s: s.processes == 1, "one process"),),
 }
+
+
+def makes_problems(config: Config) -> bool:
+    """Whether the task is countdown, in one of its forms."""
+    return config.task.name.startswith("countdown")
 
 
 def reads_games(config: Config) -> bool:

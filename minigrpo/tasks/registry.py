@@ -6,14 +6,16 @@ this folder and a row here. own.py runs users' Python files.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from ..runtime.flags import ConfigError, job_of
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files, code_data, hidden_digit, lessons, math, one_liners, qa
+from . import chess_files, code_data, countdown, hidden_digit, lessons, math, one_liners, qa
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
+from .countdown import CountdownFiles
 from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
 from .own import load_rewards as load_rewards
@@ -72,6 +74,15 @@ TASKS: dict[str, TaskRow] = {
         read=code_data.of_files,
         settings={"init_from": "scratch", "max_new_tokens": 24, "reward_timeout": 3.0},
     ),
+    **{
+        f"countdown{suffix}": TaskRow(
+            make=partial(countdown.generated, form=form),
+            read=partial(CountdownFiles, form=form),
+            shipped="countdown" if form == "search" else "",
+            settings=countdown.SETTINGS[form],
+        )
+        for suffix, form in {"": "search", "-expression": "expression", "-chat": "chat"}.items()
+    },
 }
 
 

@@ -20,6 +20,7 @@ class TaskRequest:
     chat: bool = False  # whether --system makes prompts the messages of a user
     student: str = ""  # the model that --task teach explains to
     timeout_s: float = 10.0  # --reward-timeout, for a task that runs code
+    difficulty: str = ""  # of the problems that countdown makes; "": as the task has it
     listener: Listener = field(default_factory=SilentListener)  # gets progress and warnings
 
     @property
