@@ -237,7 +237,9 @@ sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.1)
     )
     assert trainer.stdout
     pid = int(trainer.stdout.readline())
-    everyone = [pid, *descendants(pid)]
+    deadline = time.monotonic() + 8  # the program is forked after the line
+    while len(everyone := [pid, *descendants(pid)]) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(everyone) == 3
     trainer.kill()
     trainer.wait()

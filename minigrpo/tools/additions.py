@@ -2,7 +2,7 @@
 
 python -m minigrpo.tools.additions --role student --out student.jsonl
 
-`minigrpo train --loss nll --data FILE` trains on them; docs/tasks.md has the commands.
+`minigrpo train --loss nll --data FILE` trains on them; docs/task-teach.md has the commands.
 """
 
 import json
