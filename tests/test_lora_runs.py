@@ -372,7 +372,7 @@ def test_a_base_in_bfloat16_is_loaded_as_such(base: Path, monkeypatch: pytest.Mo
 
 
 def test_wrong_settings_are_one_line_that_says_what_is_allowed(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--base-dtype bfloat16 needs --lora-rank"):
+    with pytest.raises(ConfigError, match="--base-dtype bfloat16 needs frozen weights"):
         Config.of(base_dtype="bfloat16")
     listed = "has no layer 'q_proj', ''; it has c_attn, c_proj, c_fc"
     with pytest.raises(ConfigError, match=f"--lora-targets: the model {listed}"):

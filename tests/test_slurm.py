@@ -66,6 +66,7 @@ def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
 
 
+@pytest.mark.slow
 def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
