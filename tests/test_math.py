@@ -61,6 +61,8 @@ EQUAL = [
         "-\\frac32",
     ),
     ("1234", "1,234", "$1,234", "1234.00", "\\$1{,}234", "1234 dollars", "1\\,234", "**1,234**"),
+    ("3/4", "\\left(\\frac{3}{4}\\right)", "{\\frac34}", "\\displaystyle\\cfrac{3}{4}", "(3/4)"),
+    ("7", "7\\text{ m}", "7\\mathrm{~m}", "\\[7\\]", "\\textbf{7}", "7\\;\\text{cm}", "7°"),
     ("5", "5 cm", "5\\text{ cm}", "5 square feet", "5 cm^2", "$5$", "5.", "5^\\circ", "5 km/h"),
     ("50%", "50", "0.5", "50\\%", "50 percent", "1/2"),
     ("-5", "-$5", "$-5", "-5 dollars"),
@@ -74,6 +76,10 @@ DIFFERENT = [
     ("5", "5\\pi"),
     ("3", "3 or 5"),
     ("12", "1,2"),
+    ("12", "1 2"),
+    ("56", "$5$ $6$"),
+    ("5", "5\\text{ million}"),
+    ("5", "5 squared"),
     ("1234", "(1,234)"),
     ("0.3333333333333333", "1/3"),
     ("0.1", "0.1000000000000000055511151231257827"),
@@ -127,6 +133,28 @@ TEXTS = {
     "nothing": None,
     "": None,
 }
+
+
+LINES = {  # what stands after ####
+    True: [
+        *("72", "\\boxed{72}", "$\\boxed{72}$", "The answer is 72.", "Answer: 72 clips", "= 72"),
+        *("72 clips (48 + 24)", "48 + 24 = 72", "**Final answer:** 72", "$72/month", "72, not 70"),
+        *("<answer>72</answer>", "Natalia sold 72 clips", "(72)", "72<|im_end|>", "`72`"),
+    ],
+    False: ["73", "72.5", "7 2", "72 million", "-72", "72/2", "72 or 73", "5", "x"],
+}
+
+
+@pytest.mark.parametrize("right", LINES)
+def test_a_number_is_found_in_the_words_after_the_hashes(right: bool) -> None:
+    task = Math(Sums(0), Numbers())
+    example = Example("", "...\n#### 72")
+    texts = [f"It is 48 + 24.\n#### {line}" for line in LINES[right]]
+    scores = task.score_batch([example] * len(texts), texts)["correct"]
+    assert dict(zip(texts, scores, strict=True)) == dict.fromkeys(texts, float(right))
+    # where the true answer is no number, words stay what they are
+    formula = Example("", "...\n#### x+1")
+    assert task.score_batch([formula] * 2, ["#### x + 1", "#### 1"])["correct"].tolist() == [1, 0]
 
 
 def test_the_final_answer_of_a_text() -> None:

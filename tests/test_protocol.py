@@ -359,11 +359,18 @@ def test_means_have_the_interval_of_independent_examples() -> None:
     each = np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
     assert estimate(each) == estimate(np.repeat(each, 4, axis=1))
     bounds = estimate(each)
-    assert bounds.low == 0 and bounds.high == 1  # within what the values are
+    assert 0 < bounds.low < bounds.high < 1  # within what the values are
     single = estimate(np.array([[0.5]]))
     assert math.isnan(single.low) and str(single) == "0.500"
     assert math.isnan(estimate(np.full((3, 1), NAN)).value)
     assert str(Estimate(0.5, 0.25, 0.75)) == "0.500 [0.250, 0.750]"
+
+
+def test_few_successes_of_many_samples_have_an_interval_that_covers_their_rate() -> None:
+    rng = np.random.default_rng(0)
+    rates = rng.beta(0.04, 1.96, (600, 100, 1))  # mean 0.02: Student's t covers it in 85 %
+    found = [estimate((rng.random((100, 4)) < rate).astype(float)) for rate in rates]
+    assert np.mean([x.low <= 0.02 <= x.high for x in found]) > 0.89
 
 
 # --- the headline ---------------------------------------------------------------------------------

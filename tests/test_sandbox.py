@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -208,6 +209,46 @@ def test_a_worker_that_is_killed_is_replaced_and_the_job_is_done() -> None:
     assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
     assert sandbox._idle != [worker]
     sandbox.close()
+
+
+def test_code_that_breaks_every_worker_fails_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Worker.run
+
+    def broken(worker: Worker, job: dict[str, Any]) -> list[bool]:
+        if job["code"] != "breaks":
+            return run(worker, job)
+        worker.close()
+        raise SandboxError("the process that runs code broke")
+
+    monkeypatch.setattr(Worker, "run", broken)
+    sandbox = Sandbox()
+    assert sandbox.run_tests("breaks", ["pass", "pass"]) == [False, False]
+    assert sandbox.run_tests("x = 1", ["assert x == 1"]) == [True]
+    sandbox.close()
+
+
+def test_answers_that_a_test_cannot_go_through_fail_alone() -> None:
+    code = "def f(n):\n    return range(10**12)\ndef g(n):\n    return 10**10"
+    # both would take the worker's memory or time, and with it the run's
+    tests = ["assert 'a' * g(1) == 'a'", "assert g(1) == 10**10", "assert max(f(1)) == 3"]
+    assert run_tests(code, tests) == [False, True, False]
+
+
+def test_errors_keep_their_arguments_and_the_builtin_kind_that_they_derive_from() -> None:
+    code = "import json\ndef f(x):\n    return json.loads(x)\ndef g(x):\n    raise KeyError(x)"
+    tests = [
+        "try:\n    f('{')\n    assert False\nexcept ValueError:\n    pass",
+        "try:\n    g('a')\nexcept KeyError as e:\n    assert e.args == ('a',)",
+    ]
+    assert run_tests(code, tests) == [True, True]
+
+
+def test_dataclasses_with_postponed_annotations_can_be_defined() -> None:
+    code = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    code += "from typing import Optional\n@dataclass\nclass P:\n    x: Optional[int] = None\n"
+    assert run_tests(code + "def f():\n    return P(3).x", ["assert f() == 3"]) == [True]
 
 
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ def estimate(values: np.ndarray) -> Estimate:
     """The mean of `[n, K]` values, K of each of n examples, with its 95 % interval.
 
     NaN is left out. The examples are independent, the K values of one are not, so the interval is
-    that of the n means. For zeros and ones it is Wilson's, else Student's t; both assume nothing
+    that of the n means. It is Wilson's for means from 0 to 1, else Student's t. Wilson's takes as
+    many trials as would give a share this variance (Korn and Graubard 1998). Both assume nothing
     else than independent examples, and t that their number is not small. One example has none.
     """
     known = ~np.isnan(values)
@@ -72,13 +73,15 @@ def estimate(values: np.ndarray) -> Estimate:
     center = float(each.mean())
     if len(each) < 2:
         return Estimate(center)
-    half = student_t(len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
-    inside = each.min() >= 0 and each.max() <= 1
-    low, high = (0.0, 1.0) if inside else (-math.inf, math.inf)
-    return Estimate(center, max(low, center - half), min(high, center + half))
+    n, variance, t = len(each), float(each.var(ddof=1)), student_t(len(each) - 1)
+    if each.min() >= 0 and each.max() <= 1 and variance > 0:
+        trials = max(n - 1, center * (1 - center) / variance * n)
+        return wilson(center, trials * (Z / t) ** 2)
+    half = t * math.sqrt(variance / n)
+    return Estimate(center, center - half, center + half)
 
 
-def wilson(share: float, n: int) -> Estimate:
+def wilson(share: float, n: float) -> Estimate:
     """A share of n trials with Wilson's score interval (1927).
 
     Unlike the normal approximation, it stays within [0, 1] and is not empty at shares of 0 and 1.

@@ -9,8 +9,9 @@ import marshal
 import operator
 import os
 import signal
+import sys
 from contextlib import suppress
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from . import wire
@@ -65,7 +66,10 @@ def _load(code: str, setup: str) -> dict[str, Any]:
 
     An error in the code ends the process. One in the setup does not: the judge sees it too.
     """
-    namespace: dict[str, Any] = {"__name__": "candidate", "__builtins__": builtins}
+    # dataclasses with annotations as texts look for the module of their class
+    module = sys.modules["candidate"] = ModuleType("candidate")
+    namespace = vars(module)
+    namespace["__builtins__"] = builtins
     exec(compile(code, "<candidate>", "exec"), namespace)
     with suppress(BaseException):
         exec(compile(setup, "<setup>", "exec"), namespace)
@@ -96,5 +100,8 @@ def _answer(requests: int, replies: int, namespace: dict[str, Any], names: list[
             value = OPERATIONS[operation](*(wire.decode(x, resolve) for x in arguments))
             reply = {"value": wire.encode(value, refer)}
         except BaseException as error:
-            reply = {"error": type(error).__name__}
+            kinds, arguments = [kind.__name__ for kind in type(error).__mro__], list[Any]()
+            with suppress(BaseException):  # what a hostile value raises
+                arguments = wire.encode(list(error.args), refer)
+            reply = {"error": kinds, "arguments": arguments}
         wire.send(replies, reply)

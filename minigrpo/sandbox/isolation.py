@@ -101,6 +101,13 @@ def give_up_privileges() -> None:
     _check(_libc().capset(header, nothing))
 
 
+def limit_memory() -> None:
+    """Limit the memory of this process and of those that it starts."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = 1024 * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (min(limit, hard) if hard >= 0 else limit, hard))
+
+
 def limit_resources(cpu_s: int) -> None:
     """Limit what this process may use; the limits cannot be raised afterwards."""
     limits = {

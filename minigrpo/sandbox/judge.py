@@ -44,14 +44,16 @@ class Channel:
         try:
             if "error" not in reply:
                 return wire.decode(reply["value"], self._resolve)
-            name = reply["error"]
-            error = getattr(builtins, name, None)
+            kinds = reply["error"]
+            arguments = wire.decode(reply["arguments"], self._resolve)
+            known = [getattr(builtins, name, None) for name in kinds]
         except Exception:
             self.broken = True
             raise
-        if isinstance(error, type) and issubclass(error, Exception):
-            raise error("raised by the candidate")
-        raise RuntimeError(f"the candidate raised {name}")
+        for error in known:  # its own kind, or the builtin one that it is derived from
+            if isinstance(error, type) and issubclass(error, Exception):
+                raise _made(error, arguments)
+        raise RuntimeError(f"the candidate raised {kinds[0]}")
 
     def _exchange(self, message: Any) -> Any:
         if self.broken:
@@ -107,6 +109,13 @@ class Remote:
 
     def __repr__(self) -> str:
         return str(self._channel.ask("repr", self))
+
+
+def _made(kind: type[Exception], arguments: Sequence[Any]) -> Exception:
+    """An exception of a builtin kind; not by a call, which some refuse without more arguments."""
+    error = kind.__new__(kind, *arguments)
+    error.args = tuple(arguments)
+    return error
 
 
 def _refer(value: Any) -> Any:

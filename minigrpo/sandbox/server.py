@@ -57,6 +57,7 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
         isolation.end_with_parent()
         isolation.adopt_orphans()
         isolation.hide_memory()
+        isolation.limit_memory()  # a test may ask a large range of a candidate for a list
         isolation.give_up_privileges()
         os.environ.clear()
         signal.signal(signal.SIGALRM, _raise_out_of_time)

@@ -18,8 +18,9 @@ from ..sandbox.workers import Sandbox, SandboxError, check_system
 from ..types import Example
 from .scoring import BatchScored
 
-# a block that ends with the text was cut off, and is run as it is
-BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+# language and content; a block that ends with the text was cut off, and is run as it is
+BLOCK = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = "", "python", "python3", "py"  # languages of blocks
 
 
 @cache
@@ -50,9 +51,13 @@ def run_tests(
 
 
 def code_of(text: str) -> str:
-    """The first block of Python in a completion, or all of it if there is none."""
-    found = BLOCK.search(text)
-    return found[1] if found else text
+    """The first block of Python in a completion, or all of it if there is none.
+
+    What comes before </think> are drafts.
+    """
+    text = text.rpartition("</think>")[2]
+    blocks = BLOCK.findall(text)  # of all languages, or the end of one would begin another
+    return next((code for language, code in blocks if language.lower() in PYTHON), text)
 
 
 class CodeTask(BatchScored):

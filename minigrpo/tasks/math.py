@@ -22,7 +22,7 @@ from ..runtime.text import has_lone_surrogate, short
 from ..types import Example
 from .data_lines import data_lines, decode_line, parse_record
 from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
-from .math_answers import HASHES, after_hashes, boxed, final_answer, number
+from .math_answers import HASHES, after_hashes, boxed, final_answer, in_tags, number, stated
 from .math_judge import Judge, Numbers, make_judge
 from .scoring import BatchScored
 from .splits import PROMPTS_PER_HELD_OUT, fingerprint, is_held_out_prompt
@@ -102,6 +102,9 @@ class Math(BatchScored):
     def _score(self, solution: str, text: str) -> tuple[bool, bool]:
         form, truth = truth_of(solution)
         answer = final_answer(text, form)
+        if form == HASHES and answer and number(truth) and not number(answer):
+            # a line like "#### The answer is 72 clips."
+            answer = boxed(answer) or in_tags(answer) or stated(answer)
         correct = answer is not None and self.judge.same(truth, answer)
         return correct, ASKED_FOR[form].is_met(text)
 

@@ -28,6 +28,7 @@ BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed ([^\s{}$\\]+)|\\.|[{}]
 HASHES = "####"
 ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 END_OF_SENTENCE = re.compile(r"\.(?:\s|$)|\n")
+END_OF_CLAUSE = re.compile(r"[,;]\s|\s\(")
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 # a minus after a letter, a digit or a bracket subtracts: the last number of "7-3" is 3
@@ -70,15 +71,24 @@ def in_tags(text: str) -> str | None:
 
 
 def after_words(text: str) -> str | None:
-    """What stands after the last "the answer is", up to the end of the sentence.
-
-    That is all of it if it is a number or a formula, and else the last number in it.
-    """
+    """What is `stated` after the last "the answer is", up to the end of the sentence."""
     last = max(ANSWER_IS.finditer(text), key=re.Match.start, default=None)
     rest = text[last.end() :][:MAX_ANSWER_CHARS].strip() if last else ""
-    sentence = END_OF_SENTENCE.split(rest, maxsplit=1)[0].strip(" :*.")
+    return stated(END_OF_SENTENCE.split(rest, maxsplit=1)[0].strip(" :*."))
+
+
+def stated(sentence: str) -> str | None:
+    """All of a sentence if it is a number or a formula, else the last number in its first clause.
+
+    What follows the first clause explains the answer, or says what it is not: "72, not 70", "72
+    clips (48 and 24)". If there is no number in that clause, it is the last one in the sentence.
+    "72 million" is left as it is.
+    """
     is_formula = "\\" in sentence or sentence.count("$") > 1  # one may be a currency
-    return sentence if is_formula or number(sentence) else last_number(sentence)
+    if is_formula or number(sentence) or MULTIPLES & set(sentence.lower().split()):
+        return sentence
+    first = END_OF_CLAUSE.split(sentence, maxsplit=1)[0]
+    return last_number(first) or last_number(sentence)
 
 
 def last_number(text: str) -> str | None:
@@ -109,24 +119,34 @@ def final_answer(text: str, form: str = "") -> str | None:
 
 SPELLINGS = {  # TeX and typography -> plain text
     "\u2212": "-",
+    "\u2013": "-",
     "\\$": "$",
     "\\%": "%",
     "\\!": "",
     "\\,": "",
+    "\\;": " ",
+    "\\:": " ",
+    "\\quad": " ",
     "{,}": ",",
     "\\ ": " ",
     "\\(": "",
     "\\)": "",
+    "\\[": "",
+    "\\]": "",
+    "\\displaystyle": "",
+    "\u00b0": "",
     "~": " ",
     "^{\\circ}": "",
     "^\\circ": "",
     "\\dfrac": "\\frac",
+    "\\cfrac": "\\frac",
     "\\tfrac": "\\frac",
     "\\left": "",
     "\\right": "",
 }
 FRACTION = re.compile(r"\\frac\s*(?:\{([+-]?[0-9,]+)\}|([0-9]))\s*(?:\{([0-9,]+)\}|([0-9]))")
-TEXT_MACRO = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+TEXT_MACRO = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+UNIT_LETTER = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*[mgshLNJWV]\s*\}")
 NUMBER = re.compile(
     rf"""(?:[A-Za-z]\s?=\s?)?                         # x = 5
     (?P<sign>[+-]?)\s*[$€£¥]?\s*(?P<inner>[+-]?)      # -$5 and $-5
@@ -135,12 +155,16 @@ NUMBER = re.compile(
     (?P<percent>\s?%|\s(?i:per\s?cent))?(?P<unit>.*)""",
     re.DOTALL | re.VERBOSE,
 )
+IN_BRACKETS = re.compile(r"\(\s*([^(){},]+)\)|\{\s*([^(){}]+)\}")  # (1,234) is a point
+# layout; white space between digits is none unless a group of three follows: "1 2" is not 12
+BETWEEN = re.compile(r"(?<![0-9])[\s$]+|[\s$]+(?![0-9\s$])|[\s$]+(?=[0-9]{3}(?![0-9]))")
 # words of at least two letters, apart from the number: "5x" and "5 m" are formulas
 UNIT = re.compile(r"(?:\s+[A-Za-z][A-Za-z'/-]+(?:\^\{?[23]\}?|[²³])?){1,4}\s*")
+MULTIPLES = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
 NOT_UNITS = {  # words that change the value
     *("and", "or", "to", "plus", "minus", "times", "over", "by", "mod", "pi", "sqrt", "sin", "cos"),
-    *("tan", "log", "ln", "exp", "half", "dozen", "hundred", "thousand", "million", "billion"),
-    "trillion",
+    *("tan", "log", "ln", "exp", "half", "squared", "cubed", "thirds", "quarters", "tenths"),
+    *MULTIPLES,
 }
 
 
@@ -155,10 +179,13 @@ def number(text: str) -> Number | None:
     """The number that a text is, with or without currency and unit; None for anything else."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
+    text = UNIT_LETTER.sub(" units", text)
     for written, plain in SPELLINGS.items():
         text = text.replace(written, plain)
     text = FRACTION.sub(r" \1\2/\3\4", TEXT_MACRO.sub(r" \1", text))
     text = text.strip("$* \t\r\n").removesuffix(".")  # the marks of TeX, bold type, a currency
+    if inside := IN_BRACKETS.fullmatch(text):
+        text = inside[1] or inside[2]
     found = NUMBER.fullmatch(text)
     if not found or not _is_unit(found["unit"]):
         return None
@@ -210,4 +237,4 @@ def same_answer(truth: str, answer: str) -> bool | None:
 def _without_layout(text: str) -> str:
     for written, plain in SPELLINGS.items():
         text = text.replace(written, plain)
-    return re.sub(r"[\s$]+", "", TEXT_MACRO.sub(r"\1", text)).removesuffix(".")
+    return BETWEEN.sub("", TEXT_MACRO.sub(r"\1", text)).removesuffix(".")
