@@ -210,9 +210,30 @@ def test_a_worker_that_is_killed_is_replaced_and_the_job_is_done() -> None:
     sandbox.close()
 
 
+def test_code_that_breaks_every_worker_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    # what a candidate returns may keep a test in C code, which no signal interrupts
+    monkeypatch.setattr("minigrpo.sandbox.workers.GRACE_S", 0.2)
+    sandbox = Sandbox()
+    code, test = "def f(): return range(10 ** 12)", ["assert sum(f()) == 1"]
+    assert sandbox.run_tests(code, test, timeout_s=0.1) == [False]
+    assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
+    monkeypatch.setattr("minigrpo.sandbox.workers.HARMLESS", {"timeout_s": 0.1})
+    with pytest.raises(SandboxError, match="broke"):  # the system is at fault
+        sandbox.run_tests(code, test, timeout_s=0.1)
+    sandbox.close()
+
+
+def test_tests_may_not_take_all_of_the_memory(sandbox: Sandbox) -> None:
+    tests = ["assert len(bytes(f())) == 2 ** 31", "assert f() == 2 ** 31"]
+    assert sandbox.run_tests("def f(): return 2 ** 31", tests) == [False, True]
+
+
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minigrpo.sandbox.workers.START", "raise OSError('no more room')")
     with pytest.raises(SandboxError, match="does not start: .*no more room"):
+        Worker()
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="does not start: No such file"):
         Worker()
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(SandboxError, match="Linux only"):

@@ -58,6 +58,7 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
         isolation.adopt_orphans()
         isolation.hide_memory()
         isolation.give_up_privileges()
+        isolation.limit_memory()
         os.environ.clear()
         signal.signal(signal.SIGALRM, _raise_out_of_time)
         gc.collect()
