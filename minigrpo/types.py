@@ -101,10 +101,6 @@ class Completions:
     def to(self, device: torch.device | str) -> "Completions":
         return self._each(lambda x: x.to(device))
 
-    def clone(self) -> "Completions":
-        """A copy whose tensors can be changed in place."""
-        return self._each(Tensor.clone)
-
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Completions":
         changed: dict[str, Any] = {
             name: None if x is None else change(x) for name, x in vars(self).items()

@@ -84,8 +84,8 @@ class TokenScoring:
         for source in sources:
             try:
                 # copies: a function may change the log-probs in place, and the loss needs them too
-                own_texts = [list(group) for group in texts]
-                batch = TokenBatch(own, own_texts, completions.clone(), *run)
+                own_texts, every = [list(group) for group in texts], torch.arange(len(texts))
+                batch = TokenBatch(own, own_texts, completions.select(every), *run)
                 answer = source.answer(batch)
                 columns = {name: _flat(answer, name, shape) for name in source.names}
                 rows = source.check(columns, shape.numel()).reshape(-1, *shape)
