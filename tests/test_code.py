@@ -165,6 +165,9 @@ def test_code_that_cannot_be_run_at_all_ends_the_run_in_one_line(
     task = OneLiners(0, 3.0)
     with pytest.raises(ConfigError, match="--task code: no more processes"):
         RewardScorer(task).score([task.train(0)], [["x"]])
+    monkeypatch.setattr("minigrpo.sandbox.workers.Sandbox.describe", refuse)
+    with pytest.raises(ConfigError, match="--task code: no more processes"):
+        print(task.about)
 
 
 # --- one-line functions -------------------------------------------------------------------------

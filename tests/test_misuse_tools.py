@@ -316,6 +316,17 @@ def test_evaluate_does_not_write_onto_a_file_of_the_run(
     assert (run / name).read_bytes() == before
 
 
+@pytest.mark.parametrize("flag", ["--data", "--rewards", "--chat-template"])
+def test_evaluate_does_not_write_onto_a_file_that_it_reads(
+    run: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = run.parent / "mine.jsonl"
+    mine.write_text("mine")
+    words = f"--json {mine}: is a file that this command reads; take another"
+    assert words in refused(capsys, evaluate, run, flag, mine, "--json", mine)
+    assert mine.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("cut", "words"),
     [

@@ -322,6 +322,17 @@ def test_a_part_must_not_have_the_name_of_another_measure(name: str) -> None:
         evaluate(sampler, task, RewardScorer(task), size=1, seed=0)
 
 
+def test_summaries_that_change_their_arrays_change_no_other_measure() -> None:
+    def clearing(self: Any, parts: Mapping[str, np.ndarray]) -> dict[str, float]:
+        parts["solved"][:] = 0
+        return {"none": float(parts["solved"].sum())}
+
+    task: Any = type("Clearing", (Sums,), {"summaries": clearing})()
+    sampler: Any = Answers(["r"], [["r", "r"]])
+    found = evaluate(sampler, task, RewardScorer(task), size=1, seed=0, samples=2)
+    assert (found["solved"], found["pass@2"], found["solved/even"]) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("n", range(1, 6))
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_sample(n: int) -> None:
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from minigrpo.sandbox import wire
-from minigrpo.sandbox.workers import PACKAGE, START, Sandbox, SandboxError, Worker
+from minigrpo.sandbox.workers import (
+    PACKAGE,
+    START,
+    BrokenWorkerError,
+    Sandbox,
+    SandboxError,
+    Worker,
+)
 from minigrpo.tasks.code import run_tests
 
 from . import hostile_code
@@ -220,7 +227,7 @@ def test_code_that_breaks_every_worker_fails_and_the_run_goes_on(
         if job["code"] != "breaks":
             return run(worker, job)
         worker.close()
-        raise SandboxError("the process that runs code broke")
+        raise BrokenWorkerError("the process that runs code broke")
 
     monkeypatch.setattr(Worker, "run", broken)
     sandbox = Sandbox()
@@ -251,9 +258,41 @@ def test_dataclasses_with_postponed_annotations_can_be_defined() -> None:
     assert run_tests(code + "def f():\n    return P(3).x", ["assert f() == 3"]) == [True]
 
 
+@pytest.mark.slow
+def test_code_that_breaks_every_worker_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    # what a candidate returns may keep a test in C code, which no signal interrupts
+    monkeypatch.setattr("minigrpo.sandbox.workers.GRACE_S", 1.0)
+    sandbox = Sandbox()
+    code, test = "def f(): return range(10 ** 12)", ["assert sum(f()) == 1"]
+    assert sandbox.run_tests(code, test, timeout_s=0.1) == [False]
+    assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
+    sandbox.close()
+
+
+def test_a_system_that_breaks_every_worker_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: Worker, job: object) -> list[bool]:
+        raise BrokenWorkerError("killed")
+
+    sandbox = Sandbox()
+    worker = Worker()
+    monkeypatch.setattr(sandbox, "_take", lambda: worker)
+    monkeypatch.setattr(Worker, "run", killed)
+    with pytest.raises(SandboxError, match="killed"):
+        sandbox.run_tests(RIGHT, TESTS)
+    worker.close()
+
+
+def test_tests_may_not_take_all_of_the_memory(sandbox: Sandbox) -> None:
+    tests = ["assert len(bytes(f())) == 2 ** 31", "assert f() == 2 ** 31"]
+    assert sandbox.run_tests("def f(): return 2 ** 31", tests) == [False, True]
+
+
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minigrpo.sandbox.workers.START", "raise OSError('no more room')")
     with pytest.raises(SandboxError, match="does not start: .*no more room"):
+        Worker()
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="does not start: No such file"):
         Worker()
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(SandboxError, match="Linux only"):

@@ -3,6 +3,7 @@
 import doctest
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.frozen_model import FrozenModel
 from minigrpo.runtime.oom import OOMBackoff
-from minigrpo.types import Completions
+from minigrpo.runtime.reward_calls import TOKENS, RewardSource
+from minigrpo.runtime.token_rewards import TokenBatch, TokenScoring
+from minigrpo.types import Completions, Example
 
 from .conftest import SHAPES, make_completions
 from .pretend import pretend_cuda
@@ -165,3 +168,28 @@ def test_out_of_memory_halves_the_prompts_at_a_time() -> None:
     asked = frozen(model, packing=packing, backoff=OOMBackoff("a", "--b", 0, said.append))
     assert torch.allclose(asked.logp(completions), expected, atol=1e-6)
     assert sizes == [3, 1, 1, 1] and len(said) == 1
+
+
+def test_a_reward_that_changes_what_it_gets_changes_neither_the_run_nor_other_rewards() -> None:
+    made = make_completions(0)
+    logp = torch.full(made.completion_mask.shape, -1.0)
+    completions = replace(made, sampler_logp=logp)
+    size = completions.completion_mask.shape[:2]
+    texts = [["a"] * size[1] for _ in range(size[0])]
+
+    def change(batch: TokenBatch) -> Any:
+        given: Any = batch.completions.sampler_logp
+        given -= 1
+        batch.texts[0].pop()  # type: ignore[attr-defined]
+        return {"change": given[..., 0]}
+
+    sources = [RewardSource(["change"], change, TOKENS, None)] * 2
+    scoring = TokenScoring(load_tokenizer("chess"), torch.device("cpu"), load=no_model)
+    examples = [Example("1", "1")] * size[0]
+    found = scoring.parts(sources, examples, texts, completions, temperature=1.0)
+    assert (found["change"] == -2).all() and (logp == -1).all()
+    assert len(texts[0]) == size[1]
+
+
+def no_model(name: str) -> FrozenModel:
+    raise AssertionError(name)

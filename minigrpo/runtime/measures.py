@@ -116,7 +116,8 @@ def summarise(
     replacement. The draws depend on the seed alone, so two evaluations resample the same examples.
     A summary that is not finite is left out.
     """
-    flat = {name: values.reshape(-1) for name, values in parts.items()}
+    # copies, because a task may change what it gets
+    flat = {name: values.flatten() for name, values in parts.items()}
     n = len(next(iter(parts.values())))
     drawn: dict[str, list[float]] = {}
     rng = stream(seed, "bootstrap")

@@ -28,7 +28,8 @@ from .text import one_line, short
 class TokenBatch:
     """What a reward with `tokens=True`, or a task's `score_tokens`, is called with.
 
-    P prompts with G completions each, of at most S tokens; in an evaluation G is 1.
+    P prompts with G completions each, of at most S tokens. In an evaluation G is 1, or
+    --eval-samples.
     """
 
     examples: Sequence[Example]  # [P]
@@ -79,10 +80,12 @@ class TokenScoring:
         """
         own = [users_own(example) for example in examples]
         run = self.tokenizer, self.device, temperature, self.load
-        batch = TokenBatch(own, texts, completions, *run)
         shape, found = completions.completion_mask.shape[:2], dict[str, np.ndarray]()
         for source in sources:
             try:
+                # copies: a function may change the log-probs in place, and the loss needs them too
+                own_texts, every = [list(group) for group in texts], torch.arange(len(texts))
+                batch = TokenBatch(own, own_texts, completions.select(every), *run)
                 answer = source.answer(batch)
                 columns = {name: _flat(answer, name, shape) for name in source.names}
                 rows = source.check(columns, shape.numel()).reshape(-1, *shape)

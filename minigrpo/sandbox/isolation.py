@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 CAPABILITY_VERSION_3 = 0x2008_0522
 
 MIB = 2**20
+JUDGE_MIB = 1024  # of a worker: a test may make a list of what a candidate returns
 FOLDER = b"size=64m,nr_inodes=4096,mode=700"  # of all candidates of a worker, in memory
 
 
@@ -102,14 +104,12 @@ def give_up_privileges() -> None:
 
 
 def limit_memory() -> None:
-    """Limit the memory of this process and of those that it starts."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = 1024 * MIB
-    resource.setrlimit(resource.RLIMIT_AS, (min(limit, hard) if hard >= 0 else limit, hard))
+    """Limit a worker: without a limit, `set(f())` of an endless range takes all of the memory."""
+    _limit({resource.RLIMIT_AS: JUDGE_MIB * MIB})
 
 
 def limit_resources(cpu_s: int) -> None:
-    """Limit what this process may use; the limits cannot be raised afterwards."""
+    """Limit what a candidate may use; the limits cannot be raised afterwards."""
     limits = {
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_AS: 512 * MIB,
@@ -118,6 +118,10 @@ def limit_resources(cpu_s: int) -> None:
         resource.RLIMIT_NPROC: 16,  # the system does not hold root to this one
         resource.RLIMIT_CORE: 0,
     }
+    _limit(limits)
+
+
+def _limit(limits: Mapping[int, int]) -> None:
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -59,6 +59,7 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
         isolation.hide_memory()
         isolation.limit_memory()  # a test may ask a large range of a candidate for a list
         isolation.give_up_privileges()
+        isolation.limit_memory()
         os.environ.clear()
         signal.signal(signal.SIGALRM, _raise_out_of_time)
         gc.collect()

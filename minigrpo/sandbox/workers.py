@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ PACKAGE = Path(__file__).parent.parent
 START_S = 20.0  # for a worker to start, on a busy machine
 GRACE_S = 5.0  # beyond the wall time, for a worker to answer
 TRIES = 2  # of a job whose worker breaks
-PROBE = {"code": "", "tests": ["pass"], "setup": "", "timeout_s": START_S}  # cannot fail
 MAX_CODE_CHARS = 100_000  # longer code fails its tests
+HARMLESS = {"code": "", "tests": ["assert True"], "setup": "", "timeout_s": 3.0}
 # imports only the sandbox: the package itself would import torch
 START = """
 import sys, types
@@ -43,6 +44,10 @@ class SandboxError(RuntimeError):
     """Code cannot be run at all. The message is one line."""
 
 
+class BrokenWorkerError(SandboxError):
+    """A worker has ended, or does not answer. The message is one line."""
+
+
 def check_system() -> None:
     """Raise SandboxError, which says what is missing, unless code can be run on this system."""
     if sys.platform != "linux":
@@ -61,16 +66,20 @@ class Worker:
         # no site-packages, nothing of the user's environment, the same hashes in every run
         flags = ["-s", "-S", "-P", "-B"]
         kept = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TMPDIR")}
-        self.process = subprocess.Popen(
-            [sys.executable, *flags, "-c", START, str(PACKAGE), *["plain"] * (not namespaces)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            cwd="/",
-            env={**kept, "PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C is for the trainer
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, "-c", START, str(PACKAGE), *["plain"] * (not namespaces)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                cwd="/",
+                env={**kept, "PYTHONHASHSEED": "0"},
+                start_new_session=True,  # Ctrl-C is for the trainer
+            )
+        except OSError as error:  # no more processes, files or memory
+            reason = error.strerror or error
+            raise SandboxError(f"the process that runs code does not start: {reason}") from None
         try:
             self.held: Sequence[str] = self._receive(START_S)
         except Exception as error:
@@ -78,14 +87,14 @@ class Worker:
             raise SandboxError(f"the process that runs code does not start: {error}") from None
 
     def run(self, job: dict[str, Any]) -> list[bool]:
-        """Return the verdict of each test. Raises SandboxError if the worker breaks."""
+        """Return the verdict of each test. Raises BrokenWorkerError."""
         try:
             assert self.process.stdin
             wire.send(self.process.stdin.fileno(), job)
             return [bool(verdict) for verdict in self._receive(job["timeout_s"] + GRACE_S)]
         except Exception as error:
             self.close()
-            raise SandboxError(f"the process that runs code broke: {error}") from None
+            raise BrokenWorkerError(f"the process that runs code broke: {error}") from None
 
     def _receive(self, timeout_s: float) -> Any:
         assert self.process.stdout and self.process.stderr
@@ -138,28 +147,19 @@ class Sandbox:
             timeout_s: seconds, wall time and CPU time, for all of this together.
 
         Returns:
-            One verdict per test. False for all that ends badly, or comes too late.
+            One verdict per test. False for all that ends badly, or comes too late, or breaks the
+            process that compares: `sum(f())` of an endless range cannot be interrupted.
 
         Raises:
-            SandboxError: no process can be started, or a job that cannot fail breaks it.
+            SandboxError: no process can be started, or one breaks without a fault of this code.
         """
         if len(code) > MAX_CODE_CHARS:
             return [False] * len(tests)
         job = {"code": code, "tests": list(tests), "setup": setup, "timeout_s": timeout_s}
         for _ in range(TRIES):
-            worker = self._take()
-            try:
-                verdicts = worker.run(job)
-            except SandboxError:
-                continue
-            with self._lock:
-                self._idle.append(worker)
-            return verdicts
-        # the code may be what breaks workers, by a value that a test cannot work with in any time
-        worker = Worker(self._namespaces)
-        worker.run(PROBE)
-        with self._lock:
-            self._idle.append(worker)
+            with suppress(BrokenWorkerError):
+                return self._run(job)
+        self._run(HARMLESS)  # raises where the system is at fault, and not the code
         return [False] * len(tests)
 
     def describe(self) -> str:
@@ -178,6 +178,14 @@ class Sandbox:
             workers, self._idle = self._idle, []
         for worker in workers:
             worker.close()
+
+    def _run(self, job: dict[str, Any]) -> list[bool]:
+        """Run a job in a worker, which stays for others unless it breaks."""
+        worker = self._take()
+        verdicts = worker.run(job)
+        with self._lock:
+            self._idle.append(worker)
+        return verdicts
 
     def _take(self) -> Worker:
         with self._lock:

@@ -112,8 +112,12 @@ class CodeTask(BatchScored):
 
     @property
     def about(self) -> str:
-        """What holds the code that is run; starts a worker to find out."""
-        return f"code execution: {sandbox().describe()}; at most {self.timeout_s:g} s each"
+        """What holds the code that is run; starts a worker to find out. Raises ConfigError."""
+        try:
+            held = sandbox().describe()
+        except SandboxError as error:
+            raise ConfigError(f"--task code: {error}") from None
+        return f"code execution: {held}; at most {self.timeout_s:g} s each"
 
 
 def setup_of(fields: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from ..runtime.measures import PASS_AT, SAMPLED, Estimate, headline
 from ..runtime.outputs import check_output_file, write_output
 from ..tasks.own import ALL_KINDS as ALL
 from . import reliability
-from .loading import Loaded, ModelSelection, load
+from .loading import Loaded, ModelSelection, check_is_no_input, load
 from .messages import one_line_errors
 
 Record = Mapping[str, Estimate]
@@ -58,6 +58,9 @@ class Arguments(ModelSelection):
             check_output_file("--json", self.json)
         if self.plot is not None:
             check_output_file("--plot", self.plot, reliability.FORMATS)
+        for name, path in (("--json", self.json), ("--plot", self.plot)):
+            if path is not None:
+                check_is_no_input(name, path, self)
 
 
 def run(loaded: Loaded, number: int, screen: Screen) -> tuple[Graded, Graded]:

@@ -131,6 +131,20 @@ def check_model_paths(selection: ModelSelection, config: Config) -> None:
     _check(selection, {"tokenizer": named, "chat_template": [model.chat_template]})
 
 
+def check_is_no_input(name: str, path: Path, selection: ModelSelection) -> None:
+    """Raise ConfigError if a file to write is one that the command reads, and would be lost.
+
+    `name` is the flag of the file to write.
+    """
+    config = config_of(selection)
+    task, model = config.task, config.model
+    read = [selection.run, *task.data.split(","), task.rewards, task.name, task.student]
+    for source in (*read, model.tokenizer, model.chat_template):
+        file = Path(source.strip())
+        if source and file.is_file() and path.exists() and path.samefile(file):
+            raise ConfigError(f"{name} {path}: is a file that this command reads; take another")
+
+
 def _check(selection: ModelSelection, files: Mapping[str, Sequence[str]]) -> None:
     """Raise ConfigError for a path, by its setting, that is the run's own and is not found."""
     if not is_run(Path(selection.run)):
