@@ -33,6 +33,7 @@ from ..types import Example
 from .arithmetic import MAX_DIGITS, result
 from .attempts import LARGEST_VALUE, random_attempt, random_equation, random_search
 from .data_lines import parse_record
+from .generated import Generated
 from .pairs import JSONLExamples
 from .scoring import BatchScored
 from .splits import fingerprint
@@ -186,26 +187,16 @@ def parse_levels(text: str) -> list[Level]:
     return levels
 
 
-class Countdown(Verified):
+class Countdown(Generated, Verified):
     """Seeded problems without end. Each level of the difficulty has an equal share of them.
 
     A target is what a random attempt at the numbers reaches, so every problem can be solved.
     """
 
-    num_held_out = None
-
     def __init__(self, seed: int, form: str = "search", difficulty: str = "") -> None:
         """Raises ConfigError for a difficulty that is not `2x12,3x20` or the like."""
         self.seed, self.form = seed, FORMS[form]
         self.levels = parse_levels(difficulty or DEFAULT_DIFFICULTY)
-
-    def train(self, number: int) -> Example:
-        """Return training example `number`."""
-        return self._example("train", number)
-
-    def held_out(self, number: int) -> Example:
-        """Return evaluation example `number`."""
-        return self._example("held-out", number)
 
     def _example(self, split: str, number: int) -> Example:
         rng = stream(self.seed, f"countdown/{split}", number)

@@ -20,6 +20,7 @@ import numpy as np
 from ..runtime.rng import stream
 from ..types import Example
 from .code import CodeTask
+from .generated import Generated
 from .splits import is_held_out_prompt
 from .task_request import TaskRequest
 
@@ -41,21 +42,13 @@ KINDS = {
 }
 
 
-class OneLiners(CodeTask):
+class OneLiners(Generated, CodeTask):
     """An endless supply of functions, chosen by a seed."""
 
     def __init__(self, seed: int, timeout_s: float) -> None:
         """As `CodeTask`."""
         super().__init__(timeout_s)
         self.seed = seed
-
-    def train(self, number: int) -> Example:
-        """Return training example `number`."""
-        return self._example("train", number)
-
-    def held_out(self, number: int) -> Example:
-        """Return evaluation example `number`: a function that training never asks for."""
-        return self._example("held-out", number)
 
     def _example(self, split: str, number: int) -> Example:
         rng = stream(self.seed, f"one-liners/{split}", number)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..runtime.rng import stream
 from ..types import Example
+from .generated import Generated
 from .math_answers import HASHES
 from .splits import is_held_out_prompt
 
@@ -18,20 +19,13 @@ NUMBERS = (3, 6)  # how many numbers a sum has, at least and at most
 LARGEST = 9
 
 
-class Sums:
+class Sums(Generated):
     """The endless sequence of sums; each is a pure function of (seed, number)."""
 
-    num_held_out = None  # endless
     about = f"sums of {NUMBERS[0]} to {NUMBERS[1]} numbers up to {LARGEST}"
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-
-    def train(self, number: int) -> Example:
-        return self._example("train", number)
-
-    def held_out(self, number: int) -> Example:
-        return self._example("held-out", number)
 
     def _example(self, split: str, number: int) -> Example:
         """A sum of this split, which a hash of the prompt decides."""
