@@ -49,7 +49,7 @@ EXCUSED = re.compile(r"<!-- not measured: .+? -->")
 ENDS = {";", "&&", "||", "|", "&", "do", "done", "then"}  # words between two commands of a line
 SHELL = {"for", "set", "cd"}  # commands that belong to the shell
 TRAINING = {"train.py", "distributed_train.py", "slurm/grpo.sbatch"}
-TOOLS = ("evaluate", "sample", "curves", "export", "annotate")
+TOOLS = ("evaluate", "sample", "report", "compare", "curves", "export", "annotate")
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class OptimizerConfig(Group):
 
     num_iterations: Count = 1
     """Optimizer steps per rollout."""
-    learning_rate: Positive = 2e-4
+    learning_rate: Positive = 6e-4
     """Peak learning rate."""
     warmup_steps: CountOrZero = 10
     """Steps of linear learning-rate warm-up."""
@@ -258,6 +258,8 @@ class RunConfig(Group):
     """auto (the newest intact checkpoint in --out-dir, if any), or the step to resume from."""
     plan: bool = False
     """Print the estimated tokens, FLOPs, memory and seconds of a step, and run nothing."""
+    track: Literal["none", "wandb", "trackio"] = "none"
+    """Also log to Weights & Biases or to Trackio (extras wandb and trackio)."""
     profile: bool = False
     """Write a torch.profiler trace of the 4th to 6th step from the start or the resume."""
     pg_timeout: Annotated[float, AtLeast(1), AtMost(31_536_000)] = 600.0

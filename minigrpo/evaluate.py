@@ -5,8 +5,6 @@ The trainer and the evaluation tool call `measure`; `evaluate` gives its values 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
 
 import numpy as np
 
@@ -14,8 +12,9 @@ from .model.encoding import decode
 from .rewards import PendingRewards, RewardScorer
 from .runtime.calibration import calibration as calibration
 from .runtime.flags import ConfigError
+from .runtime.graded import Graded as Graded
 from .runtime.loss_arguments import whole
-from .runtime.measures import SAMPLED, Estimate, Summaries, estimate, passes, success_of, summarise
+from .runtime.measures import SAMPLED, Estimate, Summaries, estimate, passes, summarise
 from .runtime.measures import pass_at_k as pass_at_k
 from .runtime.rng import uniforms
 from .sampling.sampler import GREEDY, Sampler
@@ -23,40 +22,7 @@ from .types import Completions, Example, RewardTable, Task
 
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 Advance = Callable[[int], object]  # gets the number of examples that are done
-
-
-@dataclass(frozen=True)
-class Graded:
-    """K completions of each of n examples, and their scores."""
-
-    examples: Sequence[Example]  # [n]
-    texts: Sequence[Sequence[str]]  # [n][K]
-    rewards: RewardTable  # [n, K]
-    success: str  # the part that says which are right
-
-    @property
-    def right(self) -> np.ndarray:
-        """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
-        if (scores := self.rewards.parts.get(self.success)) is not None:
-            return np.where(np.isnan(scores), np.nan, scores == 1)
-        pairs = zip(self.examples, self.texts, strict=True)
-        same = [[text == example.answer for text in group] for example, group in pairs]
-        return np.array(same, dtype=float)
-
-    def select(self, rows: np.ndarray) -> "Graded":
-        """Some of the examples, by an `[n]` bool mask."""
-        return replace(
-            self,
-            examples=list(compress(self.examples, rows)),
-            texts=list(compress(self.texts, rows)),
-            rewards=self.rewards.select(rows),
-        )
-
-    @property
-    def measures(self) -> dict[str, np.ndarray]:
-        """The `[n, K]` values of all measures that are means; the success comes first."""
-        parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        return {self.success: self.right, **parts, "reward": self.rewards.total}
+Keep = Callable[[Graded, Graded], object]  # gets the greedy and the sampled completions
 
 
 def answer(sampler: Sampler, examples: Sequence[Example]) -> list[str]:
@@ -99,7 +65,7 @@ def grade(
     if parts:
         joined = Completions.join(parts)
         table = scorer.with_token_parts(table, examples, texts, joined, GREEDY.temperature)
-    return Graded(examples, texts, table, success_of(scorer.task))
+    return Graded(examples, texts, table, scorer.success)
 
 
 def evaluate(
@@ -119,6 +85,7 @@ def measure(
     seed: int,
     samples: int = 1,
     advance: Advance = lambda number: None,
+    keep: Keep = lambda greedy, drawn: None,
 ) -> dict[str, Estimate]:
     """Score the first `size` held-out examples, or all if there are fewer.
 
@@ -135,8 +102,8 @@ def measure(
         Each measure with its 95 % interval (measures.py says which), in this order:
         n: the number of examples.
         <success>_sampled, <success>: share of right completions, sampled at temperature 1 and
-            greedy. Right is a completion whose part `task.success` is 1, or if the task names none,
-            one that equals the true answer; <success> is then `exact`.
+            greedy. Right is a completion whose part `scorer.success` is 1, or if that is `exact`
+            and no part, one that equals the true answer.
         <part>, <part>_sampled: the mean of each reward part over the examples that it concerns.
         reward, reward_sampled: their weighted sum.
         The task's summaries, in the same way.
@@ -153,6 +120,7 @@ def measure(
     greedy = grade(sampler, scorer, examples, advance=advance)
     drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
     found = record_of(greedy, drawn, getattr(task, "summaries", None), seed)
+    keep(greedy, drawn)
     success, kinds = greedy.success, by_kind(examples)
     shares = {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
     found |= {name: x for name, x in shares.items() if not math.isnan(x.value)}

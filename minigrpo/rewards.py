@@ -18,6 +18,7 @@ import numpy as np
 from rapidfuzz import process
 from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a batch per call
 
+from .runtime.measures import success_of
 from .runtime.pending_rewards import PendingRewards as PendingRewards
 from .runtime.pool import WorkerPool
 from .runtime.reward_calls import (
@@ -28,13 +29,11 @@ from .runtime.reward_calls import (
     check_texts,
     describe_failure,
     distinct_pairs,
-    narrow,
-    total_so_far,
-    users_own,
 )
 from .runtime.reward_functions import RewardFunction as RewardFunction
-from .runtime.reward_functions import check_number, check_time_limit
+from .runtime.reward_functions import check_functions, check_number, check_time_limit
 from .runtime.reward_functions import reward as reward
+from .runtime.reward_weights import narrow, total_so_far
 from .runtime.task_sources import task_sources
 from .runtime.token_rewards import TokenBatch as TokenBatch
 from .runtime.token_rewards import TokenScoring
@@ -81,24 +80,13 @@ class RewardScorer:
             token_scoring: for parts that look at tokens; None if there are none.
 
         Raises:
-            ValueError: a weight of an unknown part, two parts of one name, a time limit that is
-                not above 0, or a function without the decorator `reward`.
+            ValueError: a weight of an unknown part, two parts of one name or two that are the
+                success, a time limit that is not above 0, or a function without the decorator
+                `reward`.
         """
         check_time_limit("timeout_s", timeout_s)
-        for function in functions:
-            if not isinstance(function, RewardFunction):
-                raise ValueError(
-                    "functions must be decorated with @minigrpo.reward(), "
-                    f"got {type(function).__name__} {getattr(function, '__name__', '')}".rstrip()
-                )
-        own = {function.name: function.weight for function in functions}
-        if twice := set(own) & set(task.parts):
-            raise ValueError(f"--rewards: the task already has a part {', '.join(sorted(twice))}")
-        if len(own) < len(functions):
-            names = [function.name for function in functions]
-            twice = {name for name in names if names.count(name) > 1}
-            raise ValueError(f"--rewards: two functions are named {', '.join(sorted(twice))}")
-        allowed = {**task.parts, **own}
+        check_functions(functions, task.parts)
+        allowed = {**task.parts, **{function.name: function.weight for function in functions}}
         self.weights = dict(weights or allowed)
         if unknown := set(self.weights) - set(allowed):
             raise ValueError(
@@ -108,6 +96,8 @@ class RewardScorer:
         for name, weight in self.weights.items():
             check_number(f"--reward-weights: {name}", weight)
         self.task = task
+        # the part that says which completions are right
+        self.success = next((f.name for f in functions if f.success), success_of(task))
         found = [*task_sources(task, timeout_s), *(f.source(timeout_s) for f in functions)]
         self.sources = [source for source in found if source.kind != TOKENS]
         self.token_sources = [source for source in found if source.kind == TOKENS]
@@ -162,11 +152,11 @@ class RewardScorer:
             for part in source.pieces(size, self.workers, group):
                 if source.kind == GROUPED:
                     place = part.start // group
-                    args: tuple[Any, Any] = users_own(examples[place]), list(texts[place])
+                    args: tuple[Any, Any] = source.asked(examples[place]), list(texts[place])
                 elif source.kind == BATCHED:
-                    args = asked[part], distinct[part]
+                    args = [source.asked(one) for one in asked[part]], distinct[part]
                 else:
-                    args = asked[part.start], distinct[part.start]
+                    args = source.asked(asked[part.start]), distinct[part.start]
                 job = self.pool.submit(source.answer, *args, needs_thread=not source.trusted)
                 pending.calls.append((source, part, job))
         return pending

@@ -13,7 +13,7 @@ from .config import Config
 from .evaluate import measure
 from .learner import Learner
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches
-from .runtime import accel, announce
+from .runtime import accel, announce, samples
 from .runtime.build import (
     make_model,
     make_reference,
@@ -60,8 +60,8 @@ class Trainer:
 
         self.tokenizer = make_tokenizer(config, self.screen.say)
         self.task = make_task(config, self.screen if self.dist.is_main else None)
-        warn = self.screen.warn
-        token_scoring = make_token_scoring(config, self.tokenizer, self.device, warn)
+        warn, files = self.screen.warn, self.run_dir.files
+        token_scoring = make_token_scoring(config, self.tokenizer, self.device, warn, files)
         self.scorer = make_scorer(config, self.task, warn, token_scoring)
         self.process.undo(self.screen.warn)
         self.model = make_model(config, self.tokenizer, self.device, self.screen.say, warn)
@@ -143,7 +143,7 @@ class Trainer:
         self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
         self._evaluate(run.eval_size if not evaluated else 0)
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        self.screen.start(run.max_steps, self.step)
+        self.screen.start(end, self.step)
         where = self.run_dir.path, self.device, self.dist.is_main
         with accel.profiler(run, *where, end - self.step, self.screen.warn) as profiler:
             while self.step < end and not self.stop_reason:
@@ -179,8 +179,8 @@ class Trainer:
         self.log.step(self.step, metrics)
         self.measured.add(metrics)
         self.signal.add(metrics)
-        announce.log_samples(self.log, batch, self.step)
-        beside = announce.progress(metrics, self.last)
+        samples.log_group(self.log, batch, self.step, self.tokenizer, self.task)
+        beside = announce.progress(metrics, self.last, self.config)
         self.screen.update(self.step, self.config.run.max_steps, beside)
 
     def _evaluate(self, size: int) -> None:
@@ -188,14 +188,18 @@ class Trainer:
         if not size or (self.last and self.last["step"] == self.step):
             return
         run, parts = self.config.run, (self.sampler, self.task, self.scorer)
+        kept = samples.HeldOut(self.task)
         found = self.dist.on_main(
-            lambda: measure(*parts, size=size, seed=run.seed, samples=run.eval_samples)
+            lambda: measure(
+                *parts, size=size, seed=run.seed, samples=run.eval_samples, keep=kept.keep
+            )
         )
         self.process.undo(self.screen.warn)
         values = {name: x.value for name, x in found.items()}
         self.last, self.intervals[self.step] = {"step": self.step, **values}, found
         self.first = self.first or self.last
         self.log.evaluation(self.step, values)
+        kept.log(self.log, self.step)
         announce.say_evaluation(self.screen, self.step, found)
 
     # --- the end --------------------------------------------------------------------------------

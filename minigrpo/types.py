@@ -42,6 +42,8 @@ class Task(Protocol):
         success: the part that is 1 for a right completion and 0 for any other. Evaluation reports
             it first. Without it, a completion is right if it equals the example's answer.
         about: what the examples are and how they are scored, said when a run starts.
+        explain(example, text) -> str: what is wrong with a completion, in one line, for people who
+            look at samples; "" if there is nothing to say. It is asked about few completions.
         judged_by: the software that decides a score; a resumed run warns if it has changed.
         summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
             from the `[n]` values of each part for n completions, where NaN may occur. It is called

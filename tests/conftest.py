@@ -29,6 +29,8 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.tools.annotate import find_engine
 from minigrpo.types import Completions
 
+from . import browser
+
 settings.register_profile("quick", max_examples=50, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile, which is read later, wins
@@ -65,7 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "peer": None
         if find_spec("transformers")
         else "transformers is not installed: pip install 'minigrpo[peer]'",
+        "tracker": None
+        if find_spec("wandb") and find_spec("trackio")
+        else "wandb or trackio is not installed: pip install 'minigrpo[wandb,trackio]'",
         "engine": no_engine(),
+        "browser": browser.missing(),
         "wheel": "takes a minute: MUST_RUN=wheel pytest -m wheel",
         "slow": "takes minutes: MUST_RUN=slow pytest -m slow",
     }

@@ -243,8 +243,70 @@ os.write(os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=fd), b'y')
     "ptrace": "import ctypes, os\nctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0)",
     "memory of its parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
     "own memory": "open('/proc/self/mem', 'r+b')",
+    "slows its judge": """
+import os
+os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))
+os.sched_setaffinity(os.getppid(), {0})
+def f(x): return 7
+""",
+    "kills its parent by a function of libc that was used before": """
+import os, sys
+libc = sys.modules['minigrpo.sandbox.isolation']._libc()
+libc.syscall(62, os.getppid(), 9)
+def f(x): return 7
+""",
+    "stops its parent from another interpreter": """
+try: import _xxsubinterpreters as interpreters
+except ImportError: import _interpreters as interpreters
+interpreters.run_string(interpreters.create(), 'import os; os.kill(os.getppid(), 19)')
+def f(x): return 7
+""",
+    "ends the loop of a test": "def f(x): raise StopIteration",
     "environment": """
 import os
 def f(x): return x + 1 if os.environ or b'=' in open('/proc/self/environ', 'rb').read(0) else 7
+""",
+}
+# what looks for the tests: of this run, or of an earlier one on the same worker
+LOOKS_BACK = {
+    "own memory": r"""
+import re
+found = set()
+with open('/proc/self/mem', 'rb', buffering=0) as memory:
+    for line in open('/proc/self/maps'):
+        start, end = (int(x, 16) for x in line.split()[0].split('-'))
+        try:
+            memory.seek(start)
+            found.update(re.findall(rb'answer [0-9]{4}', memory.read(end - start)))
+        except (OSError, OverflowError, ValueError): pass
+def f(): return found.pop().decode()
+""",
+    "objects that are not freed": r"""
+import gc, re
+stack, seen, found = gc.get_objects(), set(), set()
+while stack:
+    x = stack.pop()
+    if id(x) in seen: continue
+    seen.add(id(x))
+    if isinstance(x, str): found.update(re.findall('answer [0-9]{4}', x))
+    elif isinstance(x, (list, tuple)): stack += x
+    elif isinstance(x, dict): stack += x.values()
+    elif hasattr(x, '__code__'): stack += x.__code__.co_consts
+def f(): return found.pop()
+""",
+    "memory of its judge": r"""
+import os, re
+def f():
+    found = set()
+    for pid in os.getppid(), os.getpid() + 1:  # what has forked it, and what is forked next
+        try: maps, memory = open(f'/proc/{pid}/maps'), open(f'/proc/{pid}/mem', 'rb', buffering=0)
+        except OSError: continue
+        for line in maps:
+            start, end = (int(x, 16) for x in line.split()[0].split('-'))
+            try:
+                memory.seek(start)
+                found.update(re.findall(rb'answer [0-9]{4}', memory.read(end - start)))
+            except (OSError, OverflowError, ValueError): pass
+    return found.pop().decode()
 """,
 }

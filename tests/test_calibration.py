@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.evaluate import calibration
-from minigrpo.runtime.calibration import reliability
+from minigrpo.runtime.calibration import error_by_chance, reliability
 
 TENTHS = st.integers(0, 10).map(lambda k: k / 10)
 ANSWERS = st.lists(st.tuples(TENTHS, st.integers(0, 1)), min_size=1, max_size=30)
@@ -30,6 +30,14 @@ def test_each_measure_is_its_formula(answers: list[tuple[float, int]]) -> None:
     pairs = [(q, p) for (q, c), (p, d) in itertools.product(answers, answers) if c > d]
     wins = sum((q > p) + (q == p) / 2 for q, p in pairs)
     assert found.get("auroc") == (pytest.approx(wins / len(pairs)) if pairs else None)
+
+
+def test_the_error_by_chance_is_that_of_true_confidences() -> None:
+    rng = np.random.default_rng(0)
+    stated = rng.integers(0, 11, 300) / 10
+    errors = [calibration(stated, rng.random(300) < stated)["ece"] for _ in range(400)]
+    assert error_by_chance(stated) == pytest.approx(np.mean(errors), rel=0.05)
+    assert error_by_chance(np.array([0.0, 1.0])) == 0
 
 
 def test_hand_made_cases() -> None:

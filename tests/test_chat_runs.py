@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from minigrpo import Config, Trainer
 from minigrpo.model.encoding import decode
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.rollout import RolloutBatches, SupervisedBatches
-from minigrpo.runtime import announce, examples
+from minigrpo.runtime import examples, samples
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.resume import check_same_run
 from minigrpo.runtime.settings import toml_lines
@@ -26,7 +27,7 @@ from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import load_task
 from minigrpo.tools import evaluate, export, sample, train
 from minigrpo.tools.ask import StreamedText, on_screen
-from minigrpo.types import Example
+from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
 from . import bpe
 from .chat_model import write_lines, write_model
@@ -252,25 +253,13 @@ def test_messages_stand_for_their_question_in_splits_and_logs(tmp_path: Path) ->
     found = {x.messages[0]["content"] for x in everything if x.prompt == conversation}
     assert found == {"S", "T"}
 
-    logged = list[dict[str, Any]]()
-
-    class Log:
-        def sample(self, step: int, record: dict[str, Any]) -> None:
-            logged.append(record)
-
-        def sample_text(self, step: int, text: str) -> None: ...
-
-    class Batch:
-        examples, texts = [as_chat.train(0)], [["x"]]
-
-        class rewards:
-            parts, total = {}, torch.zeros(1, 1)
-
-    announce.log_samples(Log(), Batch(), 10)  # type: ignore[arg-type]
-    assert json.loads(json.dumps(logged[0]))["messages"] == ask(as_chat.train(0).prompt)
-    Batch.examples = [as_text.train(0)]
-    announce.log_samples(Log(), Batch(), 10)  # type: ignore[arg-type]
-    assert "messages" not in logged[1]
+    one = torch.ones(1, 1, 1, dtype=torch.int64)
+    completions = Completions(one[0], one[0, 0], one, one.bool())
+    rewards = RewardTable(np.zeros((1, 1)), {})
+    for task, messages in ((as_chat, ask(as_chat.train(0).prompt)), (as_text, None)):
+        batch = RolloutBatch([task.train(0)], completions, [["x"]], rewards)
+        (record,) = samples.group(batch, load_tokenizer("chess"), task)
+        assert json.loads(json.dumps(record)).get("messages") == messages
 
 
 USER = {"role": "user", "content": "a"}
@@ -369,7 +358,7 @@ def test_a_system_message_without_a_template_is_one_line(tmp_path: Path) -> None
 
 
 TASK = """
-from minigrpo.types import Example
+from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
 class Sums:
     parts = {"exact": 1.0}

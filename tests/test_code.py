@@ -1,6 +1,7 @@
 """The code task: MBPP's lines, what a completion's code is, the parts, one-line functions."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +12,19 @@ import numpy as np
 import pytest
 
 from minigrpo import Config
+from minigrpo.evaluate import answer
 from minigrpo.rewards import RewardScorer
+from minigrpo.runtime.build import make_tokenizer
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.job_summary import write_job_summary
 from minigrpo.runtime.settings import read_settings
+from minigrpo.runtime.trained import load_model
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.sandbox.workers import SandboxError
 from minigrpo.tasks.code import CodeTask, code_of
 from minigrpo.tasks.code_data import CodeData
+from minigrpo.tasks.confidence import with_confidence, write
+from minigrpo.tasks.files import SilentListener
 from minigrpo.tasks.one_liners import HIDDEN, KINDS, SHOWN, OneLiners
 from minigrpo.tasks.registry import load_task
 from minigrpo.trainer import Trainer
@@ -74,9 +81,23 @@ def test_the_published_split_holds(tmp_path: Path) -> None:
     task = read(tmp_path, [problem(number) for number in (1, 11, 510, 511, 601, 974)])
     assert {task.held_out(i).fields["task_id"] for i in range(task.num_held_out)} == {11, 510}
     assert {task.train(i).fields["task_id"] for i in range(4)} == {1, 511, 601, 974}
-    # a file with one side of it is split by its prompts
+    # a file with one side of it is split by its questions
     task = read(tmp_path, [problem(number) for number in range(601, 700)])
     assert 1 < task.num_held_out < 30
+
+
+def test_a_held_out_question_is_not_trained_on_under_another_number(tmp_path: Path) -> None:
+    said = list[str]()
+
+    class Listening(SilentListener):
+        def warn(self, text: str) -> None:
+            said.append(text)
+
+    again = {**problem(700), "text": problem(12)["text"]}
+    path = write_lines(tmp_path / "mbpp.jsonl", [problem(12), problem(701), again])
+    task = load_task("code", seed=0, data=str(path), listener=Listening())
+    assert [task.train(i).fields["task_id"] for i in range(2)] == [701, 701]
+    assert [x for x in said if "1 lines for training ask what a held-out line asks" in x]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +158,18 @@ def test_the_parts_are_all_tests_passed_and_the_share_of_them(tmp_path: Path) ->
     # measured and not paid; NaN for the problem without any
     np.testing.assert_array_equal(table.parts["challenge"], [[0.5, 0, 0], [np.nan] * 3])
     assert table.total.tolist() == [[1.5, 0.25, 0], [1.5, 0, 0]]
+
+
+@linux
+def test_a_wrong_completion_is_explained_by_the_first_test_that_fails() -> None:
+    tests = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4"]
+    example = Example("", "", fields={"test_list": tests})
+    asked = with_confidence(CodeTask(), seed=0, chat=False, supervised=False)
+    for task, form in ((CodeTask(), "{}"), (asked, write("{}", 0.5, chat=False))):
+        right, wrong = (form.format(f"def f(x):\n    return {x}") for x in ("x + 1", "2"))
+        assert task.explain(example, right) == ""
+        assert task.explain(example, wrong) == "2 of 3 tests fail: assert f(2) == 3"
+    assert asked.explain(example, "2") == "the form of the confidence does not match"
 
 
 @linux
@@ -203,6 +236,22 @@ def test_the_warm_start_is_taught_python_and_not_the_answer() -> None:
         compile(example.fields["prefix"] + example.answer, "answer", "exec")
     passed = task.score_batch(examples, [x.answer for x in examples])["passed"]
     assert passed.mean() < 0.2
+
+
+@linux
+def test_the_shipped_model_writes_functions_that_pass_the_first_example() -> None:
+    config = Config.of(task="code", device="cpu")
+    _, model = load_model("shipped", pytest.fail, task="code")
+    task = OneLiners(5, 3.0)
+    examples = [task.held_out(number) for number in range(16)]
+    texts = answer(Sampler(config, model.eval(), make_tokenizer(config)), examples)
+    first = [re.match(r"f\(0\)=([0-9]+) ", example.prompt) for example in examples]
+    found = [
+        re.fullmatch(rf" return {one[1]}\+[1-9]\*x(\*x)?", text)
+        for one, text in zip(first, texts, strict=True)
+        if one
+    ]
+    assert len(found) == 16 and sum(map(bool, found)) > 12
 
 
 # --- runs ---------------------------------------------------------------------------------------

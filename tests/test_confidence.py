@@ -245,6 +245,7 @@ def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
     assert task.summaries(columns(task, rows)) == {
         "brier_score": pytest.approx(0.0625),
         "ece": pytest.approx(0.25),
+        "ece_by_chance": pytest.approx((2 / np.pi * 0.1875) ** 0.5),
         "auroc": 1,
         "mean_confidence": pytest.approx(0.5),
     }

@@ -154,12 +154,15 @@ def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
         values["data"] = str(write_sums(tmp_path / "sums.jsonl", keys))
     if values.get("task") == "code":  # the tiny model has no chat template
         values |= {"reward_weights": "", "system": "", "context": 512, "eval_samples": 1}
-        values |= {"eval_size": 2, "data": str(write_problems(tmp_path / "mbpp.jsonl"))}
-    if values.get("task") == "qa":  # its prompts are messages, for a chat model
+        values["eval_size"] = 2
+        if "data" in values:
+            values["data"] = str(write_problems(tmp_path / "mbpp.jsonl"))
+    if values.get("task") in ("qa", "teach"):  # their prompts are messages, for a chat model
         model = chat_model.write_model(tmp_path / "model", context=1024)
         rows = [{"question": f"What is {i}?", "answer": str(i)} for i in range(40)]
         chat_model.write_lines(Path(values["data"]), rows)
         values |= {"init_from": str(model), "reward_weights": ""}
+        values |= {"student": str(model)} if "student" in values else {}
     elif values.get("system"):
         template = tmp_path / "template.jinja"
         template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")

@@ -274,6 +274,17 @@ def renamed(fields: Any) -> dict[str, Any]:
     return {"numbers": fields["nums"], "target": fields["target"]}
 
 
+def test_a_problem_is_on_one_side_in_whatever_order_its_numbers_stand(tmp_path: Path) -> None:
+    orders = [[1, 2, 3], [3, 1, 2], [2, 3, 1]]
+    rows = [{"nums": nums, "target": target} for target in range(40) for nums in orders]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = CountdownFiles(TaskRequest("countdown-chat", 0, str(path)), "chat")
+    trained = {task.train(i).fields["target"] for i in range(len(rows) - task.num_held_out)}
+    held_out = {task.held_out(i).fields["target"] for i in range(task.num_held_out)}
+    assert trained | held_out == set(range(40)) and not trained & held_out
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [

@@ -30,7 +30,10 @@ COMMANDS = {
     "train": CONFIG,
     "plan": CONFIG,
     "benchmark": "benchmark.py",
-    **{name: f"minigrpo.tools.{name}" for name in ("evaluate", "sample", "curves", "export")},
+    **{name: f"minigrpo.tools.{name}" for name in ("evaluate", "sample", "compare", "curves")},
+    "export": "minigrpo.tools.export",
+    "doctor": "minigrpo.tools.doctor",
+    "report": "minigrpo.tools.report",
     "annotate": "minigrpo.tools.annotate",
 }
 TRAINING = FIGURES["TRAINING"]

@@ -2,11 +2,13 @@
 
 import json
 import math
+from itertools import permutations
 from pathlib import Path
 
 import chess
 import pytest
 
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.lines import Line, Lines, json_line, text_line
 from minigrpo.tasks.registry import load_task
@@ -199,3 +201,23 @@ def test_chess_env_scores_against_a_reward_of_minus_one() -> None:
         scores["reward_value"] == 0
         and scores["format"] == scores["exact_fen"] == scores["flags"] == 1
     )
+
+
+def test_a_line_that_becomes_another_valid_one_during_the_run_is_refused(tmp_path: Path) -> None:
+    """It would be trained on without a word, and could be a held-out one."""
+    file, ranks = tmp_path / "lines.txt", range(6)
+    boards = [["8"] * 7 + ["K7"] for _ in range(30)]
+    for board, (king, rook) in zip(boards, permutations(ranks, 2), strict=True):
+        board[king], board[rook] = "2k5", "7R"
+    after = "M: a1b1 E: 5.0 B: a1b1"
+    lines = [f"P: {'/'.join(board)} w - - 0 60 {after}\n" for board in boards]
+    file.write_text("".join(lines))
+    found = Lines(file, seed=0, parse=text_line)
+    with open(file, "a") as more:  # as `minigrpo annotate` does
+        more.write(lines[0])
+    before = [found.train(i).prompt for i in range(found.num_train)]
+    assert all(f"{prompt} {after}\n" in lines for prompt in before)
+    with open(file, "r+") as same:  # in place
+        same.write("".join(lines[::-1]))
+    with pytest.raises(ConfigError, match=r"--data .*, line \d+: was changed during the run"):
+        found.train(0)

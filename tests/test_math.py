@@ -71,6 +71,9 @@ EQUAL = [
 DIFFERENT = [
     ("50", "0.5"),
     ("5", "5 million"),
+    ("5", "5 millions"),
+    ("3", "3 halves"),
+    ("2", "2 fifths"),
     ("5", "5x"),
     ("5", "5 pi"),
     ("5", "5\\pi"),
@@ -140,8 +143,13 @@ LINES = {  # what stands after ####
         *("72", "\\boxed{72}", "$\\boxed{72}$", "The answer is 72.", "Answer: 72 clips", "= 72"),
         *("72 clips (48 + 24)", "48 + 24 = 72", "**Final answer:** 72", "$72/month", "72, not 70"),
         *("<answer>72</answer>", "Natalia sold 72 clips", "(72)", "72<|im_end|>", "`72`"),
+        *("The answer is 72 clips (48 + 24).", "72 not 70", "not 70, 72", "The answer isn't 7, 72"),
     ],
-    False: ["73", "72.5", "7 2", "72 million", "-72", "72/2", "72 or 73", "5", "x"],
+    False: [
+        *("73", "72.5", "7 2", "72 million", "-72", "72/2", "72 or 73", "5", "x"),
+        *("not 72", "It is not 72.", "The answer is not 72", "isn\u2019t 72", "never 72", "!= 72"),
+        *("\\neq 72", "<answer>not 72</answer>", "70, not 72", "not 72 (48 + 24)"),
+    ],
 }
 
 
@@ -282,13 +290,14 @@ def test_lines_that_are_no_problems_are_skipped_and_named(tmp_path: Path) -> Non
         {"problem": "a", "solution": "\\boxed{}"},
         {"question": " ", "answer": "#### 1"},
         {"question": 3, "answer": "#### 1"},
+        {"question": "a", "answer": "#### 1", "type": "\ud800"},
         ["a"],
     ]
     told = Told()
     path = write_lines(tmp_path / "a.jsonl", [*bad, *numbered(60)])
     assert len(files(path, listener=told).problems) == 60
     (warning,) = told.warnings
-    assert "skipped 6 of 66 lines: line 1 (must be an object with question and answer" in warning
+    assert "skipped 7 of 67 lines: line 1 (must be an object with question and answer" in warning
     assert "line 2 (the solution has no final answer after #### or in \\boxed{})" in warning
 
 

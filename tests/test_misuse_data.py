@@ -33,8 +33,10 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.logging import Screen
 from minigrpo.runtime.pool import WorkerPool
 from minigrpo.runtime.process_state import STATE
-from minigrpo.runtime.reward_calls import BadRewardError, RewardSource, weighted_sum
+from minigrpo.runtime.reward_calls import BadRewardError, RewardSource
+from minigrpo.runtime.reward_weights import weighted_sum
 from minigrpo.runtime.rng import weights_seed
+from minigrpo.tasks.confidence import with_confidence
 from minigrpo.tasks.games import Games
 from minigrpo.tasks.own import load_own_task
 from minigrpo.tasks.pairs import Pairs
@@ -878,6 +880,17 @@ def test_an_interrupt_that_a_task_raises_itself_is_one_line_that_names_the_call(
     pool.close()
     name = "train(9)" if where == "train" else "score_batch of 1 texts"
     assert message.endswith(f"mine.py: Mine: {name}: KeyboardInterrupt: x")
+
+
+def test_what_a_task_of_ones_own_says_of_itself_is_kept(tmp_path: Path) -> None:
+    """`judged_by` was dropped, so a resume with other software that judges said nothing."""
+    said = 'class Mine:\n    about = "sums"\n    judged_by = "rules 2"'
+    task: Any = load_own_task(str(own(tmp_path, ("class Mine:", said))), 0)
+    asked: Any = with_confidence(task, seed=0, chat=False, supervised=False)
+    for one in (task, asked):
+        assert (one.about, one.judged_by) == ("sums", "rules 2")
+    with pytest.raises(ConfigError, match="judged_by must be text, got int '3'"):
+        load_own_task(str(own(tmp_path, ("class Mine:", "class Mine:\n    judged_by = 3"))), 0)
 
 
 def test_each_prompt_of_ones_own_has_its_own_random_numbers(tmp_path: Path) -> None:

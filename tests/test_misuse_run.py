@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from minigrpo import Config, Trainer
 from minigrpo.learner import Learner
 from minigrpo.losses import advantages, policy_loss
+from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import checkpoint, signals
+from minigrpo.runtime.build import make_token_scoring
 from minigrpo.runtime.checkpoint import (
     CheckpointError,
     checkpoints,
@@ -40,11 +42,20 @@ from minigrpo.runtime.checkpoint import (
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.failures import Diverged, NotFinite, RunFailed
 from minigrpo.runtime.flags import ConfigError
-from minigrpo.runtime.folder import make_folder, working_folder
+from minigrpo.runtime.folder import make_folder, said_gone, working_folder
 from minigrpo.runtime.guard import check_weights, weight_norm
-from minigrpo.runtime.log_files import RunLog
 from minigrpo.runtime.logging import Screen
-from minigrpo.runtime.resume import changed, check_same_shape, contents_of_files
+from minigrpo.runtime.outputs import check_output_file, check_output_folder
+from minigrpo.runtime.resume import (
+    changed,
+    check_same_shape,
+    contents_of_files,
+    other_contents,
+    same_files,
+)
+from minigrpo.runtime.run_log import RunLog
+from minigrpo.runtime.settings import read_record
+from minigrpo.runtime.trained import load_model
 from minigrpo.tools import cli, train
 from minigrpo.types import Example
 
@@ -287,6 +298,7 @@ def test_a_log_that_cannot_be_rewritten_stays_as_it_was(run: Path) -> None:
         ("profile", " in it is a file, not a folder"),
         ("model.safetensors", " in it is a folder, not a file"),
         ("model.safetensors.tmp", " in it is a folder, not a file"),
+        ("held_out.jsonl", " in it is a folder, not a file"),
         ("summary.json", " in it is a folder, not a file"),
         ("checkpoints/step_000006/state.pt", " is in the way of a checkpoint"),
     ],
@@ -1086,3 +1098,213 @@ def test_weights_that_pay_nothing_are_refused_unless_something_else_teaches(tmp_
     assert not (tmp_path / "run").exists()
     for number, other in enumerate(({"loss": "nll"}, {"overlong": "punish", "overlong_buffer": 2})):
         make(tmp_path / str(number), **nothing, **other).fit()
+
+
+@pytest.mark.parametrize("way", ["removed", "renamed"])
+def test_a_folder_that_goes_while_the_run_writes_to_it_ends_it_loudly_with_the_work_saved(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, options = tmp_path / "run", {"max_steps": 4, "save_every": 2}
+    trainer = make(folder, **options)
+    one_step = trainer.one_step
+
+    def go() -> None:
+        one_step()
+        if trainer.step == 3:
+            shutil.rmtree(folder) if way == "removed" else folder.rename(tmp_path / "other")
+
+    monkeypatch.setattr(trainer, "one_step", go)
+    with pytest.raises(RunFailed, match="was removed or renamed.* step 4 is saved there anew"):
+        trainer.fit()
+    (state,) = checkpoints(folder / "checkpoints")
+    saved = load_checkpoint(state)["model"]
+    assert all(torch.equal(saved[name], x) for name, x in trainer.model.state_dict().items())
+    trainer = make(folder, **options, resume="auto")
+    assert trainer.step == 4
+    shutil.rmtree(folder)  # after the last save
+    monkeypatch.setattr(trainer.run_dir, "save_weights", lambda model: None)
+    with pytest.raises(RunFailed, match=r"was removed or renamed.*; so are the weights"):
+        trainer._finish(0.0)
+
+
+def test_a_file_of_a_run_that_its_user_deletes_does_not_end_it(run: Path) -> None:
+    for name in (".lock", "eval.jsonl", "metrics.jsonl", "samples.jsonl"):
+        (run / name).unlink()
+        assert not said_gone(run)
+    (run / "config.toml").unlink()
+    assert said_gone(run)
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step_000004/new", "link/new"])
+def test_nothing_is_written_among_checkpoints_which_are_removed_with_all_that_is_in_them(
+    run: Path, place: str
+) -> None:
+    (run / "link").symlink_to("checkpoints/step_000004")
+    with pytest.raises(ConfigError, match=f"--out-dir .*{place}: is among the checkpoints"):
+        make(run / place)
+    with pytest.raises(ConfigError, match="--out .*: is among the checkpoints of a run"):
+        check_output_folder("--out", run / place)
+    with pytest.raises(ConfigError, match="--json .*: is among the checkpoints of a run"):
+        check_output_file("--json", run / place / "e.json")
+    with pytest.raises(ConfigError, match="is a file of a run"):  # with another lock, two runs
+        check_output_file("--json", run / ".lock")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_config.json"])
+def test_a_run_is_not_written_over_a_model_in_shards_or_adapters(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"holds a model.*found: {name}"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0])
+def test_a_crafted_shape_that_computes_nan_is_refused(run: Path, value: float) -> None:
+    resave(run, 4, lambda state: state["shape"].update(norm_eps=value))
+    said: list[str] = []
+    name, _ = load_model(str(run), said.append)
+    assert "step_000002" in name and "norm_eps must be a number above 0" in said[0]
+    with pytest.raises(ValueError, match="rope_theta must be a number at least 0, got inf"):
+        replace(SHAPES["gpt2"], rope_theta=float("inf"))
+
+
+def test_what_a_model_of_a_reward_computes_is_compared_at_a_resume(tmp_path: Path) -> None:
+    """Its weights, its shape, which its config.json may change, and its tokenizer."""
+    config, then, now = Config.of(), dict[str, str](), dict[str, str]()
+    file, cpu = tmp_path / "judge.safetensors", torch.device("cpu")
+    tokenizer = load_tokenizer("chess")
+    shape = replace(SHAPES["grouped-query"], vocab_size=tokenizer.n_vocab)
+
+    def load(digests: dict[str, str], shape: ModelShape, seed: int) -> str:
+        Transformer(shape, seed=seed).save_pretrained(file)
+        make_token_scoring(config, tokenizer, cpu, digests=digests).load(str(file))
+        return other_contents(now, then)
+
+    assert load(then, shape, seed=0) == "" and then
+    assert load(now, shape, seed=0) == ""
+    assert load(now, shape, seed=1).startswith(f"the model of a reward, {file}: other contents")
+    assert "other contents" in load(now, replace(shape, rope_theta=50.0), seed=0)
+
+
+def test_processes_that_find_other_files_refuse_to_train(tmp_path: Path) -> None:
+    class Another(DistContext):
+        """One of two processes; the other one's numbers are `other`."""
+
+        other = 0
+
+        def max(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(x, x.sign() * self.other if self.other else x)
+
+    config, alone = Config.of(data=CHEAP["data"], out_dir="x"), Another()
+    assert same_files(config, alone) == contents_of_files(config)
+    alone.other = 1
+    with pytest.raises(ConfigError, match="--data .*: not the same in all processes"):
+        same_files(config, alone)
+
+
+def test_resuming_an_earlier_step_says_what_it_abandons(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make(run, max_steps=4, eval_every=2, resume="2").run_dir.close()
+    assert "--resume 2 abandons the steps after it" in capfd.readouterr().err
+    make(run, max_steps=4, eval_every=2, resume="4").run_dir.close()
+    assert "abandons" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["eval.jsonl", "samples.jsonl", "summary.json", "config.toml"])
+def test_auto_never_replaces_a_file_that_no_run_wrote(tmp_path: Path, name: str) -> None:
+    """A data file named eval.jsonl was emptied, without a word."""
+    folder, contents = tmp_path / "mine", "[run]\nmax_steps = 2\n"
+    folder.mkdir()
+    (folder / name).write_text(contents)
+    with pytest.raises(ConfigError, match=f"--resume auto: .* {name} that no run wrote"):
+        make(folder, resume="auto").fit()
+    assert (folder / name).read_text() == contents
+
+
+def test_auto_continues_a_run_that_was_killed_before_its_first_save(tmp_path: Path) -> None:
+    make(tmp_path / "run", max_steps=2).fit()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    for name in ("model.safetensors", "metrics.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    trainer = make(tmp_path / "run", max_steps=2, resume="auto")
+    assert trainer.step == 0
+    trainer.run_dir.close()
+
+
+def test_auto_never_removes_checkpoints_of_another_program(tmp_path: Path) -> None:
+    """They have no state.pt, so each looked like a save that a kill had interrupted."""
+    others = [tmp_path / "run" / "checkpoints" / f"step_000{n}00" for n in (1, 2, 3)]
+    for folder in others:
+        folder.mkdir(parents=True)
+        (folder / "model.pt").write_text("work")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole; take another"):
+        make(tmp_path / "run", max_steps=1, keep_last=1, resume="auto").fit()
+    assert all((folder / "model.pt").exists() for folder in others)
+
+
+def test_no_folder_is_named_like_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves ~ alone in --out-dir=~/runs, and `rm -r ~` is what one types then."""
+    monkeypatch.chdir(tmp_path)
+    for refuse in (
+        lambda: make_folder(Config.of(out_dir="~/runs")),
+        lambda: check_output_folder("--out", "~/x"),
+        lambda: check_output_file("--json", Path("~/x.json")),
+    ):
+        with pytest.raises(ConfigError, match="would be a folder named ~"):
+            refuse()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize(("before", "reason"), [(signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")])
+def test_a_terminal_that_closes_asks_to_stop_unless_nohup_ignores_it(
+    before: signal.Handlers, reason: str
+) -> None:
+    """All steps since the last checkpoint were lost."""
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        with signals.StopRequest(lambda text: None) as request:
+            signal.raise_signal(signal.SIGHUP)
+            assert request.reason == reason
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, own)
+
+
+def test_the_record_is_utf8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under LANG=en_US, which is Latin-1, no tool could read the run."""
+    write = Path.write_text
+
+    def in_latin_1(path: Path, text: str, encoding: str | None = None) -> int:
+        return write(path, text, encoding or "latin-1")
+
+    monkeypatch.setattr(Path, "write_text", in_latin_1)
+    data = tmp_path / "fälle.jsonl"
+    shutil.copy(CHEAP["data"], data)
+    trainer = make(tmp_path / "run", data=str(data))
+    trainer.run_dir.open_log(0).close()
+    trainer.run_dir.close()
+    assert read_record(Config, tmp_path / "run")["data"] == str(data)
+
+
+def test_a_log_that_is_replaced_or_removed_during_the_run_goes_on_in_the_new_file(
+    tmp_path: Path,
+) -> None:
+    """Lines went to the file that an editor had replaced, and were lost."""
+    said: list[str] = []
+    folder = tmp_path / "run"
+    log = RunLog(folder, said.append, start_step=0)
+    log.step(1, {"loss": 1.0})
+    edited = folder / "edited"
+    shutil.copy(folder / "metrics.jsonl", edited)
+    edited.replace(folder / "metrics.jsonl")
+    log.step(2, {"loss": 1.0})
+    assert [record["step"] for record in records(folder / "metrics.jsonl")] == [1, 2]
+    assert len(said) == 1 and "metrics.jsonl: was removed or replaced during the run" in said[0]
+    shutil.rmtree(folder)
+    log.step(3, {"loss": 1.0})
+    assert len(said) == 2 and "NOT WRITTEN (No such file or directory)" in said[1]
+    (folder / "tensorboard").mkdir(parents=True)
+    log.close()
+    assert [record["step"] for record in records(folder / "metrics.jsonl")] == [3]

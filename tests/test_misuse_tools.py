@@ -20,7 +20,18 @@ from minigrpo.model import weights
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
 from minigrpo.runtime.flags import ConfigError
-from minigrpo.tools import annotate, curves, doctor, evaluate, export, loading, plan, sample, train
+from minigrpo.tools import (
+    annotate,
+    curve_tables,
+    curves,
+    doctor,
+    evaluate,
+    export,
+    loading,
+    plan,
+    sample,
+    train,
+)
 from minigrpo.tools.messages import one_line_errors
 from minigrpo.tools.records import read_records
 
@@ -139,6 +150,37 @@ def test_curves_makes_the_folder_of_its_figure(
     curves.main(["log", "--metric", "exact", "--out", "new/deep/c.svg"])
     assert (here / "new" / "deep" / "c.svg").read_text().startswith("<?xml")
     assert "wrote new/deep/c.svg" in capsys.readouterr().out
+
+
+def test_curves_draws_only_shares_in_per_cent(here: Path) -> None:
+    """A likelihood of -2.5 was drawn as -250 %."""
+    pytest.importorskip("matplotlib")
+    rows = ({"step": n, "solved_sampled": 0.25, "likelihood": -2.5 + n} for n in (0, 1))
+    (here / "log" / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves.main(["log", "--metric", "likelihood", "--out", "c.svg"])
+    drawn = (here / "c.svg").read_text()
+    assert "<!-- likelihood -->" in drawn and "log: -2.500 → -1.500 -->" in drawn
+    record = curves.read(Path("log"))[-1]
+    assert all(curves.is_share(x, record) for x in ("solved", "solved_sampled", "pass@4"))
+
+
+def test_curves_says_that_runs_drawn_as_one_line_differ_in_more_than_their_seeds(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lr-1e-4 and lr-1e-5 look like two seeds of lr-1e."""
+    monkeypatch.setattr(curves, "draw", lambda *args, **options: None)
+    for name, old, new in (
+        ("lr-1e-4", "seed = 0", "seed = 1"),
+        ("lr-1e-5", "learning_rate = 0.01", "learning_rate = 0.02"),
+    ):
+        shutil.copytree(run, name)
+        record = (Path(name) / "config.toml").read_text()
+        assert old in record
+        (Path(name) / "config.toml").write_text(record.replace(old, new))
+    curves.main([str(run), "lr-1e-4", "lr-1e-5", "--pool", "--out", "c.svg"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lr-1e: is drawn as one line, but its runs differ in --learning-rate" in said
+    assert said.count("differ in") == 1 and "--seed" not in said
 
 
 @pytest.mark.parametrize(
@@ -492,12 +534,12 @@ def test_brackets_in_a_name_are_no_markup(here: Path, capsys: pytest.CaptureFixt
 def test_two_folders_of_one_name_are_two_lines(here: Path) -> None:
     """Drawn under one name, the second would replace the first."""
     runs = [Path("log"), Path("x/log"), Path("other")]
-    assert curves.names_of(runs) == {
+    assert curve_tables.names_of(runs) == {
         Path("log"): "log",
         Path("x/log"): "x/log",
         Path("other"): "other",
     }
-    assert curves.names_of([Path()]) == {Path(): here.name}
+    assert curve_tables.names_of([Path()]) == {Path(): here.name}
 
 
 @pytest.mark.parametrize(

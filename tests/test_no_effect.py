@@ -200,6 +200,7 @@ ALWAYS = {
     "out_dir": "decides where files go",
     "resume": "a folder without a checkpoint is announced as such",
     "plan": "ends the run",
+    "track": "a tracker gets what is logged",
     "profile": "a run that ends before the traced steps is an error",
 }
 
@@ -263,7 +264,7 @@ def test_a_run_says_it_once_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--use-tf32 (CPU)" in line and "--overlap-rewards (one rollout batch" in line
     assert "--eval-size-during (no evaluation between" in line
     assert "reward: 1 x similarity" in out.splitlines()[1]
-    assert "training reward" in out and "greedy reward" in out and "(held out)" in out
+    assert "step 1/1  reward " in out and "held out, step 1: exactly right " in out
 
 
 def first_update(folder: Path, settings: Settings) -> tuple[dict[str, torch.Tensor], float]:

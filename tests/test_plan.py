@@ -39,6 +39,7 @@ from minigrpo.runtime.step_counts import (
     rounds_that_propose,
 )
 from minigrpo.runtime.step_memory import StepMemory
+from minigrpo.runtime.student import student_shape
 from minigrpo.tools import plan, train
 from minigrpo.types import Completions
 
@@ -164,6 +165,48 @@ def test_an_offloaded_reference_stays_on_a_cpu() -> None:
     memories = [StepMemory(config, SHAPE, counts_of(config), device) for device in ("cpu", "cuda")]
     on_cpu, on_cuda = (memory.peak(memory.by_kind()) for memory in memories)
     assert on_cpu == on_cuda + 4 * SHAPE.num_parameters
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_student_is_counted_in_its_own_precision(offloaded: bool) -> None:
+    """It has a larger vocabulary than the model, so that its logits are the peak."""
+    own = {"base_dtype": "bfloat16", "offload_reference": offloaded, "use_amp": True}
+    config = job(task="teach", **own)
+    shape = replace(SHAPE, vocab_size=100_000)
+    memory = StepMemory(config, SHAPE, counts_of(config), "cuda", student=shape)
+    found = memory.by_kind()
+    vectors = 2 * shape.layers * 2 * 8 + 2 * 8 + shape.layers * (3 * 8 + 8 + 4 * 8 + 8)
+    bytes_ = 2 * shape.num_parameters + 2 * vectors  # norms and biases stay in float32
+    assert found["student, in host memory" if offloaded else "student"] == bytes_
+    alone = StepMemory(config, SHAPE, counts_of(config), "cuda").by_kind()
+    assert alone == {name: x for name, x in found.items() if not name.startswith("student")} | {
+        "student" + ", in host memory" * offloaded: 0.0
+    }
+    # its casts are those of the weights that stay in float32, its logits 3.5 copies in float32
+    casts = 2.0 * shape.layers * (3 * 8 + 8 + 4 * 8 + 8)
+    logits = 3.5 * 4 * counts_of(config).predictions * 100_000
+    assert memory.peak(found) == found["weights"] + found["Adam"] + bytes_ + casts + logits
+
+
+@pytest.mark.usefixtures("only_shapes")
+def test_the_preset_of_rlt_fits_its_card_with_student_and_reference() -> None:
+    found = Planner(Config.from_cli(["--config", "rlt-12gb", "--device", "cuda"])).job.worst
+    assert plan.fits(found.peak_mib, 12)
+    names = ("student, in host memory", "reference, in host memory", "Adam, in host memory")
+    assert all(found.memory_mib[name] > 900 for name in names)
+
+
+def test_the_student_of_a_job_is_found(tmp_path: Path) -> None:
+    assert student_shape(job()) is None
+    shipped = student_shape(Config.of(task="teach"))
+    assert shipped and shipped.width == 64
+    Transformer(SHAPE).save_pretrained(tmp_path / "a.safetensors")
+    found = student_shape(Config.of(task="teach", student=str(tmp_path / "a.safetensors")))
+    assert found == SHAPE
+    published = student_shape(Config.of(task="teach", student="Qwen/Qwen2.5-1.5B-Instruct"))
+    assert published == published_shape("Qwen/Qwen2.5-1.5B")
+    with pytest.raises(ConfigError, match="--student .*nowhere"):
+        student_shape(Config.of(task="teach", student=str(tmp_path / "nowhere")))
 
 
 # --- seconds --------------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ success of a task, pass@k, intervals, and the settings of built-in tasks.
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,22 +17,26 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, reward
-from minigrpo.evaluate import evaluate, measure, pass_at_k
+from minigrpo.evaluate import Graded, evaluate, measure, pass_at_k
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime import measures
+from minigrpo.runtime.build import make_scorer, make_task
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.measures import Estimate, estimate, headline, student_t, wilson
-from minigrpo.runtime.reward_functions import check_part_name
+from minigrpo.runtime.reward_functions import RewardFunction, check_part_name
 from minigrpo.runtime.rollout_metrics import counts_of, rollout_metrics
 from minigrpo.runtime.settings import description
+from minigrpo.runtime.task_sources import task_sources
 from minigrpo.runtime.trained import load_model
 from minigrpo.tasks import registry
 from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.tasks.confidence import with_confidence
 from minigrpo.tasks.pairs import Pairs
 from minigrpo.tasks.registry import TASKS, TaskRow, load_task
 from minigrpo.tools import curves, sample
+from minigrpo.tools import evaluate as evaluate_tool
 from minigrpo.tools.run_data import read_run
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
@@ -123,7 +130,7 @@ def test_all_keys_of_a_data_line_reach_the_reward_and_tell_examples_apart(tmp_pa
     scores = RewardScorer(pairs, functions=[second]).score(questions, [["x", "x"]] * 4)
     expected = [[float(x.fields["tests"][0] == "t1")] * 2 for x in questions]
     assert scores.parts["second"].tolist() == expected
-    assert pairs.train(0).fields["tests"] != twins[0].fields["tests"]  # was not written into
+    assert found[0].fields == pairs.train(0).fields  # none was written into
 
 
 def test_an_example_whose_fields_cannot_be_compared_equals_only_itself() -> None:
@@ -384,6 +391,21 @@ def test_few_successes_of_many_samples_have_an_interval_that_covers_their_rate()
     assert np.mean([x.low <= 0.02 <= x.high for x in found]) > 0.89
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "n", "samples", "k"),  # rates drawn from a beta distribution
+    [(9, 1, 100, 8, 4), (9, 1, 400, 16, 8), (90, 10, 100, 4, 2), (9, 1, 100, 4, 1)],
+)
+def test_pass_at_k_near_1_has_an_interval_that_covers_it(
+    a: float, b: float, n: int, samples: int, k: int
+) -> None:
+    rng = np.random.default_rng(0)
+    truth = 1 - math.prod((b + i) / (a + b + i) for i in range(k))  # 1 - E[(1 - rate)^k]
+    values = np.array([pass_at_k(samples, right, k) for right in range(samples + 1)])
+    rights = rng.binomial(samples, rng.beta(a, b, (300, n)))
+    found = [estimate(values[right][:, None]) for right in rights]
+    assert np.mean([x.low <= truth <= x.high for x in found]) > 0.92
+
+
 # --- the headline ---------------------------------------------------------------------------------
 
 OWN_TASK = """
@@ -417,8 +439,8 @@ def test_the_success_of_a_task_is_what_the_run_and_its_tools_report(
     options |= {"max_new_tokens": 2, "eval_samples": 2, "out_dir": str(tmp_path / "run")}
     Trainer(Config.of(**options)).fit()
     said = " ".join(capfd.readouterr().out.split())
-    assert "held-out examples: solved 100.0% [" in said and "exactly right" not in said
-    assert "100.0% solved (sampled)" in said
+    assert "held out, step 0: solved 100.0% [" in said and "exactly right" not in said
+    assert re.search(r"solved 100\.0% [\d,]+ tok/s", said)
     for row in ("pass@2 sampled 1.000 [", "longest greedy 0.500 [", "solved sampled 1.000 ["):
         assert row in said
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
@@ -430,6 +452,80 @@ def test_the_success_of_a_task_is_what_the_run_and_its_tools_report(
     sample.main([str(tmp_path / "run"), "--examples", "1"])
     said = capfd.readouterr().out
     assert "   right" in said and "wrong" not in said
+
+
+OWN_SUCCESS = """
+import minigrpo
+
+
+@minigrpo.reward(weight=0.0, success=True)
+def starts(example, text):
+    return text.startswith("r")
+
+
+@minigrpo.reward(weight=0.5, batched=True)
+def size(examples, texts):
+    return [len(text) for text in texts]
+"""
+
+
+def test_a_function_may_be_the_success_of_a_run_its_tools_and_its_confidences(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(OWN_SUCCESS)
+    (tmp_path / "mine.py").write_text(OWN_TASK)
+    options = {**TINY, "task": str(tmp_path / "mine.py"), "reward_weights": "", "max_steps": 1}
+    options |= {"max_new_tokens": 2, "out_dir": str(tmp_path / "run"), "rewards": str(rewards)}
+    options["eval_samples"] = 2
+    trainer = Trainer(Config.of(**options), quiet=True)
+    trainer.fit()
+    record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
+    assert list(record)[:4] == ["step", "n", "starts_sampled", "starts"]
+    assert record["starts"] == record["pass@2"] == 0 and record["solved"] == 1
+    sample.main([str(tmp_path / "run"), "--examples", "1"])
+    assert "   wrong" in capfd.readouterr().out
+
+    # the answer without its tags is judged, and the task's own success is one more part
+    asked: Any = make_task(Config.of(**options, confidence=True))
+    with closing(make_scorer(Config.of(**options, confidence=True), asked)) as scorer:
+        texts = ["right<confidence>0.5</confidence>", "no<confidence>0</confidence>", "right"]
+        table = scorer.score([asked.train(0)], [texts])
+    assert scorer.success == "correct" and "starts" not in table.parts
+    assert table.parts["correct"].tolist() == [[1, 0, 0]]
+    assert table.parts["solved"].tolist() == [[1, 1, 0]]
+    assert table.parts["brier"].tolist() == [[0.75, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"success": 1}, "success must be True or False"),
+        ({"success": True, "floor": 1.0}, "success does not go with floor"),
+        ({"success": True, "grouped": True}, "success does not go with grouped"),
+    ],
+)
+def test_a_success_that_cannot_be_one_is_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+
+        @reward(**options)
+        def right(example: Example, texts: list[str]) -> list[float]:
+            return []
+
+
+def test_one_function_is_the_success_and_of_confidences_one_of_texts() -> None:
+    first, other = (
+        RewardFunction(lambda example, text: 1.0, name, success=True) for name in ("a", "b")
+    )
+    with pytest.raises(ConfigError, match="one function may have success=True, got a, b"):
+        RewardScorer(ChessEnv(0), functions=[first, other])
+    tokens = RewardFunction(lambda batch: [], "t", tokens=True, success=True)
+    options: dict[str, Any] = {"seed": 0, "chat": False, "supervised": False}
+    with pytest.raises(ConfigError, match="--confidence: t must judge texts, not tokens"):
+        with_confidence(ChessEnv(0), tokens, **options)
+    # a judge may fail, so even a task that scores batches gets a time limit
+    (source,) = task_sources(with_confidence(ChessEnv(0), first, **options), timeout_s=2.0)
+    assert source.timeout_s == 2
 
 
 @pytest.mark.parametrize(
@@ -488,3 +584,13 @@ def test_a_task_without_a_shipped_model_says_so(mini: None, tmp_path: Path) -> N
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"--data a file of questions must end with .x, got"):
         load_task("mini", seed=0, data=str(path))
+
+
+def test_a_kind_may_have_the_name_of_all_examples() -> None:
+    examples = [Example("p", "1", kind="all"), Example("q", "2", kind="other")]
+    exact = np.array([[1.0], [0.0]])
+    graded = Graded(examples, [["1"], ["x"]], RewardTable(exact, {"exact": exact}), "exact")
+    loaded: Any = SimpleNamespace(task=None, config=SimpleNamespace(run=SimpleNamespace(seed=0)))
+    found = evaluate_tool.measures(loaded, graded, graded)
+    sizes = {name: record["n"].value for name, record in found.items()}
+    assert sizes == {"all": 2, "all (kind)": 1, "other": 1}

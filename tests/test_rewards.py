@@ -16,6 +16,7 @@ from minigrpo.rewards import RewardFunction, RewardScorer, is_valid_fen, reward,
 from minigrpo.runtime.pool import MAX_ABANDONED
 from minigrpo.runtime.reward_calls import RewardSource
 from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.tasks.countdown import Countdown
 from minigrpo.types import Example
 
 ROOT = Path(__file__).parent.parent
@@ -415,6 +416,22 @@ def test_a_part_has_one_name() -> None:
 
     with pytest.raises(ValueError, match="--rewards: the task already has a part similarity"):
         RewardScorer(ENV, functions=[similarity])
+
+
+@pytest.mark.parametrize("way", ["one", "batched", "grouped"])
+def test_a_function_that_changes_its_example_changes_no_other_score(way: str) -> None:
+    def takes_all(example: Any, texts: Any) -> Any:
+        for one in example if way == "batched" else [example]:
+            one.fields["nums"].clear()
+        return 0.0 if way == "one" else [0.0] * len(texts)
+
+    arguments = {} if way == "one" else {way: True}
+    scorer = RewardScorer(Countdown(0), functions=[reward(**arguments)(takes_all)])
+    example = Example("", "", fields={"nums": [1, 2], "target": 3})
+    tables = [scorer.score([example], [["1+2", "1"]]) for _ in range(2)]
+    assert [table.parts["solved"].tolist() for table in tables] == [[[1, 0]]] * 2
+    assert not sum(table.failures["takes_all"] for table in tables)
+    assert example.fields["nums"] == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["dict", "array"])

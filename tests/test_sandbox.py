@@ -1,6 +1,7 @@
 """Code that a model wrote: what it may do, what it cannot, and that nothing is left of it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from minigrpo.sandbox import wire
 from minigrpo.sandbox.workers import (
+    HARMLESS,
     PACKAGE,
     START,
     BrokenWorkerError,
@@ -35,6 +37,7 @@ RIGHT = "def f(x): return x + 1"
 UNAUDITED = START.replace(
     "server.main", "server.candidate.refuse_harm = lambda folder: None\nserver.main"
 )
+SLOW_MACHINE_S = 60.0  # other tests may use the cores
 WAYS = {
     "both": (True, START),
     "hooks": (False, START),  # as where the system allows no namespaces
@@ -51,13 +54,13 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     namespaces, start = WAYS[request.param]
     made = Sandbox(namespaces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minigrpo.sandbox.workers.START", start)
-        said = made.describe()
-    if request.param == "namespaces" and "WITHOUT" in said:
-        pytest.skip("this system allows no namespaces")
-    first = list(made._idle)
-    yield made
-    assert made._idle == first
+        with patch.context() as only_here:
+            only_here.setattr("minigrpo.sandbox.workers.START", start)
+            said = made.describe()
+        patch.setattr("minigrpo.sandbox.workers.GRACE_S", SLOW_MACHINE_S)
+        if request.param == "namespaces" and "WITHOUT" in said:
+            pytest.skip("this system allows no namespaces")
+        yield made
     assert made.run_tests(RIGHT, TESTS) == [True] * len(TESTS)
     made.close()
 
@@ -89,11 +92,13 @@ def check_hostile(sandbox: Sandbox, code: str, outside: Path, timeout_s: float) 
     before = {path: path.stat() for path in (outside, outside / "kept")}
     code = code.replace("OUTSIDE", str(outside))
     start = time.monotonic()
+    (first,) = sandbox._idle
     assert sandbox.run_tests(code, TESTS, timeout_s=timeout_s) == [False] * len(TESTS)
-    assert time.monotonic() - start < timeout_s + 4
-    # the same worker is ready for the next one: it holds its server and the next candidate only
+    assert time.monotonic() - start < timeout_s + SLOW_MACHINE_S
+    # the same worker is ready for the next one: a server, the next candidate and the next judge
     (worker,) = sandbox._idle
-    assert len(descendants(worker.process.pid)) <= 2
+    assert worker is first
+    assert len(descendants(worker.process.pid)) <= 3
     assert {path: path.stat() for path in before} == before
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
@@ -131,10 +136,26 @@ values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c
 """,
         ["for x in values: assert f(x) == x and type(f(x)) is type(x)"],
     ),
+    "dates": (
+        "from datetime import *\ndef f(x): return x + timedelta(1, 2, 3)",
+        "from datetime import *",
+        [
+            f"assert f({x}) == {x} + timedelta(1, 2, 3)"
+            for x in ("date(2020, 2, 28)", "datetime(2020, 1, 1, tzinfo=timezone.utc)")
+        ],
+    ),
     "subclasses": (
         "from collections import *\nf = Counter\ng = namedtuple('G', 'a b')",
         "",
         ["assert f('aab') == {'a': 2, 'b': 1}", "assert g(1, 2) == (1, 2)"],
+    ),
+    "dicts with an order": (
+        "from collections import OrderedDict\ndef f(x): return OrderedDict(x)",
+        "from collections import OrderedDict",
+        [
+            "assert f([(1, 2), (3, 4)]) == OrderedDict([(1, 2), (3, 4)]) == {3: 4, 1: 2}",
+            "assert f([(3, 4), (1, 2)]) != OrderedDict([(1, 2), (3, 4)])",
+        ],
     ),
     "modules": (
         "def f(x): return x ** 0.5",
@@ -171,7 +192,12 @@ values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c
     "iterators": (
         "def f(n): yield from range(n)",
         "",
-        ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"],
+        [
+            "assert list(f(3)) == [0, 1, 2]",
+            "assert next(f(1)) == 0",
+            "assert list(f(10000)) == list(range(10000))",
+            "from itertools import islice\nassert list(islice(f(10**9), 3)) == [0, 1, 2]",
+        ],
     ),
     "files of its own": (
         "def f(x):\n    open('a', 'w').write(str(x))\n    return int(open('a').read())",
@@ -202,6 +228,34 @@ def test_one_run_sees_nothing_of_another(sandbox: Sandbox) -> None:
     assert sandbox.run_tests("import math\nmath.x = 1\nopen('a', 'w')", []) == []
     code = "import math, os\ndef f(): return hasattr(math, 'x') or os.listdir()"
     assert sandbox.run_tests(code, ["assert f() == []"]) == [True]
+
+
+def test_code_finds_no_test_in_memory() -> None:
+    made = Sandbox()
+    # a function of a test is in a cycle with the names of the test, so it is not freed at once
+    tests = ["def right(x): return x == 'answer 4711'\nassert right(f())"]
+    made.run_tests("def f(): return 'answer'", tests)
+    for name, code in hostile_code.LOOKS_BACK.items():
+        assert made.run_tests(code, tests) == [False], name
+    assert len(made._idle) == 1  # all with the same worker
+    made.close()
+
+
+def test_code_changes_nothing_that_later_code_inherits() -> None:
+    made = Sandbox()
+    made.run_tests("import os\nos.sched_setaffinity(os.getppid(), [0])", [])
+    made.run_tests(
+        "import os\nos.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))", []
+    )
+    code = "import os\ndef f(): return os.sched_getscheduler(0), os.sched_getaffinity(0)"
+    expected = os.sched_getscheduler(0), os.sched_getaffinity(0)
+    assert made.run_tests(code, [f"assert f() == {expected}"]) == [True]
+    made.close()
+
+
+def test_a_call_that_raises_stop_iteration_ends_no_loop_of_a_test() -> None:
+    tests = ["assert all(map(lambda x: f(x) == 7, [1, 2]))", "assert not list(map(f, [1]))"]
+    assert run_tests("def f(x): raise StopIteration", tests) == [False, False]
 
 
 def test_a_test_that_is_not_python_fails_alone() -> None:
@@ -241,6 +295,10 @@ def test_answers_that_a_test_cannot_go_through_fail_alone() -> None:
     # both would take the worker's memory or time, and with it the run's
     tests = ["assert 'a' * g(1) == 'a'", "assert g(1) == 10**10", "assert max(f(1)) == 3"]
     assert run_tests(code, tests) == [False, True, False]
+    # an iterator that is too long to cross is no shorter one
+    code = "def f(n):\n    yield from range(n)"
+    tests = ["assert list(f(10001)) == list(range(10000))", "assert sum(f(10**6)) == 49995000"]
+    assert run_tests(code, [*tests, "assert max(f(10000)) == 9999"]) == [False, False, True]
 
 
 def test_errors_keep_their_arguments_and_the_builtin_kind_that_they_derive_from() -> None:
@@ -318,9 +376,9 @@ sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.1)
     assert trainer.stdout
     pid = int(trainer.stdout.readline())
     deadline = time.monotonic() + 8  # the program is forked after the line
-    while len(everyone := [pid, *descendants(pid)]) < 3 and time.monotonic() < deadline:
+    while len(everyone := [pid, *descendants(pid)]) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(everyone) == 3
+    assert len(everyone) == 4  # the worker, its server, the candidate and its judge
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
@@ -328,6 +386,29 @@ sandbox.run_tests('while True: pass', ['assert False'], timeout_s=0.1)
     while set(everyone) & parents().keys() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not set(everyone) & parents().keys()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    killed, alive = Worker(), Worker()
+    both = set(tmp_path.iterdir())
+    pids = {killed.process.pid, *descendants(killed.process.pid)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    killed.close()
+    deadline = time.monotonic() + 8
+    while pids & parents().keys() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(tmp_path.iterdir()) == both and len(both) == 2
+    third = Worker()
+    (kept,) = both & set(tmp_path.iterdir())
+    assert alive.run(HARMLESS) == third.run(HARMLESS) == [True]
+    alive.close()
+    assert not kept.exists()
+    third.close()
     assert not list(tmp_path.iterdir())
 
 

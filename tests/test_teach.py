@@ -30,6 +30,7 @@ from minigrpo.tasks import additions
 from minigrpo.tasks.additions import Additions, students_pairs, teachers_pairs
 from minigrpo.tasks.registry import load_task
 from minigrpo.tools import evaluate as evaluate_tool
+from minigrpo.tools import sample
 from minigrpo.types import Completions, Example
 
 from . import test_distributed
@@ -236,7 +237,9 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_a_run_pays_the_three_terms_and_reports_what_the_student_solves(tmp_path: Path) -> None:
+def test_a_run_pays_the_three_terms_and_reports_what_the_student_solves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(tmp_path / "run", max_steps=1)
     first = records(tmp_path / "run", "eval.jsonl")[0]
     assert next(name for name in first if name.endswith("_sampled")) == "solved_sampled"
@@ -244,6 +247,12 @@ def test_a_run_pays_the_three_terms_and_reports_what_the_student_solves(tmp_path
     (row,) = records(tmp_path / "run", "metrics.jsonl")
     paid = sum(row[f"rewards/{name}/mean"] for name in ("likelihood", "kl", "match"))
     assert row["reward"] == pytest.approx(paid, abs=1e-4) and row["reward_std"] > 0
+    # greedy and sampled completions of it, each with the student's verdict
+    for more in ([], ["--n", "3"]):
+        capsys.readouterr()
+        sample.main([str(tmp_path / "run"), "--examples", "2", *more])
+        said = capsys.readouterr().out
+        assert said.count("truth       ") == 2 and re.search("right|exact", said)
 
 
 @pytest.mark.slow
@@ -407,9 +416,19 @@ def test_lessons_are_read_from_both_formats(tmp_path: Path) -> None:
     task = load_task("teach", seed=0, data=str(file), student="s")
     found = [task.train(number) for number in range(60)]
     solutions = {example.fields["question"]: example.fields["solution"] for example in found}
-    assert solutions["3+1?"] == "4" and solutions["3/2?"] == "1\n#### 1"
-    example = next(x for x in found if x.fields["question"] == "3+1?")
-    assert example.fields["id"] == 3 and "3+1?" in example.prompt and "4" in example.prompt
+    assert solutions["4+1?"] == "5" and solutions["4/2?"] == "1\n#### 1"
+    example = next(x for x in found if x.fields["question"] == "4+1?")
+    assert example.fields["id"] == 4 and "4+1?" in example.prompt and "5" in example.prompt
+
+
+def test_a_question_is_on_one_side_with_all_of_its_solutions(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "solution": f"{way}"} for i in range(40) for way in range(3)]
+    path = tmp_path / "lessons.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task: Any = load_task("teach", seed=0, data=str(path), student="x")
+    trained = {task.train(i).fields["question"] for i in range(len(rows) - task.num_held_out)}
+    held_out = {task.held_out(i).fields["question"] for i in range(task.num_held_out)}
+    assert len(trained | held_out) == 40 and not trained & held_out
 
 
 @pytest.mark.parametrize(

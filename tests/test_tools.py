@@ -12,6 +12,7 @@ from rich.console import Console
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.evaluate import evaluate as evaluate_in_training
+from minigrpo.model.encoding import decode
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
 from minigrpo.model.weights import export_model
@@ -342,7 +343,8 @@ def test_an_exported_run_writes_the_same_greedy_text_in_transformers(tmp_path: P
     assert set(theirs.generation_config.eos_token_id) == tokenizer.stops
     loaded = load(ModelSelection(run, max_new_tokens=24), Screen(quiet=True))
     examples = [loaded.task.held_out(i) for i in range(4)]
-    ours = sample.complete(loaded, examples, 0)
+    parts = sample.complete(loaded, examples, 0)
+    ours = [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
     for example, (text,) in zip(examples, ours, strict=True):
         ids = their_tokenizer(example.prompt, return_tensors="pt")
         found = theirs.generate(**ids, do_sample=False, max_new_tokens=24)

@@ -57,6 +57,10 @@ class ModelShape:
         for name in ("vocab_size", "context", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("norm_eps", 1e-30), ("rope_theta", 0.0)):
+            if not least <= getattr(self, name) < math.inf:
+                what = "above 0" if least else "at least 0"
+                raise ValueError(f"{name} must be a number {what}, got {getattr(self, name)}")
         if self.width % 2 or (not self.head_dim and self.width % self.heads):
             raise ValueError(
                 f"--width must be even and a multiple of --heads, got {self.width} and {self.heads}"

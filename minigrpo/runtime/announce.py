@@ -7,18 +7,15 @@ from pathlib import Path
 
 import torch
 
-from ..types import RewardTable, RolloutBatch
+from ..config import Config
 from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
 from .flags import as_flags, job_of
-from .log_files import NoLog, RunLog
 from .logging import Screen
 from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
 from .no_effect import Situation, without_effect
 
 STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
-STEPS_BETWEEN_SAMPLES = 10
-SAMPLES_LOGGED = 2
 Evaluation = Mapping[str, float]
 
 
@@ -127,63 +124,35 @@ class SignalWatch:
                 self.screen.warn(f"for {STEPS_WITHOUT_SIGNAL} steps {words}")
 
 
-def log_samples(log: RunLog | NoLog, batch: RolloutBatch, step: int) -> None:
-    """Every few steps, log some completions of one prompt with their reward parts."""
-    if batch.rewards is None or step % STEPS_BETWEEN_SAMPLES:
-        return
-    example, texts = batch.examples[0], batch.texts[0][:SAMPLES_LOGGED]
-    for g, text in enumerate(texts):
-        record = {
-            "prompt": example.prompt,
-            **({"messages": list(example.messages)} if example.messages else {}),
-            "completion": text,
-            "truth": example.answer,
-            "parts": parts_of(batch.rewards, g),
-            "reward": float(batch.rewards.total[0, g]),
-        }
-        log.sample(step, record)
-    shown = [f"prompt      {example.prompt}", f"truth       {example.answer}"]
-    shown += [f"completion  {text}" for text in texts]
-    log.sample_text(step, "\n".join(f"    {line}" for line in shown))
-
-
-def parts_of(rewards: RewardTable, g: int) -> dict[str, float]:
-    """The reward parts of completion g of the first prompt; those that do not concern it are not
-    among them.
-    """
-    scores = {name: float(x[0, g]) for name, x in rewards.parts.items()}
-    return {name: x for name, x in scores.items() if not math.isnan(x)}
-
-
 def say_evaluation(screen: Screen, step: int, found: Mapping[str, Estimate]) -> None:
-    """Print the headline of an evaluation, sampled and greedy."""
+    """Print the headline of an evaluation, sampled and greedy, in a line of a usual terminal."""
     success = headline(found)
     sampled, greedy = (found[name] for name in (success + SAMPLED, success))
     screen.say(
-        f"evaluation at step {step} on {found['n'].value:.0f} held-out examples: "
-        f"{in_words(success)} {percent(sampled)} sampled, {percent(greedy)} greedy; "
-        f"greedy reward {found['reward'].value:.3f} (held out)"
+        f"held out, step {step}: {in_words(success)} {percent(sampled)} sampled, "
+        f"{percent(greedy)} greedy",
+        wrap=True,
     )
 
 
 def percent(share: Estimate) -> str:
-    """A share with its 95 % interval, if it has one."""
-    low, high = (f"{100 * x:.1f}" for x in (share.low, share.high))
+    """A share with its 95 % interval in whole percent, if it has one."""
+    low, high = (f"{100 * x:.0f}" for x in (share.low, share.high))
     return f"{share.value:.1%}" + ("" if math.isnan(share.low) else f" [{low}, {high}]")
 
 
-def progress(metrics: Mapping[str, float], last: Evaluation | None) -> str:
-    """The text next to the progress bar."""
-    seen = ""
+def progress(metrics: Mapping[str, float], last: Evaluation | None, config: Config) -> str:
+    """The text next to the progress bar: now, at the last evaluation, and how fast.
+
+    Tokens are those of the completions, over all processes.
+    """
+    seen = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics][:1]
     name = headline(last or {})
     if last and isinstance(last.get(name + SAMPLED), float):  # a resumed log may lack it
-        right = f"{last[name + SAMPLED]:.1%} {in_words(name)} (sampled)"
-        seen = f"held out at step {last['step']:.0f}: {right}  "
-    if "reward" in metrics:
-        now = f"training reward {metrics['reward']:.3f} (sampled)"
-    else:
-        now = f"loss {metrics['loss']:.4f}"
-    return f"{now}  {seen}{metrics['step_time']:.2f} s/step"
+        seen.append(f"{in_words(name)} {last[name + SAMPLED]:.1%}")
+    group = 1 if config.supervised else config.sampling.group_size
+    tokens = metrics["completions/mean_length"] * config.sampling.prompts_per_step * group
+    return "  ".join([*seen, f"{tokens / metrics['step_time']:,.0f} tok/s"])
 
 
 def show_change(

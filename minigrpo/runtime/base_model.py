@@ -4,8 +4,9 @@ A checkpoint with adapters holds nothing of their base, and no checkpoint holds 
 are loaded again from --init-from, so a checkpoint records which weights were found there.
 """
 
-from collections.abc import Callable
-from dataclasses import fields
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..model.lora import (
     merge_adapters,
     weights_digest,
 )
+from ..model.shape import ModelShape
 from ..model.transformer import Transformer
 from .flags import ConfigError
 from .rng import weights_seed
@@ -88,6 +90,18 @@ def base_digest(config: Config, model: Transformer) -> str:
     if config.model.lora_rank:
         return weights_digest(frozen_weights(model))
     return weights_digest(model.state_dict()) if config.loss.kl_coef else ""
+
+
+def model_digest(model: Transformer, tokenizer: Mapping[str, str]) -> str:
+    """A hash of all that decides what a model computes of a text.
+
+    Args:
+        tokenizer: its fingerprint.
+    """
+    # a field that a later version adds does not count while it has its default
+    shape = {k: x for k, x in asdict(model.shape).items() if x != getattr(ModelShape, k, None)}
+    parts = weights_digest(model.state_dict()), sorted(shape.items()), sorted(tokenizer.items())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def check_base(config: Config, now: str, then: str) -> None:

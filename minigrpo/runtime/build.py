@@ -21,10 +21,11 @@ from ..tasks.files import Listener
 from ..tasks.registry import load_rewards, load_task
 from ..types import Task
 from . import accel
-from .base_model import add_lora, base_dtype
+from .base_model import add_lora, base_dtype, model_digest
 from .flags import ConfigError
 from .frozen_model import FrozenModel
 from .oom import OOMBackoff
+from .reward_functions import success_among
 from .rng import stream, weights_seed
 from .text import check_file_name
 from .token_rewards import TokenScoring
@@ -66,7 +67,8 @@ def make_task(config: Config, listener: Listener | None = None) -> Task:
     task = load_task(given.name, seed=seed, data=given.data, listener=listener, **own)
     if not given.confidence:
         return task
-    return with_confidence(task, seed=seed, chat=chat, supervised=config.supervised)
+    judge = success_among(load_rewards(given.rewards))
+    return with_confidence(task, judge, seed=seed, chat=chat, supervised=config.supervised)
 
 
 def make_scorer(
@@ -78,12 +80,16 @@ def make_scorer(
     """The scorer. Raises ValueError for a bad reward file, or weights of which nothing is learnt.
 
     With weights of 0 alone all rewards are equal, unless --overlong punish makes them differ.
-    Supervised training takes no rewards.
+    Supervised training takes no rewards. With --confidence, the function that is the success judges
+    answers within the task.
     """
+    functions = load_rewards(config.task.rewards, warn)
+    if config.task.confidence:
+        functions = [function for function in functions if not function.success]
     scorer = RewardScorer(
         task,
         weights=config.task.weights(),
-        functions=load_rewards(config.task.rewards, warn),
+        functions=functions,
         workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
         timeout_s=config.task.reward_timeout,
         warn=warn,
@@ -99,13 +105,23 @@ def make_scorer(
 
 
 def make_token_scoring(
-    config: Config, tokenizer: Tokenizer, device: torch.device, warn: Say = lambda text: None
+    config: Config,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    warn: Say = lambda text: None,
+    digests: dict[str, str] | None = None,
 ) -> TokenScoring:
-    """What rewards that look at tokens need; it loads nothing before one of them asks."""
-    return TokenScoring(tokenizer, device, cache(partial(load_frozen, config, device, warn)))
+    """What rewards that look at tokens need; it loads nothing before one of them asks.
+
+    `digests` gets one of each model that is loaded, by a name that says where it comes from.
+    """
+    load = cache(partial(load_frozen, config, device, warn, digests))
+    return TokenScoring(tokenizer, device, load)
 
 
-def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> FrozenModel:
+def load_frozen(
+    config: Config, device: torch.device, warn: Say, digests: dict[str, str] | None, name: str
+) -> FrozenModel:
     """A model that a reward asks, with its own tokenizer. Raises ConfigError in one line."""
     try:
         check_file_name(name)
@@ -115,6 +131,9 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model = merge_adapters(model) if adapters(model) else model
+    if digests is not None:
+        by = "--student" if name == config.task.student else "the model of a reward,"
+        digests[f"{by} {name}"] = model_digest(model, tokenizer.fingerprint)
     fit_vocab(model, name, tokenizer, warn)
     model = accel.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     model.logprob_chunk = accel.logprob_chunk(config.memory, model)

@@ -47,7 +47,9 @@ def calibration(
 def expected_calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
     """Sum over bins of (share of the answers) x |mean confidence - share of right answers|.
 
-    Naeini et al. 2015, with ten bins as in `reliability`.
+    Naeini et al. 2015, with ten bins as in `reliability`. Chance differences add to it and cannot
+    cancel, so it is too large on average, and bootstrap samples of it even more so: compare it with
+    `error_by_chance`.
     """
     bins = reliability(confidence, correct)
     used = bins.count > 0
@@ -57,9 +59,7 @@ def expected_calibration_error(confidence: np.ndarray, correct: np.ndarray) -> f
 
 def reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
     """Sort `[n]` answers into bins: bin k holds k/10 <= confidence < (k+1)/10, the last also 1."""
-    # rounded, because 0.7 in float32 is 0.69999999, which would fall into the bin below
-    place = np.floor(np.round(np.asarray(confidence, dtype=float) * NUM_BINS, 6)).astype(int)
-    place = np.minimum(place, NUM_BINS - 1)
+    place = _bins(confidence)
     count = np.bincount(place, minlength=NUM_BINS)
     with np.errstate(invalid="ignore"):  # 0 / 0 is the NaN of an empty bin
         means = [
@@ -67,6 +67,16 @@ def reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
             for values in (confidence, correct)
         ]
     return Reliability(count, *means)
+
+
+def error_by_chance(confidence: np.ndarray) -> float:
+    """About the calibration error that n answers show if all of their confidences are true.
+
+    It falls as n grows. The difference of two means in a bin is nearly normal, and its absolute
+    value has the mean sqrt(2 / pi) x its standard deviation.
+    """
+    variances = np.bincount(_bins(confidence), weights=confidence * (1 - confidence))
+    return float(np.sqrt(2 / np.pi * variances).sum() / len(confidence))
 
 
 def auroc(confidence: np.ndarray, correct: np.ndarray) -> float:
@@ -78,6 +88,13 @@ def auroc(confidence: np.ndarray, correct: np.ndarray) -> float:
     below = np.searchsorted(wrong, right, side="left")
     equal = np.searchsorted(wrong, right, side="right") - below
     return float(np.sum(below + equal / 2) / (len(wrong) * len(right)))
+
+
+def _bins(confidence: np.ndarray) -> np.ndarray:
+    """The bin of each of `[n]` confidences."""
+    # rounded, because 0.7 in float32 is 0.69999999, which would fall into the bin below
+    place = np.floor(np.round(np.asarray(confidence, dtype=float) * NUM_BINS, 6)).astype(int)
+    return np.minimum(place, NUM_BINS - 1)
 
 
 def _checked(

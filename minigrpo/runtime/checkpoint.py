@@ -70,9 +70,12 @@ def in_the_way(folder: Path) -> list[Path]:
 
 
 def was_interrupted(path: Path) -> bool:
-    """Whether a process died while it saved here. Then nothing that was ever complete is lost."""
-    unfinished = not (path / STATE).exists() or any(path.glob(f"*{PARTIAL}"))
-    return unfinished and not (path / MANIFEST).exists()
+    """Whether a process died while it saved here. Then nothing that was ever complete is lost.
+
+    A folder with other files belongs to another program, such as one that also writes step_000100.
+    """
+    names, partial = {file.name for file in path.iterdir()}, {STATE + PARTIAL, MANIFEST + PARTIAL}
+    return names <= {STATE, *partial} and (STATE not in names or bool(names & partial))
 
 
 def set_aside(paths: Iterable[Path], suffix: str) -> list[Path]:
@@ -258,7 +261,8 @@ def find_checkpoint(folder: Path, resume: str, warn: Callable[[str], object]) ->
             warn(f"{error}; trying the one before it")
     if not all(map(was_interrupted, paths)):
         raise CheckpointError(
-            f"--resume auto: no checkpoint in {folder} is whole; remove the folder to start afresh"
+            f"--resume auto: no checkpoint in {folder} is whole; take another folder to start "
+            "afresh"
         )
     # no checkpoint, or only a first save that never finished: nothing is lost
     return None

@@ -17,6 +17,7 @@ from .flags import ConfigError
 from .flops import step_flops
 from .step_counts import StepCounts, as_sampled, nothing_shared
 from .step_memory import MIB, StepMemory
+from .student import student_shape
 
 EXAMPLES_MEASURED = 64  # to find the mean lengths of prompts and answers
 ASSUMED_PROMPT = 256  # tokens, where there are no data to measure
@@ -59,8 +60,11 @@ class Estimate:
 
 
 def estimate_step(config: Config, shape: ModelShape, counts: StepCounts, device: str) -> Estimate:
-    """Everything but seconds; `device` is a type, such as cuda."""
-    memory = StepMemory(config, shape, counts, device)
+    """Everything but seconds; `device` is a type, such as cuda.
+
+    Raises ConfigError for a --student that is not found.
+    """
+    memory = StepMemory(config, shape, counts, device, student_shape(config))
     by_kind = memory.by_kind()
     tokens = counts.tokens
     if config.optimizer.num_iterations > 1:

@@ -1,32 +1,31 @@
 """The folder that --out-dir names: create or reopen it, check what it holds, and lock it."""
 
+import os
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
 from ..config import Config
 from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS
-from ..model.weight_files import WEIGHTS
+from ..model.weight_files import INDEX, WEIGHTS
+from .answers import ANSWERS
 from .checkpoint import checkpoints, existing_checkpoint, in_the_way
 from .failures import reason_of
 from .files import PARTIAL, lock_file
 from .flags import ConfigError
+from .settings import RECORD, is_run
 
-# A folder with any of these holds a run, or a model, which a new run would overwrite.
-OF_A_RUN = [
-    "config.toml",
-    "metrics.jsonl",
-    "eval.jsonl",
-    "samples.jsonl",
-    "summary.json",
-    WEIGHTS,
-    PEFT_WEIGHTS,
-]
+LOGS = ["metrics.jsonl", "eval.jsonl", ANSWERS, "samples.jsonl"]
+# A folder with any of these holds a run, or a model, which a new run would overwrite or hide.
+OF_A_RUN = [RECORD, *LOGS, "summary.json", WEIGHTS, PEFT_WEIGHTS]
+OF_A_MODEL = [INDEX, PEFT_CONFIG]  # beside a run's weights, they would be those of another model
+CHECKPOINTS, LOCK = "checkpoints", ".lock"
 FOLDERS = ["tensorboard", "bad_batches", "profile"]
 OF_A_RUN += FOLDERS
 # Written after the last step: what is in their way must be found before the first.
-WRITTEN_LATE = ["summary.json", WEIGHTS, PEFT_WEIGHTS, PEFT_CONFIG]
+WRITTEN_LATE = ["summary.json", ANSWERS, WEIGHTS, PEFT_WEIGHTS, PEFT_CONFIG]
 
 
 def working_folder() -> Path:
@@ -65,13 +64,16 @@ def make_folder(config: Config, start: Path = Path()) -> Path:
 
 def _check_contents(folder: Path, resume: str, shown: Path) -> None:
     """Raise ConfigError or CheckpointError if a folder is not as --resume says; name it `shown`."""
-    there = [name for name in OF_A_RUN if (folder / name).exists()]
+    check_home("--out-dir", shown)
+    there = [name for name in (*OF_A_RUN, *OF_A_MODEL) if (folder / name).exists()]
     there += [str(path.relative_to(folder)) for path in checkpoints(folder / "checkpoints")]
     if there and not resume:
+        what = "a model" if there[0] in OF_A_MODEL else "a run"
         raise ConfigError(
-            f"--out-dir {shown}: holds a run; --resume auto continues it, "
+            f"--out-dir {shown}: holds {what}; --resume auto continues a run, "
             f"another folder starts afresh (found: {there[0]})"
         )
+    check_not_among_checkpoints("--out-dir", folder)
     if blocked := in_the_way(folder / "checkpoints"):
         raise ConfigError(f"--out-dir: {blocked[0]} is in the way of a checkpoint")
     for name in WRITTEN_LATE:
@@ -85,15 +87,48 @@ def _check_contents(folder: Path, resume: str, shown: Path) -> None:
         existing_checkpoint(folder / "checkpoints", int(resume))
 
 
+def check_home(flag: str, path: Path) -> None:
+    """Raise ConfigError for ~, which a shell leaves as it is in --out-dir=~/runs, as TOML does."""
+    if path.parts[:1] == ("~",):
+        raise ConfigError(
+            f"{flag} {path}: would be a folder named ~, because the shell has not replaced it; "
+            "write the path in full"
+        )
+
+
+def check_not_among_checkpoints(flag: str, path: Path) -> None:
+    """Raise ConfigError for a path in the folder of a run's checkpoints, which removes old ones."""
+    for folder in map(Path, accumulate(Path(os.path.realpath(path)).parts, os.path.join)):
+        if folder.name == CHECKPOINTS and is_run(folder.parent):
+            raise ConfigError(
+                f"{flag} {path}: is among the checkpoints of a run, which removes old ones with "
+                "all that is in them; take another folder"
+            )
+
+
+def said_gone(folder: Path) -> str:
+    """What to say if a run's folder was removed or renamed; "" if it was not.
+
+    Then what it has from the start is not there. A user may delete one of these files alone, and
+    the logs are made anew.
+    """
+    if any((folder / name).exists() for name in (RECORD, LOCK)):
+        return ""
+    return (
+        f"{folder}: was removed or renamed while the run wrote to it; the logs and the checkpoints "
+        "of before are not there any more"
+    )
+
+
 def lock(folder: Path) -> IO[str]:
     """Keep other processes out of a folder for as long as the returned file is open.
 
     Raises ConfigError if another run holds the lock. The lock ends with the process in any case.
     """
     try:
-        file = open(folder / ".lock", "a")
+        file = open(folder / LOCK, "a")
     except OSError as error:
-        raise ConfigError(f"{folder / '.lock'}: cannot be written ({reason_of(error)})") from None
+        raise ConfigError(f"{folder / LOCK}: cannot be written ({reason_of(error)})") from None
     if not lock_file(file):
         file.close()
         raise ConfigError(

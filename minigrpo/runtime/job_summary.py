@@ -37,7 +37,7 @@ def write_job_summary(
     text = "".join(f"{name:<10} {value}\n" for name, value in rows.items())
     file = folder / "job_summary.txt"
     try:
-        write_whole(file, lambda aside: aside.write_text(text))
+        write_whole(file, lambda aside: aside.write_text(text, "utf-8"))
     except OSError as error:
         warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
 

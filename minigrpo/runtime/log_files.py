@@ -1,16 +1,16 @@
-"""The logs of a run: metrics, evaluations and samples as JSONL, and TensorBoard's events.
+"""The files of a run's logs: records of steps as JSONL, and TensorBoard's events.
 
 All of them are `AppendedFile`s. A log must never end a run: while the disk is full, records wait in
 memory, and they are written when there is room. What a resume has to cut is cut in a copy, which
 replaces the file when it is whole.
 """
 
-import math
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import text as text_summary
 
 from .failures import reason_of
-from .files import NUM_NOT_FINITE, to_json, write_whole
+from .files import to_json, write_whole
 from .flags import ConfigError
 from .text import parse_json, quoted
 
@@ -89,11 +89,27 @@ class AppendedFile:
             self.trouble.warn(f"{self.path}: {lost} records could not be written and are lost")
         self.file.close()
 
+    def _follow(self) -> None:
+        """Open the file anew if it was removed or replaced, as editors do when they save.
+
+        What is written to the old one would be lost. Raises OSError if the folder has gone.
+        """
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
+                return
+        anew = open(self.path, "ab", buffering=0)
+        self.file.close()
+        self.file = anew
+        self.trouble.warn(
+            f"{self.path}: was removed or replaced during the run; what follows is in the new file"
+        )
+
     def _forget_first(self) -> None:
         self.size_waiting -= len(self.waiting.popleft())
 
     def _write(self, record: bytes) -> None:
         """Write all of a record or, as far as the file system allows, nothing."""
+        self._follow()
         size = os.fstat(self.file.fileno()).st_size
         rest = memoryview(record)
         try:
@@ -191,76 +207,3 @@ class EventFile:
         record = BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         self.file.append(record.getvalue())
-
-
-class RunLog:
-    """The logs in a run's folder: metrics, evaluations, samples, TensorBoard."""
-
-    def __init__(self, folder: Path, warn: Say, *, start_step: int) -> None:
-        """`start_step` steps are done; lines of later steps, from a lost run, are dropped.
-
-        Raises ConfigError if a file is in the way or cannot be written.
-        """
-        # a run that starts afresh keeps nothing, not even the evaluation at step 0
-        last = start_step or -1
-        trouble = LogTrouble(warn)
-        self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
-        self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
-        samples = folder / "samples.jsonl"
-        self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
-        for log in (self.metrics, self.evaluations):
-            if start_step and not log.kept:
-                warn(f"{log.file.path}: has nothing of the {start_step} steps before the resume")
-        self.board = EventFile(folder / "tensorboard", trouble, first_step=last + 1)
-
-    @property
-    def evaluated(self) -> list[dict[str, Any]]:
-        """Evaluations from before the resume by step, with NaN for what was not finite."""
-        return [
-            {
-                name: math.nan if value is None else value
-                for name, value in record.items()
-                if name != NUM_NOT_FINITE
-            }
-            for record in sorted(self.evaluations.kept, key=lambda record: record["step"])
-        ]
-
-    def step(self, step: int, values: Scalars) -> None:
-        self.metrics.write({"step": step, **values})
-        named = {name if "/" in name else f"train/{name}": x for name, x in values.items()}
-        self.board.scalars(step, named)
-
-    def evaluation(self, step: int, values: Scalars) -> None:
-        self.evaluations.write({"step": step, **values})
-        shown = {
-            f"eval/{name}": value
-            for name, value in values.items()
-            if name != "n" and not name.startswith("count/")
-        }
-        self.board.scalars(step, shown)
-
-    def sample(self, step: int, record: Mapping[str, Any]) -> None:
-        self.samples.write({"step": step, **record})
-
-    def sample_text(self, step: int, text: str) -> None:
-        self.board.text(step, "samples", text)
-
-    def close(self) -> None:
-        for log in (self.metrics, self.evaluations, self.samples, self.board):
-            log.file.close()
-
-
-class NoLog:
-    """The log of all processes but the main one: it does nothing."""
-
-    evaluated: list[dict[str, Any]] = []  # noqa: RUF012 - nothing is ever added
-
-    def step(self, step: int, values: Scalars) -> None: ...
-
-    def evaluation(self, step: int, values: Scalars) -> None: ...
-
-    def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
-
-    def sample_text(self, step: int, text: str) -> None: ...
-
-    def close(self) -> None: ...

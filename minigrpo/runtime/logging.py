@@ -15,21 +15,16 @@ from typing import Any, cast
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from .failures import reason_of
 from .flags import ConfigError
 
-SECONDS_BETWEEN_LINES = 15.0  # between progress lines, if there is no terminal
+SECONDS_BETWEEN_LINES = 15.0  # between progress lines, where there is no bar
+NARROW = 60  # a terminal with fewer columns has no room for a bar
 
 
 class PhaseTimer:
@@ -112,7 +107,8 @@ class OutputStream:
 class Screen:
     """The console: messages, and progress as a bar on a terminal or as lines elsewhere.
 
-    Only the main process prints messages. Every process may warn; the warning names its rank.
+    Elsewhere is a pipe, a file, a dumb terminal, or a narrow one. Only the main process prints
+    messages. Every process may warn; the warning names its rank.
     """
 
     def __init__(self, *, quiet: bool = False, rank: int = 0, has_result: bool = False) -> None:
@@ -126,26 +122,25 @@ class Screen:
         self.errors = Console(file=cast(Any, errors), highlight=False, soft_wrap=True)
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-        )
-        times = (
-            TimeElapsedColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(),
             TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=True),
         )
-        self.progress = Progress(
-            *columns, TextColumn("{task.description}"), *times, console=self.console
-        )
-        self.live = self.console.is_terminal and not quiet
+        self.progress = Progress(*columns, console=self.console, expand=True)
+        can_move = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = can_move and self.console.width >= NARROW and not quiet
         self.last_line = 0.0
 
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+    def say(self, text: str, *, style: str = "", wrap: bool = False) -> None:
+        """Print a text as one line; on a terminal, `wrap` breaks it between words."""
+        folds = wrap and self.console.is_terminal
+        self.console.print(Text(text, style=style), soft_wrap=not folds)
 
     def warn(self, text: str) -> None:
         where = f" (rank {self.rank})" if self.rank else ""
-        self.errors.print(f"warning{where}: {text}", style="yellow", markup=False)
+        line = Text(f"warning{where}: {text}", style="yellow")
+        self.errors.print(line, soft_wrap=not self.errors.is_terminal)
 
     @contextmanager
     def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -196,6 +191,7 @@ class Screen:
     ) -> None:
         """Print a table, `narrow` without lines between columns.
 
+        Where there are few columns and it does not fit, its rows are printed as lines.
         Nothing in it is markup: a reward may be named `[/b]`.
         """
         lines: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False} if narrow else {}
@@ -204,7 +200,16 @@ class Screen:
             table.add_column(Text(column), justify="right" if i else "left")
         for row in rows:
             table.add_row(*map(Text, row))
-        self.console.print(table)
+        unbounded = self.console.options.update(max_width=10_000)
+        needed = Measurement.get(self.console, unbounded, table).maximum
+        if needed <= self.console.width or self.console.width >= NARROW:
+            self.console.print(table)
+            return
+        self.say(title, wrap=True)
+        names = [column.replace("\n", " ") for column in columns]
+        for row in rows:
+            cells = [(name, cell) for name, cell in zip(names, row, strict=True) if cell]
+            self.say("  " + " ".join(f"{name} {cell}".strip() for name, cell in cells), wrap=True)
 
 
 def peak_memory_mib(device: torch.device) -> float:

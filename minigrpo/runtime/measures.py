@@ -16,6 +16,7 @@ PASS_AT = "pass@"  # what the keys of pass@k begin with
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 RESAMPLES = 500  # bootstrap samples per interval
+FEWEST = 4  # values on which an estimate of a variance may rest
 
 Summaries = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
 
@@ -60,8 +61,9 @@ def estimate(values: np.ndarray) -> Estimate:
 
     NaN is left out. The examples are independent, the K values of one are not, so the interval is
     that of the n means. It is Wilson's for means from 0 to 1, else Student's t. Wilson's takes as
-    many trials as would give a share this variance (Korn and Graubard 1998). Both assume nothing
-    else than independent examples, and t that their number is not small. One example has none.
+    many trials as would give a share this variance (Korn and Graubard 1998), see `trials_of`. Both
+    assume nothing else than independent examples, and t that their number is not small. One example
+    has none.
     """
     known = ~np.isnan(values)
     counts, sums = known.sum(axis=1), np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
@@ -73,12 +75,28 @@ def estimate(values: np.ndarray) -> Estimate:
     center = float(each.mean())
     if len(each) < 2:
         return Estimate(center)
-    n, variance, t = len(each), float(each.var(ddof=1)), student_t(len(each) - 1)
-    if each.min() >= 0 and each.max() <= 1 and variance > 0:
-        trials = max(n - 1, center * (1 - center) / variance * n)
-        return wilson(center, trials * (Z / t) ** 2)
-    half = t * math.sqrt(variance / n)
+    if each.min() >= 0 and each.max() <= 1:
+        return wilson(center, trials_of(each))
+    half = student_t(len(each) - 1) * math.sqrt(float(each.var(ddof=1)) / len(each))
     return Estimate(center, center - half, center + half)
+
+
+def trials_of(each: np.ndarray) -> float:
+    """How many trials of a share have the variance of the mean of `[n]` values from 0 to 1.
+
+    At least n - 1, because no values from 0 to 1 vary more than 0 and 1 do. Their variance rests on
+    few of them, if most are nearly 1 and one is 0.3, as those of pass@k: on (sum of squares)^2 /
+    (sum of fourth powers), by their deviations. With so many degrees of freedom, Student's t tells
+    how far the variance is to be trusted; below FEWEST not at all.
+    """
+    n, center, squares = len(each), float(each.mean()), (each - each.mean()) ** 2
+    if not squares.any():
+        return n - 1
+    freedom = float(squares.sum() ** 2 / (squares**2).sum())
+    if freedom < FEWEST:
+        return n - 1
+    as_many = center * (1 - center) / float(each.var(ddof=1)) * n
+    return max(n - 1, as_many * (Z / student_t(freedom)) ** 2)
 
 
 def wilson(share: float, n: float) -> Estimate:
@@ -92,7 +110,7 @@ def wilson(share: float, n: float) -> Estimate:
     return Estimate(share, max(0.0, min(share, center - half)), min(1.0, max(share, center + half)))
 
 
-def student_t(freedom: int) -> float:
+def student_t(freedom: float) -> float:
     """The 97.5 % quantile of Student's t with `freedom` degrees, within 1 % from 2 degrees on.
 
     The expansion in powers of 1 / freedom (Abramowitz and Stegun, 26.7.5).

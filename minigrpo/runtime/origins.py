@@ -4,6 +4,7 @@ Checkpoints record the commits of models on the Hugging Face Hub and a fingerpri
 because a name, as well as a folder, may stand for something else later.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 from ..config import Config
 from ..model.hub import cached_folder, local_folder
 from ..model.tokenizer import Tokenizer
+from .failures import reason_of
+from .files import write_whole
 from .flags import ConfigError, flag
 from .resume import changed
-from .settings import RECORD
+from .settings import RECORD, toml_lines
 
 NAMES = ("init_from", "tokenizer", "student")  # the settings that may name a model on the Hub
 
@@ -82,3 +85,20 @@ def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, s
             f"--resume: --tokenizer {name} has changed since the checkpoint was written: another "
             f"{' and another '.join(differ)}; bring its files back, or start a new run"
         )
+
+
+def write_record(folder: Path, config: Config, found: Mapping[str, str]) -> None:
+    """Write a run's `config.toml`, which --config can read; `found` is its table `versions`.
+
+    Raises ConfigError if it cannot be written.
+    """
+    file = folder / RECORD
+    # the layers of --fast are written out, so that --no-fast has nothing to undo
+    lines = toml_lines(config.replace(fast=False), leave_out=("out_dir", "resume", "stop_after"))
+    lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
+    text = "\n".join(lines) + "\n"
+    try:
+        tomllib.loads(text)  # fail now rather than leave a file that cannot be read
+        write_whole(file, lambda aside: aside.write_text(text, "utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be written ({reason_of(error)})") from None

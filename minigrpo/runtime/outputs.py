@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..model.lora import PEFT_CONFIG
 from ..model.tokenizer_files import TOKENIZER
 from ..model.weight_files import CONFIG
 from .checkpoint import MANIFEST
 from .flags import ConfigError
-from .folder import OF_A_RUN
+from .folder import LOCK, OF_A_MODEL, OF_A_RUN, check_home, check_not_among_checkpoints
 
 # A figure or table written onto one of them would lose what training has made.
-OF_A_RUN_OR_MODEL = {*OF_A_RUN, MANIFEST, CONFIG, TOKENIZER, PEFT_CONFIG}
+OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, TOKENIZER}
 
 
 def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ()) -> None:
@@ -48,6 +47,7 @@ def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ())
             raise ConfigError(f"{flag} {text}: is a file of a run or a model; take another name")
         elif not os.access(path, os.W_OK):
             raise ConfigError(f"{flag} {text}: cannot be written (no permission)")
+        check_not_among_checkpoints(flag, path)
 
 
 def check_output_folder(flag: str, path: str | Path) -> None:
@@ -60,6 +60,7 @@ def check_output_folder(flag: str, path: str | Path) -> None:
     if not text:
         raise ConfigError(f"{flag} must name a folder, got {text!r}")
     with one_line(flag, Path(path)):
+        check_not_among_checkpoints(flag, Path(path))
         _check_can_make(flag, Path(path), Path(path))
 
 
@@ -102,6 +103,7 @@ def _checked(flag: str, path: str | Path) -> str:
         raise ConfigError(f"{flag} {text!r}: is not valid UTF-8") from None
     if "\0" in text:
         raise ConfigError(f"{flag} {text!r}: has a NUL character")
+    check_home(flag, Path(path))
     return text
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from ..types import RewardTable
 from .pool import Job, WorkerPool
-from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, narrow, partly_nan, total_so_far
+from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, partly_nan
+from .reward_weights import narrow, total_so_far
 
 
 @dataclass

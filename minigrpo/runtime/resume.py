@@ -1,16 +1,19 @@
 """What may differ between a checkpoint and the run that resumes it, and what is said about it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import Config
+from .distributed import DistContext
 from .flags import ConfigError, flag
+from .folder import LOGS
 from .renamed import modern
-from .settings import is_run, places, read_record
+from .settings import RECORD, is_run, places, read_record
+from .summary import SUMMARY
 from .text import parse_json
 
 # Groups whose settings may differ when a run is resumed. They do not change training beyond
@@ -35,29 +38,38 @@ ONLY_WITH = {
 }
 
 
+def same_files(config: Config, dist: DistContext) -> dict[str, str]:
+    """`contents_of_files`. Raises ConfigError, in all processes, if they find different ones."""
+    found = contents_of_files(config)
+    if not _named_files(config):  # the same in all processes, also if one cannot read a file
+        return found
+    digest = hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+    number = torch.tensor(int(digest[:15], 16))
+    if dist.max(number) != -dist.max(-number):
+        raise ConfigError(
+            f"{', '.join(found)}: not the same in all processes; each would train on other "
+            "examples or rewards. Copy the files to all machines"
+        )
+    return found
+
+
 def contents_of_files(config: Config) -> dict[str, str]:
-    """The sha256 of each file of --task, --rewards, --data and --student, by its flag and name.
+    """The sha256 of each file of --task, --rewards and --data, by its flag and name.
 
     Saved in checkpoints, because a file may have the same name and other contents when a run is
     resumed. A file that cannot be read is left out; its reader refuses it with a better message.
     """
+    named = _named_files(config)
+    return {f"{by} {path}": digest for by, path in named if (digest := _sha256(path))}
+
+
+def _named_files(config: Config) -> list[tuple[str, str]]:
+    """The files of --task, --rewards and --data, each with its flag."""
     task = config.task
     own_task = task.name if task.name.endswith(".py") else ""
     named = [("--task", own_task), ("--rewards", task.rewards)]
     named += [("--data", path.strip()) for path in task.data.split(",")]
-    named += [("--student", str(path)) for path in _weights_at(task.student)]
-    return {f"{by} {path}": digest for by, path in named if path and (digest := _sha256(path))}
-
-
-def _weights_at(name: str) -> list[Path]:
-    """The files that hold the weights of a model at a path; none for ORG/NAME.
-
-    Of a run's checkpoints their manifests, which hold hashes of them.
-    """
-    path = Path(name)
-    if not name or not path.is_dir():
-        return [path] if name else []
-    return sorted([*path.glob("*.safetensors"), *path.glob("checkpoints/*/manifest.json")])
+    return [(by, path) for by, path in named if path]
 
 
 def _sha256(path: str) -> str:
@@ -74,6 +86,26 @@ def _sha256(path: str) -> str:
 def changed(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
     """The names whose digests differ; what one of the two does not know is no difference."""
     return [name for name, digest in then.items() if now.get(name, digest) != digest]
+
+
+def other_contents(now: Mapping[str, str], then: Mapping[str, str]) -> str:
+    """What to say if files or models differ from those of the checkpoint, or ""."""
+    if not (differ := changed(now, then)):
+        return ""
+    return (
+        f"{', '.join(differ)}: other contents than when the checkpoint was written, so the run "
+        "does not continue as it began"
+    )
+
+
+def abandoned(step: int, later: Sequence[Path], resume: str) -> str:
+    """What to say if --resume `step` gives up steps that a run has done, or ""."""
+    if not later or resume == "auto":
+        return ""
+    return (
+        f"--resume {step} abandons the steps after it: their lines in the logs are removed now, "
+        f"and their checkpoints ({', '.join(path.name for path in later)}) with the next save"
+    )
 
 
 def other_judge(now: str, then: str) -> str:
@@ -124,13 +156,23 @@ def check_same_shape(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
 
 
 def check_nothing_trained(folder: Path, save_every: int) -> None:
-    """Raise ConfigError if a folder without checkpoints has the logs of a run that had some."""
+    """Raise ConfigError if a folder without checkpoints has the logs of a run that had some.
+
+    Also if it has files that no run wrote, and that a run would replace: a user's eval.jsonl, say.
+    """
+    there = [name for name in (RECORD, *LOGS, SUMMARY) if (folder / name).exists()]
+    if there and (not is_run(folder) or damage_of_record(folder)):
+        raise ConfigError(
+            f"--resume auto: {folder} has no checkpoint, and {there[0]} that no run wrote, which "
+            "this run would replace; take another folder"
+        )
     try:
         last = (folder / "metrics.jsonl").read_bytes().strip().rpartition(b"\n")[2]
         steps = parse_json(last)["step"] if last else 0
     except (OSError, ValueError, TypeError, KeyError):  # none, or cut off when the process died
         return
-    if type(steps) is int and steps >= save_every:
+    # a run that was killed may have logged a step that it had not saved yet
+    if type(steps) is int and steps > save_every:
         raise ConfigError(
             f"--resume auto: {folder} has metrics of {steps} steps, but no checkpoint; bring the "
             "checkpoints back, or take another folder"

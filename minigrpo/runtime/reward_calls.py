@@ -9,7 +9,7 @@ The threads are in pool.py.
 import copy
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 
 from ..types import Example
 from .flags import ConfigError
-from .loss_arguments import FLOAT32_UP_TO
 from .text import one_line, short
 
 # longest batched call, because the other processes wait for its scores until --pg-timeout
@@ -53,6 +52,7 @@ class RewardSource:
     timeout_s: float | None  # seconds per completion; None: trusted
     floor: float = 0.0  # the score of a completion whose call failed
     may_be_nan: bool = False  # NaN says that a part does not concern the example
+    is_function: bool = False  # a function of --rewards; otherwise it belongs to the task
 
     @property
     def trusted(self) -> bool:
@@ -62,6 +62,18 @@ class RewardSource:
     def answer(self, *args: Any) -> Any:
         """Call the function, and copy what it returns: it may reuse one object for each call."""
         return copied(self.call(*args))
+
+    def asked(self, example: Example) -> Example:
+        """The example that a call gets: the task's own object, or a copy of it for a function.
+
+        A function that takes used numbers out of a list in `example.fields` would change what the
+        task compares the next completion with.
+        """
+        example = users_own(example)
+        if not self.is_function or type(example) is not Example:
+            return example
+        messages, fields = (_own(value) for value in (example.messages, example.fields))
+        return replace(example, messages=messages, fields=fields)
 
     @property
     def of_distinct(self) -> bool:
@@ -83,6 +95,13 @@ class RewardSource:
         else:
             length = size
         return (slice(start, min(start + length, size)) for start in range(0, size, length))
+
+    def of_one(self, example: Example, text: str) -> np.ndarray:
+        """The checked scores of one text, `[len(names), 1]`, for EACH and BATCHED."""
+        pair: tuple[Any, Any] = example, text
+        if self.kind == BATCHED:
+            pair = [example], [text]
+        return self.check(self.answer(*pair), 1)
 
     def time_limit(self, size: int) -> float | None:
         """Seconds for a call with `size` completions: `timeout_s` each, capped for a batch."""
@@ -136,6 +155,15 @@ def _numbers(column: Any, size: int) -> np.ndarray:
     return scores
 
 
+def _own(value: Any) -> Any:
+    """Plain data with dicts and lists of its own, and all other objects as they are."""
+    if type(value) is dict:
+        return {name: _own(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_own(inner) for inner in value)
+    return value
+
+
 def copied(answer: Any) -> Any:
     """A copy of what can be changed in place: dicts, lists, arrays and tensors."""
     if type(answer) is dict:
@@ -145,34 +173,6 @@ def copied(answer: Any) -> Any:
     if isinstance(answer, np.ndarray | torch.Tensor):
         return copy.copy(answer) if isinstance(answer, np.ndarray) else answer.clone()
     return answer
-
-
-def narrow(scores: np.ndarray) -> np.ndarray:
-    """Scores in float32, unless one is so large that float32 would merge different ones."""
-    return scores if (np.abs(scores) > FLOAT32_UP_TO).any() else scores.astype(np.float32)
-
-
-def weighted_sum(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
-    """The total of reward parts `[P, G]`, in float32 if all weighted parts are small enough.
-
-    A part that does not concern an example, which is NaN there, counts 0.
-    """
-    counted = {name: np.where(np.isnan(parts[name]), 0, parts[name]) for name in weights}
-    terms = [np.float64(weight) * counted[name] for name, weight in weights.items()]
-    if not all((np.abs(term) <= FLOAT32_UP_TO).all() for term in terms):
-        return np.stack(terms).sum(axis=0)
-    total = np.zeros_like(terms[0], dtype=np.float32)
-    for name, weight in weights.items():
-        total += np.float32(weight) * counted[name].astype(np.float32)
-    return total
-
-
-def total_so_far(
-    parts: Mapping[str, np.ndarray], weights: Mapping[str, float], shape: tuple[int, ...]
-) -> np.ndarray:
-    """The weighted sum of those parts that are there, `[P, G]`: others may need tokens."""
-    known = {name: weight for name, weight in weights.items() if name in parts}
-    return weighted_sum(parts, known) if known else np.zeros(shape, dtype=np.float32)
 
 
 def partly_nan(scores: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class RewardFunction:
     batched: bool = False  # function(examples, texts) -> floats, else function(example, text)
     grouped: bool = False  # function(example, texts) -> floats, of all completions of a prompt
     tokens: bool = False  # function(TokenBatch) -> [P, G] floats
+    success: bool = False  # 1 says that a completion is right, and anything else that it is not
 
     def __post_init__(self) -> None:
         check_part_name(self.name)
@@ -87,7 +88,7 @@ class RewardFunction:
         check_number(f"{self.name}: floor", self.floor)
         if self.timeout_s is not None:
             check_time_limit(f"{self.name}: timeout_s", self.timeout_s)
-        for what in KINDS:
+        for what in (*KINDS, "success"):
             if not isinstance(asked := getattr(self, what), bool):
                 raise ConfigError(f"{self.name}: {what} must be True or False, got {short(asked)}")
         if len(asked_for := [what for what in KINDS if getattr(self, what)]) > 1:
@@ -96,6 +97,11 @@ class RewardFunction:
             raise ConfigError(
                 f"{self.name}: timeout_s and floor do not go with tokens, because such a function "
                 "has no time limit, and an error in it ends the run"
+            )
+        if self.success and (self.grouped or self.floor):
+            raise ConfigError(
+                f"{self.name}: success does not go with {'grouped' if self.grouped else 'floor'}, "
+                "because it says of each completion whether it is right, and a failure is not"
             )
         self._check_call()
 
@@ -133,7 +139,32 @@ class RewardFunction:
         limit = timeout_s if self.timeout_s is None else self.timeout_s
         # a function of tokens uses the device, so it cannot run in a thread that is given up
         timed = None if self.tokens else limit
-        return RewardSource([self.name], call, self.kind, timed, self.floor)
+        return RewardSource([self.name], call, self.kind, timed, self.floor, is_function=True)
+
+
+def check_functions(functions: Sequence[object], parts: Collection[str]) -> None:
+    """Raise ConfigError for functions that cannot be used together, or with a task's parts."""
+    known = [function for function in functions if isinstance(function, RewardFunction)]
+    if wrong := [function for function in functions if not isinstance(function, RewardFunction)]:
+        raise ConfigError(
+            "functions must be decorated with @minigrpo.reward(), "
+            f"got {type(wrong[0]).__name__} {getattr(wrong[0], '__name__', '')}".rstrip()
+        )
+    names = [function.name for function in known]
+    if twice := set(names) & set(parts):
+        raise ConfigError(f"--rewards: the task already has a part {', '.join(sorted(twice))}")
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--rewards: two functions are named {', '.join(sorted(twice))}")
+    success_among(known)
+
+
+def success_among(functions: Sequence[RewardFunction]) -> RewardFunction | None:
+    """The function that says which completions are right, if any. Raises ConfigError for two."""
+    found = [function for function in functions if function.success]
+    if len(found) > 1:
+        names = ", ".join(function.name for function in found)
+        raise ConfigError(f"--rewards: one function may have success=True, got {names}")
+    return found[0] if found else None
 
 
 def reward(
@@ -144,6 +175,7 @@ def reward(
     batched: bool = False,
     grouped: bool = False,
     tokens: bool = False,
+    success: bool = False,
 ) -> Callable[[Callable[..., Any]], RewardFunction]:
     """Decorator: make a function a reward part, named after the function.
 
@@ -169,6 +201,8 @@ def reward(
         tokens: the function takes a `TokenBatch`: token ids, spans between tags, the policy's
             log-probs, its device, and other models. It returns `[P, G]` floats, as an array, a
             tensor or lists. It is trusted: there is no time limit, and an error ends the run.
+        success: the function returns 1 for a right completion and 0 for any other. Evaluations,
+            pass@k and --confidence count by it, in place of the task's own success.
 
     Raises:
         ConfigError: a value that is not allowed, or a function that cannot be called like this.
@@ -176,6 +210,7 @@ def reward(
 
     def decorate(function: Callable[..., Any]) -> RewardFunction:
         name = getattr(function, "__name__", type(function).__name__)
-        return RewardFunction(function, name, weight, timeout_s, floor, batched, grouped, tokens)
+        kinds = {"batched": batched, "grouped": grouped, "tokens": tokens, "success": success}
+        return RewardFunction(function, name, weight, timeout_s, floor, **kinds)
 
     return decorate

@@ -1,19 +1,16 @@
 """A run's folder: create or reopen it, lock it, and write checkpoints, config and summary.
 
-config.toml  metrics.jsonl  eval.jsonl  samples.jsonl  summary.json  job_summary.txt  tensorboard/
+config.toml  metrics.jsonl  eval.jsonl  held_out.jsonl  samples.jsonl  summary.json  tensorboard/
+job_summary.txt  track_id
 model.safetensors  checkpoints/step_NNNNNN/{state.pt, manifest.json}  bad_batches/
 With --lora-rank, adapter_model.safetensors and adapter_config.json instead of model.safetensors.
 """
 
 import contextlib
-import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
-
-import torch
 
 from ..config import Config
 from ..learner import Learner
@@ -22,6 +19,7 @@ from ..model.transformer import Transformer
 from ..model.weight_files import WEIGHTS
 from ..types import RolloutBatch
 from . import resume as resuming
+from .bad_batches import keep_bad_batch
 from .base_model import base_digest, check_base, loadable_base
 from .checkpoint import (
     CheckpointError,
@@ -38,13 +36,13 @@ from .environment import versions
 from .failures import RunFailed, reason_of
 from .files import write_whole
 from .flags import ConfigError, flag
-from .folder import lock, make_folder, working_folder
-from .log_files import NoLog, RunLog
+from .folder import lock, make_folder, said_gone, working_folder
 from .logging import Screen
-from .origins import check_same_tokenizer, commits_of_models, recorded
-from .resume import changed, changes, check_same_run, contents_of_files, made_by
-from .settings import toml_lines
+from .origins import check_same_tokenizer, commits_of_models, recorded, write_record
+from .resume import changes, check_same_run, made_by
+from .run_log import Listener, NoLog, RunLog
 from .summary import take_earlier_seconds, write_summary
+from .trackers import start_trackers
 
 
 class RunDir:
@@ -55,13 +53,14 @@ class RunDir:
         self.config, self.dist, self.screen = config, dist, screen
         self.path, self.shown = Path(), Path()  # absolute, and as --out-dir names it
         self.start = working_folder()
-        self.files = contents_of_files(config) if dist.is_main else {}  # as the run reads them
+        self.files = resuming.same_files(config, dist)  # and of rewards' models, as they are loaded
         self.base = ""  # identifies the weights at --init-from, where they are needed again
         self.tokenizer: Mapping[str, str] = {}  # its fingerprint
         self.judge = ""  # the software that decides scores, if the task names it
         self.saved_step = -1  # of the newest checkpoint
         self.earlier_seconds = 0.0  # that the parts before a resume took; NaN: not known
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
+        self.listeners: list[Listener] = []  # of the logs, in the main process
         self._lock: IO[str] | None = None
 
     @property
@@ -95,8 +94,10 @@ class RunDir:
         def start() -> None:
             self._write_config()
             self.earlier_seconds = take_earlier_seconds(self.path, step)
-            logs.append(RunLog(self.path, self.screen.warn, start_step=step))
+            warn, listeners = self.screen.warn, self.listeners
+            logs.append(RunLog(self.path, warn, start_step=step, listeners=listeners))
             self._set_later_aside()
+            listeners += start_trackers(self.config, self.path, step, warn)
 
         try:
             self.dist.on_main(start)
@@ -121,10 +122,20 @@ class RunDir:
         """Write a checkpoint, unless this step has one.
 
         If the disk is full and the save is not `required`, warn and continue; older checkpoints
-        are kept. Raises RunFailed if it is, or if a value to save is not finite.
+        are kept. Raises RunFailed if it is, if a value to save is not finite, or, once the step is
+        saved, if the folder was removed or renamed.
         """
+
+        def save() -> None:
+            if gone := said_gone(self.path):
+                self.saved_step = -1
+            self._save(step, learner)
+            if gone:
+                self._write_config()
+                raise RunFailed(f"{gone}; step {step} is saved there anew, and the run ends")
+
         try:
-            self.dist.on_main(lambda: self._save(step, learner))
+            self.dist.on_main(save)
         except RunFailed:
             raise
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
@@ -243,13 +254,13 @@ class RunDir:
                 f"{'; '.join(said)}: the batches are the same, but results may not be equal bit "
                 "for bit"
             )
-        if differ := changed(self.files, state.get("files", {})):
-            self.screen.warn(
-                f"{', '.join(differ)}: other contents than when the checkpoint was written, so "
-                "the run does not continue as it began"
-            )
-        if judged := resuming.other_judge(self.judge, state.get("judge", "")):
-            self.screen.warn(judged)
+        for other in (
+            resuming.other_contents(self.files, state.get("files", {})),
+            resuming.other_judge(self.judge, state.get("judge", "")),
+            resuming.abandoned(step, self.later, self.config.run.resume),
+        ):
+            if other:
+                self.screen.warn(other)
         if damage := resuming.damage_of_record(self.path):
             self.screen.warn(f"{damage}; it is written anew, with the settings of this command")
         self.screen.say(f"resumed from step {step} of {self.shown}")
@@ -262,39 +273,18 @@ class RunDir:
 
     def dump(self, batch: RolloutBatch, step: int) -> Path | None:
         """Save a batch whose step was skipped (`torch.load(..., weights_only=True)` reads it)."""
-        name = f"step_{step + 1:06d}_rank_{self.dist.rank}.pt"
-        path = self.path / "bad_batches" / name
-        prompts = [example.prompt for example in batch.examples]
-        record = {
-            "prompts": prompts,
-            "texts": [list(group) for group in batch.texts],
-            **vars(batch.completions),
-            "rewards": None if batch.rewards is None else torch.from_numpy(batch.rewards.total),
-            "advantages": batch.advantages,
-            "ref_logp": batch.ref_logp,
-        }
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, lambda aside: torch.save(record, aside))
-        except (OSError, RuntimeError):  # a full disk must not end a run that the guard keeps going
-            return None
-        return path
+        return keep_bad_batch(self.path, batch, step, self.dist.rank)
 
     def _write_config(self) -> None:
         """Write `config.toml`, which --config can read, with the run's software versions."""
-        file = self.path / "config.toml"
-        # the layers of --fast are written out, so that --no-fast has nothing to undo
-        config = self.config.replace(fast=False)
-        lines = toml_lines(config, leave_out=("out_dir", "resume", "stop_after"))
         found = versions(self.dist.world_size) | recorded(self.tokenizer)
-        lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
-        text = "\n".join(lines) + "\n"
-        try:
-            tomllib.loads(text)  # fail now rather than leave a file that cannot be read
-            write_whole(file, lambda aside: aside.write_text(text))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: cannot be written ({reason_of(error)})") from None
+        write_record(self.path, self.config, found)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; if that is not possible, warn, and leave none."""
+        """Write `summary.json`; if that is not possible, warn, and leave none.
+
+        Raises RunFailed if the folder has gone, and the run does not fail for another reason.
+        """
+        if summary["status"] != "failed" and (gone := said_gone(self.path)):
+            raise RunFailed(f"{gone}; so are the weights")
         write_summary(self.path, summary, self.dist.world_size, self.screen.warn)

@@ -11,8 +11,8 @@ import torch
 
 from .distributed import DistContext
 
-# Ctrl-C; a scheduler that ends the job; a scheduler that warns before it does
-REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1")
+# Ctrl-C; a scheduler that ends the job; schedulers that warn before they do; a terminal that closes
+REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 # seconds; the terminal and the launcher may both send the same signal, which is one request
 SAME_REQUEST = 1.0
 
@@ -27,7 +27,10 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for name in REASONS[1:]:
-                if number := getattr(signal, name, None):
+                number = getattr(signal, name, None)
+                if name == "SIGHUP" and number and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup
+                if number:
                     self.handlers[number] = signal.signal(number, self._caught)
         return self
 

@@ -27,6 +27,7 @@ class StepMemory:
     shape: ModelShape
     counts: StepCounts
     device: str
+    student: ModelShape | None = None  # of a model that the reward asks
 
     def by_kind(self) -> dict[str, float]:
         """Bytes by kind; not all of it at the same time."""
@@ -37,35 +38,45 @@ class StepMemory:
             "gradients": FLOAT * trained,
             self._adam: 2 * FLOAT * trained,
             self._reference: self._reference_weights(),
+            self._student: self._frozen(self.student_weights) if self.student_weights else 0.0,
             "sampler's weights": self._samplers_weights(),
-            "casts of weights": self._casts(),
+            "casts of weights": self._casts(self.weights),
             "KV cache": self._kv_cache(),
             "decoding round": self._decoding_round(),
             "activations": kept,
             "recomputed block": recomputed,
             "block's backward": self._block_backward(),
-            "logits": self._logits(),
+            "logits": self._logits(self.shape),
         }
 
     def peak(self, by_kind: Mapping[str, float]) -> float:
         """The most bytes at once: in the rollout, the reference, or a moment of the update."""
-        kinds = ("weights", self._adam, self._reference, "sampler's weights")
+        kinds = ("weights", self._adam, self._reference, self._student, "sampler's weights")
         stays = sum(by_kind[kind] for kind in kinds if not kind.endswith(ON_HOST))
-        moved = by_kind[self._reference] * self._reference.endswith(ON_HOST)
         casts, logits = by_kind["casts of weights"], by_kind["logits"]
         rollout = by_kind["KV cache"] + by_kind["decoding round"]
         if not by_kind["sampler's weights"]:
             rollout += casts
-        reference = moved + casts + logits if by_kind[self._reference] else 0.0
-        update = self._update(by_kind)
+        # a frozen model's forward; one that waits in host memory is moved for it
+        reference = casts + logits if by_kind[self._reference] else 0.0
+        student = 0.0
+        if self.student and self.student_weights:
+            student = self._casts(self.student_weights) + self._logits(self.student)
+        reference += by_kind[self._reference] * self._reference.endswith(ON_HOST)
+        student += by_kind[self._student] * self._student.endswith(ON_HOST)
+        later = max(reference, student, self._update(by_kind))
         # with CUDA graphs, the KV cache outlives the rollout
         if self.config.speed.cuda_graphs and self.device == "cuda":
-            reference, update = (x + by_kind["KV cache"] for x in (reference, update))
-        return stays + max(rollout, reference, update)
+            later += by_kind["KV cache"]
+        return stays + max(rollout, later)
 
     @cached_property
     def weights(self) -> StoredWeights:
         return StoredWeights.of(self.config, self.shape)
+
+    @cached_property
+    def student_weights(self) -> StoredWeights | None:
+        return StoredWeights.frozen(self.config, self.student) if self.student else None
 
     # --- weights, and what belongs to them --------------------------------------------------------
 
@@ -81,22 +92,31 @@ class StepMemory:
         moved = self.config.memory.offload_reference and self.device != "cpu"
         return "reference" + ON_HOST * moved
 
+    @property
+    def _student(self) -> str:
+        """The kind. --offload-reference moves it too."""
+        return "student" + ON_HOST * self._reference.endswith(ON_HOST)
+
     def _reference_weights(self) -> float:
         """With adapters, the reference is the model without them, and takes nothing."""
         if not self.config.loss.kl_coef or not self.weights.is_whole:
             return 0.0
-        saved = (FLOAT - LOW) * self.weights.in_blocks
-        return self.weights.num_bytes - saved * self.config.speed.low_precision_weights
+        return self._frozen(self.weights)
+
+    def _frozen(self, weights: StoredWeights) -> float:
+        """Of a model that is not trained."""
+        saved = (FLOAT - LOW) * weights.in_blocks
+        return weights.num_bytes - saved * self.config.speed.low_precision_weights
 
     def _samplers_weights(self) -> float:
         """The copies of --low-precision-weights."""
         return LOW * self.weights.in_blocks * self.config.speed.low_precision_weights
 
-    def _casts(self) -> float:
+    def _casts(self, weights: StoredWeights) -> float:
         """Weights in the precision of a product, if they are stored in another one."""
-        head = self.weights.model.head_weight
+        head = weights.model.head_weight
         if self.config.speed.use_amp:  # autocast's, which stay until the end of a forward
-            return LOW * (self.weights.in_blocks + head.numel() * (head.itemsize == FLOAT))
+            return LOW * (weights.in_blocks + head.numel() * (head.itemsize == FLOAT))
         # a frozen head is cast as a whole; the casts of other layers are gone before
         return FLOAT * float(head.numel()) * (head.itemsize != FLOAT)
 
@@ -188,9 +208,9 @@ class StepMemory:
         inputs = FLOAT * shape.width * shape.layers * counts.packed * self._share
         return inputs + masks, kept
 
-    def _logits(self) -> float:
+    def _logits(self, shape: ModelShape) -> float:
         tokens = self.counts.predictions * self._share
         copies = tokens * LOGIT_COPIES
         if self.config.memory.chunked_logprobs:
-            copies = min(chunk_size(self.shape.vocab_size, self.device), tokens) * 2
-        return FLOAT * copies * self.shape.vocab_size
+            copies = min(chunk_size(shape.vocab_size, self.device), tokens) * 2
+        return FLOAT * copies * shape.vocab_size

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from ..config import Config
 from ..model.shape import ModelShape
 from ..model.transformer import Block, Transformer
-from .base_model import add_lora
+from .base_model import add_lora, base_dtype
 from .kept_activations import FLOAT
 
 
@@ -24,6 +25,15 @@ class StoredWeights:
         """Raises ConfigError for --lora-targets that the model does not have."""
         model = Transformer.empty(replace(shape, layers=1), device="meta")
         add_lora(model, config.model)
+        return cls(model, shape.layers)
+
+    @classmethod
+    def frozen(cls, config: Config, shape: ModelShape) -> "StoredWeights":
+        """Those of a model that a reward asks, in --base-dtype."""
+        model = Transformer.empty(replace(shape, layers=1), device="meta").requires_grad_(False)
+        if dtype := base_dtype(config.model):
+            for parameter in (p for p in model.parameters() if p.dim() == 2):
+                parameter.data = torch.empty_like(parameter, dtype=dtype)
         return cls(model, shape.layers)
 
     def _sum(self, size: Callable[[Tensor], int]) -> int:

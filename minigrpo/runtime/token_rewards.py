@@ -20,7 +20,7 @@ from ..model.tokenizer import Tokenizer
 from ..types import Completions, Example, Task
 from .flags import ConfigError
 from .frozen_model import FrozenModel
-from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, partly_nan, users_own
+from .reward_calls import PARTLY_NAN, BadRewardError, RewardSource, partly_nan
 from .text import one_line, short
 
 
@@ -78,12 +78,12 @@ class TokenScoring:
 
         Raises ConfigError in one line, if a source raises anything or returns something else.
         """
-        own = [users_own(example) for example in examples]
         run = self.tokenizer, self.device, temperature, self.load
         shape, found = completions.completion_mask.shape[:2], dict[str, np.ndarray]()
         for source in sources:
             try:
                 # copies: a function may change the log-probs in place, and the loss needs them too
+                own = [source.asked(example) for example in examples]
                 own_texts, every = [list(group) for group in texts], torch.arange(len(texts))
                 batch = TokenBatch(own, own_texts, completions.select(every), *run)
                 answer = source.answer(batch)

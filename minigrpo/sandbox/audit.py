@@ -30,9 +30,14 @@ REFUSED = (
 # modules whose functions raise no event
 REFUSED_MODULES = {"ctypes", "_ctypes", "_posixsubprocess", "_posixshmem", "_multiprocessing"}
 REFUSED_MODULES |= {"_dbm", "_gdbm", "_sqlite3", "readline", "termios", "syslog"}
-# functions that raise no event
+# another interpreter in this process has no hooks
+REFUSED_MODULES |= {"_xxsubinterpreters", "_interpreters", "_testcapi", "_testinternalcapi"}
+# functions that raise no event; those of scheduling can slow down the judge of all later candidates
 REFUSED_FUNCTIONS = {
-    posix: ("mkfifo", "mknod", "pidfd_open", "unshare", "setns", "memfd_create", "setpriority"),
+    posix: (
+        *("mkfifo", "mknod", "pidfd_open", "unshare", "setns", "memfd_create", "setpriority"),
+        *("sched_setaffinity", "sched_setscheduler", "sched_setparam"),
+    ),
     signal: ("pidfd_send_signal",),
 }
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from . import wire
 from .audit import refuse_harm
-from .isolation import end_with_parent, limit_resources
+from .isolation import end_with_parent, forget_libc, limit_resources
 
 MOST_DESCRIPTORS = 64  # that a worker has open
 # what the judge may ask of an object that stays here; judge.Remote has a method for each
@@ -40,6 +40,7 @@ def run(requests: int, replies: int, folder: str) -> NoReturn:
         _confine(folder, requests, replies)
         job = wire.receive(3)
         limit_resources(job["cpu_s"])
+        forget_libc()
         refuse_harm(folder)
         _answer(3, 4, _load(job["code"], job["setup"]), job["names"])
     finally:

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 from . import wire
 
+# what a call raises ends an iteration of the test: all(map(test, ...)) would pass without a test
+ENDS = StopIteration, StopAsyncIteration
+
 
 class OutOfTime(BaseException):
     """The wall time of a candidate is over. Raised by a signal, wherever the judge is."""
@@ -51,7 +54,7 @@ class Channel:
             self.broken = True
             raise
         for error in known:  # its own kind, or the builtin one that it is derived from
-            if isinstance(error, type) and issubclass(error, Exception):
+            if isinstance(error, type) and issubclass(error, Exception) and error not in ENDS:
                 raise _made(error, arguments)
         raise RuntimeError(f"the candidate raised {kinds[0]}")
 

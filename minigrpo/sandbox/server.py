@@ -1,10 +1,12 @@
 """A worker of the sandbox: takes jobs on its standard input, writes verdicts on its output.
 
-It forks the process of the next candidate before it reads the job, so that no test is in that
-process's memory, and so that the process is ready when the code comes. The trainer starts workers
+It forks the process of the next candidate before the job is read, so that the process is ready when
+the code comes. Each job is read and judged in another fork, which ends with it: so no test, of this
+job or of earlier ones, is ever in the memory that candidates inherit. The trainer starts workers
 with workers.py.
 """
 
+import fcntl
 import gc
 import math
 import os
@@ -21,6 +23,7 @@ from typing import Any, NoReturn
 from . import candidate, isolation, judge, wire
 
 JOBS, VERDICTS = 0, 1  # file descriptors
+PREFIX = "minigrpo-code-"  # of folders
 FORK_TRIES, FORK_WAIT_S = 50, 0.1  # while the system allows no more processes
 WARM = "math cmath re itertools functools heapq bisect string operator copy typing statistics"
 WARM += " datetime textwrap array calendar sys"
@@ -34,7 +37,7 @@ def main(namespaces: bool) -> NoReturn:
         __import__(name)
     random.seed(0)  # a run can be repeated
     outside = os.open(tempfile.gettempdir(), os.O_RDONLY)
-    folder = tempfile.mkdtemp(prefix="minigrpo-code-")
+    folder = _own_folder()
     held = isolation.enter_namespaces(folder) if namespaces else []
     server = os.fork()  # the first process in the new namespace for processes
     if not server:
@@ -50,6 +53,36 @@ def main(namespaces: bool) -> NoReturn:
     with suppress(OSError):  # not by its path, which is read-only in here
         os.rmdir(os.path.basename(folder), dir_fd=outside)
     os._exit(0)
+
+
+def _own_folder() -> str:
+    """A new folder, which this process and its children lock; removes those that nobody locks.
+
+    A worker that is killed cannot remove its own.
+    """
+    for name in os.listdir(tempfile.gettempdir()):
+        if name.startswith(PREFIX):
+            with suppress(OSError):  # in use, or of another user
+                left = os.path.join(tempfile.gettempdir(), name)
+                os.close(_lock(left, fcntl.LOCK_NB))
+                shutil.rmtree(left)
+    while True:
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        with suppress(OSError):  # another worker may have removed it before it was locked
+            _lock(folder)
+            os.stat(folder)
+            return folder
+
+
+def _lock(folder: str, how: int = 0) -> int:
+    """The descriptor that holds the lock. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _serve(folder: str, held: list[str]) -> NoReturn:
@@ -69,7 +102,7 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
             place = tempfile.mkdtemp(dir=folder)
             pid, channel = _start_candidate(place)
             try:
-                answer = _answer(channel, wire.receive(JOBS))
+                answer = _judge(channel)
             finally:
                 os.close(channel.requests)
                 os.close(channel.replies)
@@ -78,7 +111,7 @@ def _serve(folder: str, held: list[str]) -> NoReturn:
                 _end_all()
                 shutil.rmtree(place, ignore_errors=True)
             wire.send(VERDICTS, answer)
-    except (EOFError, BrokenPipeError):  # the trainer has ended
+    except (EOFError, BrokenPipeError):  # the trainer has ended, or a judge, which has said why
         os._exit(0)
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -95,6 +128,30 @@ def _start_candidate(folder: str) -> tuple[int, judge.Channel]:
     os.close(theirs)
     os.close(ours)
     return pid, judge.Channel(requests, replies)
+
+
+def _judge(channel: judge.Channel) -> list[bool]:
+    """Have a process read the next job and judge it. Raises EOFError if it gives no verdicts."""
+    ours, theirs = os.pipe()
+    pid = _fork()
+    if not pid:
+        try:
+            isolation.end_with_parent()
+            job = wire.receive(JOBS)
+            wire.send(theirs, _answer(channel, job))
+        except EOFError:  # the trainer has ended
+            pass
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    try:
+        return [bool(verdict) for verdict in wire.receive(ours)]
+    finally:
+        os.close(ours)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _fork() -> int:

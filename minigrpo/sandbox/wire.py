@@ -9,14 +9,15 @@ import itertools
 import json
 import os
 import struct
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 LARGEST = 8 * 2**20  # bytes of a message
-MOST_ITEMS = 10_000  # that are taken from an iterator, which may be endless
+MOST_ITEMS = 10_000  # that cross of an iterator, which may be endless
 LONGEST_RANGE = 10**6  # a test that goes through a longer one may not end in time
 SMALL = 2**63  # whole numbers below this are written as JSON's
 HEADER = struct.Struct("<I")
@@ -66,6 +67,10 @@ def _range(parts: list[int]) -> range:
     return found
 
 
+def _pairs(mapping: dict[Any, Any]) -> list[list[Any]]:
+    return [list(pair) for pair in mapping.items()]
+
+
 FORMS: dict[str, Form] = {
     "int": Form(int, hex, lambda digits: int(digits, 16)),
     "complex": Form(complex, lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
@@ -75,10 +80,17 @@ FORMS: dict[str, Form] = {
     "set": Form(set, list, set),
     "frozenset": Form(frozenset, list, frozenset),
     "deque": Form(deque, list, deque),
-    "dict": Form(dict, lambda pairs: [list(pair) for pair in pairs.items()], dict),
+    # two of them are equal in the same order only; before dict, from which it is derived
+    "OrderedDict": Form(OrderedDict, _pairs, OrderedDict),
+    "dict": Form(dict, _pairs, dict),
     "range": Form(range, lambda r: [r.start, r.stop, r.step], _range),
     "Fraction": Form(Fraction, lambda q: [q.numerator, q.denominator], lambda q: Fraction(*q)),
     "Decimal": Form(Decimal, str, Decimal),
+    "datetime": Form(datetime, datetime.isoformat, datetime.fromisoformat),  # before date, its base
+    "date": Form(date, date.isoformat, date.fromisoformat),
+    "timedelta": Form(
+        timedelta, lambda t: [t.days, t.seconds, t.microseconds], lambda parts: timedelta(*parts)
+    ),
 }
 NAMES = {form.kind: name for name, form in FORMS.items()}
 # a value of a subclass (a named tuple, a Counter) crosses as its base
@@ -101,8 +113,15 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
         if isinstance(value, base):
             return encode(base(value), refer)
     if hasattr(kind, "__next__"):
-        return {"iterator": encode(list(itertools.islice(value, MOST_ITEMS)), refer)}
+        items = list(itertools.islice(value, MOST_ITEMS + 1))
+        return {"iterator": [encode(items[:MOST_ITEMS], refer), len(items) > MOST_ITEMS]}
     return refer(value)
+
+
+def _first(items: list[Any]) -> Iterator[Any]:
+    """The first items of an iterator. Raises ValueError after them: a test sees no shorter one."""
+    yield from items
+    raise ValueError(f"an iterator of more than {MOST_ITEMS} items")
 
 
 def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
@@ -118,6 +137,7 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
     if name in FORMS:
         return FORMS[name].make(decode(payload, resolve))
     if name == "iterator":
-        items: Iterator[Any] = iter(decode(payload, resolve))
-        return items
+        items, has_more = payload
+        found: list[Any] = decode(items, resolve)
+        return _first(found) if has_more is True else iter(found)
     return resolve(name, payload)

@@ -102,13 +102,23 @@ class CodeTask(BatchScored):
     def _score(self, fields: Mapping[str, Any], text: str) -> tuple[float, float, float]:
         """The values of `parts` for one completion, in that order."""
         tests, challenge = fields["test_list"], fields.get("challenge_test_list") or []
-        code = fields.get("prefix", "") + code_of(text)
-        try:
-            verdicts = run_tests(code, [*tests, *challenge], setup_of(fields), self.timeout_s)
-        except SandboxError as error:
-            raise ConfigError(f"--task code: {error}") from None
+        verdicts = self._verdicts(fields, [*tests, *challenge], text)
         own, others = verdicts[: len(tests)], verdicts[len(tests) :]
         return float(all(own)), float(np.mean(own)), float(np.mean(others)) if others else np.nan
+
+    def explain(self, example: Example, text: str) -> str:
+        """The first test of the list that a completion does not pass."""
+        tests = example.fields["test_list"]
+        verdicts = self._verdicts(example.fields, tests, text)
+        failed = [test for test, passed in zip(tests, verdicts, strict=True) if not passed]
+        return f"{len(failed)} of {len(tests)} tests fail: {failed[0]}" if failed else ""
+
+    def _verdicts(self, fields: Mapping[str, Any], tests: Sequence[str], text: str) -> list[bool]:
+        code = fields.get("prefix", "") + code_of(text)
+        try:
+            return run_tests(code, tests, setup_of(fields), self.timeout_s)
+        except SandboxError as error:
+            raise ConfigError(f"--task code: {error}") from None
 
     @property
     def about(self) -> str:

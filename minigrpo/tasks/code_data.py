@@ -39,6 +39,10 @@ class CodeData(JSONLExamples, CodeTask):
         sides = {is_published_test(example) for example in examples}
         return is_published_test if sides == {True, False} else super().split(examples)
 
+    def asks(self, example: Example) -> str:
+        """The text of a problem: two may have the same one, and other tests."""
+        return str(example.fields.get("text", example.fields.get("prompt"))).strip()
+
 
 def of_files(request: TaskRequest) -> CodeData:
     """The task of --task code --data FILE.jsonl."""

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime.calibration import calibration
+from ..runtime.calibration import calibration, error_by_chance
 from ..runtime.flags import ConfigError
 from ..runtime.measures import success_of
+from ..runtime.reward_functions import RewardFunction
 from ..runtime.rng import stream
 from ..runtime.task_sources import task_sources
 from ..types import Example, Task
@@ -40,8 +41,12 @@ TAGS = "think|answer|analysis|confidence"
 
 
 def _text_without(tags: str) -> str:
-    """A pattern for any text in which none of these tags begins or ends; it never backtracks."""
-    return rf"[^<]*+(?:<(?!/?(?:{tags})>)[^<]*+)*+"
+    """A pattern for any text in which none of these tags begins or ends.
+
+    What it can match is the same however it backtracks, so the time grows with the text only. The
+    group is not possessive, because Python before 3.11.5 matches such groups wrongly.
+    """
+    return rf"[^<]*+(?:<(?!/?(?:{tags})>)[^<]*+)*"
 
 
 _TEXT = _text_without(TAGS)
@@ -104,7 +109,8 @@ class WithConfidence:
 
     Reward parts:
         format: the form matches.
-        correct: the answer is right, by the task's `success`, else because it equals its answer.
+        correct: the answer is right: by the user's function with `success=True`, else by the task's
+            `success`, else because it equals its answer.
         brier: 1 - (correct - confidence)^2.
         confidence: what is stated.
         and the task's other parts, of the answer alone. All are 0 where the form does not match.
@@ -114,31 +120,47 @@ class WithConfidence:
 
     success = "correct"
 
-    def __init__(self, task: Task, *, seed: int, chat: bool, supervised: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        judge: RewardFunction | None = None,
+        *,
+        seed: int,
+        chat: bool,
+        supervised: bool,
+    ) -> None:
         """
         Args:
+            judge: says which answers are right, in place of the task.
             seed: of the random confidences in true answers.
             chat: whether plain prompts are asked as a user's message, as with --system.
             supervised: true answers state random confidences, so that a warm start teaches the form
                 and nothing else. Otherwise they state 1.
 
         Raises:
-            ConfigError: the task does not say which completions are right.
+            ConfigError: the task does not say which completions are right, or the judge looks at
+                tokens.
         """
+        if judge and judge.tokens:
+            raise ConfigError(f"--confidence: {judge.name} must judge texts, not tokens")
+        self.judge = judge.source(timeout_s=1.0) if judge else None
         if hasattr(task, "score_tokens"):
             raise ConfigError("--confidence needs a task whose answers are right or wrong")
         self.task, self.seed, self.chat, self.supervised = task, seed, chat, supervised
-        self.source = task_sources(task, timeout_s=1.0)[0]  # calls are timed by who calls this task
+        # calls are timed by who calls this task
+        self.source = task_sources(task, timeout_s=1.0)[0]
         self.own_success = success_of(task)
         # the task's name of a part -> its name here; `correct` is the part that it calls right
-        names = [name for name in task.parts if name != self.own_success]
+        names = [name for name in task.parts if judge or name != self.own_success]
         self.own_parts = {name: PREFIX * (name in WEIGHTS) + name for name in names}
         self.parts: Mapping[str, float] = {**WEIGHTS, **dict.fromkeys(self.own_parts.values(), 0.0)}
-        for name in ("num_held_out", "has_messages"):
+        for name in ("num_held_out", "has_messages", "about", "judged_by"):
             if hasattr(task, name):
                 setattr(self, name, getattr(task, name))
         if hasattr(task, "longest"):
             self.longest = self._longest
+        if hasattr(task, "explain"):
+            self.explain = self._explain
 
     def train(self, number: int) -> Example:
         """Return training example `number`."""
@@ -152,7 +174,7 @@ class WithConfidence:
         """Every part of one completion."""
         example = original_of(example)
         stated = self._parse(example, text)
-        own = self.source.check(self.source.answer(example, stated.answer), 1)
+        own = self.source.of_one(example, stated.answer)
         return {name: float(x[0]) for name, x in self._paid([example], [stated], own).items()}
 
     def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
@@ -166,12 +188,20 @@ class WithConfidence:
         if valid.any():
             confidence, correct = parts["confidence"][valid], parts["correct"][valid]
             found = calibration(confidence, correct)
-            measures = {"brier_score": found.pop("brier"), **found}
+            measures = {"brier_score": found.pop("brier"), "ece": found.pop("ece")}
+            measures |= {"ece_by_chance": error_by_chance(confidence), **found}
             measures["mean_confidence"] = float(confidence.mean())
         summaries = getattr(self.task, "summaries", None)
         own = {name: parts[here] for name, here in self.own_parts.items()}
-        own[self.own_success] = parts["correct"]
+        own.setdefault(self.own_success, parts["correct"])
         return {**measures, **(summaries(own) if summaries else {})}
+
+    def _explain(self, example: Example, text: str) -> str:
+        task: Any = self.task
+        example = original_of(example)
+        if (stated := self._parse(example, text)).matches:
+            return str(task.explain(example, stated.answer))
+        return "the form of the confidence does not match"
 
     def _parse(self, example: Example, text: str) -> Stated:
         found = parse(text, chat=self._is_chat(example))
@@ -183,8 +213,10 @@ class WithConfidence:
     ) -> dict[str, np.ndarray]:
         """The parts of n completions, `[n]` each, from the task's `[parts, n]` of their answers."""
         of_task = dict(zip(self.task.parts, own, strict=True))
-        if (correct := of_task.get(self.own_success)) is None:
-            asked = zip(examples, stated, strict=True)
+        correct, asked = of_task.get(self.own_success), zip(examples, stated, strict=True)
+        if self.judge:
+            correct = np.array([self.judge.of_one(x, one.answer)[0, 0] for x, one in asked])
+        elif correct is None:
             correct = np.array([float(one.answer == example.answer) for example, one in asked])
         correct = np.where(np.isnan(correct), correct, correct == 1)  # nothing is half right
         matches = np.array([float(one.matches) for one in stated])
@@ -241,11 +273,16 @@ class BatchedWithConfidence(WithConfidence):
         return self._paid(asked, stated, own)
 
 
-def with_confidence(task: Task, *, seed: int, chat: bool, supervised: bool) -> WithConfidence:
-    """Return the task of --confidence; arguments and errors are those of `WithConfidence`."""
-    batched = task_sources(task, timeout_s=1.0)[0].trusted
+def with_confidence(
+    task: Task, judge: RewardFunction | None = None, *, seed: int, chat: bool, supervised: bool
+) -> WithConfidence:
+    """Return the task of --confidence; arguments and errors are those of `WithConfidence`.
+
+    A judge is a user's function, so its calls have a time limit and may fail.
+    """
+    batched = task_sources(task, timeout_s=1.0)[0].trusted and not judge
     kind = BatchedWithConfidence if batched else WithConfidence
-    return kind(task, seed=seed, chat=chat, supervised=supervised)
+    return kind(task, judge, seed=seed, chat=chat, supervised=supervised)
 
 
 def original_of(example: Example) -> Example:

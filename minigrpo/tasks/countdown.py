@@ -226,6 +226,10 @@ class CountdownFiles(JSONLExamples, Verified):
         parse = partial(parse_problem, form=FORMS[form])
         super().__init__(request.paths, request.seed, request.listener, parse)
 
+    def asks(self, example: Example) -> str:
+        """The problem, in whatever order its numbers stand."""
+        return short_question(example.fields["nums"], example.fields["target"])
+
 
 def parse_problem(line: str, form: Form) -> Example:
     """Return the problem of a JSON line; all of its keys are in `fields`.

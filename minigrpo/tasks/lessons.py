@@ -66,6 +66,10 @@ class Lessons(JSONLExamples, Teaching):
         Teaching.__init__(self, student)
         JSONLExamples.__init__(self, paths, seed, parse=parse_lesson)
 
+    def asks(self, example: Example) -> str:
+        """The question alone: one may have several solutions."""
+        return str(example.fields["question"]).strip()
+
 
 def parse_lesson(text: str) -> Example:
     """Return the example of a JSON line. Raises ValueError that says what is allowed.

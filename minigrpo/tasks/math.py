@@ -105,7 +105,7 @@ class Math(BatchScored):
         if form == HASHES and answer and number(truth) and not number(answer):
             # a line like "#### The answer is 72 clips."
             answer = boxed(answer) or in_tags(answer) or stated(answer)
-        correct = answer is not None and self.judge.same(truth, answer)
+        correct = bool(answer) and self.judge.same(truth, answer or "")
         return correct, ASKED_FOR[form].is_met(text)
 
 
@@ -219,8 +219,10 @@ def parse_problem(text: str, chat: bool) -> tuple[Example, str]:
     solution = CALCULATION.sub("", solution)
     form, _ = truth_of(solution)
     prompt = prompt_of(question, form, chat=chat)
-    kind = record.get("type") or record.get("subject") or ""
-    return Example(prompt, solution, kind=str(kind), fields=record), question
+    kind = str(record.get("type") or record.get("subject") or "")
+    if has_lone_surrogate(kind):
+        raise ValueError("the type has half of a surrogate pair, which is no character")
+    return Example(prompt, solution, kind=kind, fields=record), question
 
 
 def prompt_of(question: str, form: str, *, chat: bool) -> str:

@@ -29,6 +29,8 @@ HASHES = "####"
 ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 END_OF_SENTENCE = re.compile(r"\.(?:\s|$)|\n")
 END_OF_CLAUSE = re.compile(r"[,;]\s|\s\(")
+# what follows it in a clause is not the answer
+NEGATION = re.compile(r"\b(?:not|never|cannot)\b|n['\u2019]t\b|\\neq?\b|\u2260|!=", re.IGNORECASE)
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 # a minus after a letter, a digit or a bracket subtracts: the last number of "7-3" is 3
@@ -71,24 +73,30 @@ def in_tags(text: str) -> str | None:
 
 
 def after_words(text: str) -> str | None:
-    """What is `stated` after the last "the answer is", up to the end of the sentence."""
+    """What is `stated` after the last "the answer is", up to the end of the sentence.
+
+    "" if the sentence only says what the answer is not.
+    """
     last = max(ANSWER_IS.finditer(text), key=re.Match.start, default=None)
     rest = text[last.end() :][:MAX_ANSWER_CHARS].strip() if last else ""
-    return stated(END_OF_SENTENCE.split(rest, maxsplit=1)[0].strip(" :*."))
+    sentence = END_OF_SENTENCE.split(rest, maxsplit=1)[0].strip(" :*.")
+    return stated(sentence) or ("" if NEGATION.search(sentence) else None)
 
 
 def stated(sentence: str) -> str | None:
     """All of a sentence if it is a number or a formula, else the last number in its first clause.
 
-    What follows the first clause explains the answer, or says what it is not: "72, not 70", "72
-    clips (48 and 24)". If there is no number in that clause, it is the last one in the sentence.
-    "72 million" is left as it is.
+    What follows the first clause explains the answer: "72 clips (48 and 24)". If there is no number
+    in that clause, it is the last one in the sentence. What follows a "not" is not the answer: in
+    "72, not 70", "72 not 70" and "not 70, 72" it is 72, and "not 72" has none. "72 million" is left
+    as it is.
     """
     is_formula = "\\" in sentence or sentence.count("$") > 1  # one may be a currency
     if is_formula or number(sentence) or MULTIPLES & set(sentence.lower().split()):
         return sentence
-    first = END_OF_CLAUSE.split(sentence, maxsplit=1)[0]
-    return last_number(first) or last_number(sentence)
+    clauses = (NEGATION.split(clause)[0] for clause in END_OF_CLAUSE.split(sentence))
+    first, *others = map(last_number, clauses)
+    return first or next(filter(None, reversed(others)), None)
 
 
 def last_number(text: str) -> str | None:
@@ -161,9 +169,14 @@ BETWEEN = re.compile(r"(?<![0-9])[\s$]+|[\s$]+(?![0-9\s$])|[\s$]+(?=[0-9]{3}(?![
 # words of at least two letters, apart from the number: "5x" and "5 m" are formulas
 UNIT = re.compile(r"(?:\s+[A-Za-z][A-Za-z'/-]+(?:\^\{?[23]\}?|[²³])?){1,4}\s*")
 MULTIPLES = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
+MULTIPLES |= {f"{word}s" for word in MULTIPLES}
+PARTS = {"third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"}
+PARTS |= {"twelfth", "hundredth", "thousandth", "millionth"}
+PARTS |= {f"{word}s" for word in PARTS}
 NOT_UNITS = {  # words that change the value
     *("and", "or", "to", "plus", "minus", "times", "over", "by", "mod", "pi", "sqrt", "sin", "cos"),
-    *("tan", "log", "ln", "exp", "half", "squared", "cubed", "thirds", "quarters", "tenths"),
+    *("tan", "log", "ln", "exp", "half", "halves", "squared", "cubed", "factorial", "negative"),
+    *PARTS,
     *MULTIPLES,
 }
 
@@ -231,6 +244,8 @@ def same_answer(truth: str, answer: str) -> bool | None:
     a, b = number(truth), number(answer)
     if a and b:
         return same_number(a, b)
+    if a and NEGATION.search(answer):  # math-verify would find the number in "not 72"
+        return False
     return True if _without_layout(truth) == _without_layout(answer) else None
 
 

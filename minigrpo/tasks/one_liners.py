@@ -12,8 +12,8 @@ Python and to read a number from the prompt, and shows a right answer only by ch
 adds to that, it has learnt from the tests.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,16 @@ from .generated import Generated
 from .splits import is_held_out_prompt
 from .task_request import TaskRequest
 
+# of a run from the shipped model
+SETTINGS: Mapping[str, Any] = {
+    "max_new_tokens": 24,
+    "reward_timeout": 3.0,
+    "learning_rate": 1e-3,
+    "max_steps": 250,
+    "eval_every": 50,
+    "eval_size": 512,
+    "eval_size_during": 128,
+}
 HEAD = "def f(x):"
 SHOWN, HIDDEN = (0, 100), (1, 7)  # inputs
 LARGEST_FACTOR, LARGEST_TERM = 9, 99

@@ -160,9 +160,15 @@ class OwnTask:
         self.success: str = guarded(name, lambda: _checked_success(users, self.parts))
         if guarded(name, lambda: getattr(users, "summaries", None)) is not None:
             self.summaries = self._summaries
+        if guarded(name, lambda: getattr(users, "explain", None)) is not None:
+            self.explain = self._explain
         # without it, RewardScorer calls `score`
         if guarded(name, lambda: getattr(users, "score_batch", None)) is not None:
             self.score_batch = self._score_batch
+        for member in ("about", "judged_by"):
+            if said := guarded(name, partial(getattr, users, member, "")):
+                guarded(name, partial(check_text, member, said))
+                setattr(self, member, str(said))
         for member in ("score_tokens", "token_parts"):
             if (theirs := guarded(name, partial(getattr, users, member, None))) is not None:
                 setattr(self, member, theirs)
@@ -189,6 +195,12 @@ class OwnTask:
         users: Any = self.users
         call = f"{self.name}: summaries"
         return guarded(call, lambda: _checked_summaries(users.summaries(parts)))
+
+    def _explain(self, example: Example, text: str) -> str:
+        users: Any = self.users
+        original = getattr(example, "original", example)
+        call = f"{self.name}: explain"
+        return guarded(call, lambda: str(users.explain(original, text)))
 
     def _example(self, split: str, number: int) -> Example:
         call = f"{self.name}: {split}({number})"

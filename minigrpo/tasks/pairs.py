@@ -75,12 +75,22 @@ class JSONLExamples:
         self.has_messages = any(pair.example.messages for pair in pairs)
         evaluated = set[Example]()
         is_held_out = self.split([pair.example for pair in pairs])
+        tested = {self.asks(pair.example) for pair in pairs if is_held_out(pair.example)}
+        in_both = 0
         for pair in pairs:
             held_out = is_held_out(pair.example)
             if held_out and pair.example in evaluated:
                 continue  # a question that occurs several times is evaluated once
+            if not held_out and self.asks(pair.example) in tested:
+                in_both += 1
+                continue
             self._split[held_out].append(pair)
             evaluated.add(pair.example)
+        if in_both and listener:
+            listener.warn(
+                f"{names}: {in_both} lines for training ask what a held-out line asks, and are "
+                "left out"
+            )
         for held_out, name in ((False, "training"), (True, "evaluation")):
             if not self._split[held_out]:
                 raise ValueError(
@@ -95,8 +105,12 @@ class JSONLExamples:
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
     def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
-        """What says which of all examples are held out: a hash of the prompt."""
-        return lambda example: is_held_out_prompt(example.prompt)
+        """What says which of all examples are held out: a hash of what they ask."""
+        return lambda example: is_held_out_prompt(self.asks(example))
+
+    def asks(self, example: Example) -> str:
+        """The question of an example; training has none that is held out, however it is put."""
+        return example.prompt
 
     def train(self, number: int) -> Example:
         """Return training example `number`."""

@@ -26,7 +26,7 @@ REQUEST = (
 )
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>([^<]*+(?:<(?!/?answer>)[^<]*+)*)</answer>")
 
 
 def normalized(text: str) -> str:

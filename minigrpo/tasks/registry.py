@@ -20,6 +20,7 @@ from .files import Listener, SilentListener, check_readable
 from .own import load_own_task
 from .own import load_rewards as load_rewards
 from .task_request import TaskRequest
+from .teach import TEACH
 
 MakeTask = Callable[[TaskRequest], Task]
 
@@ -66,13 +67,14 @@ TASKS: dict[str, TaskRow] = {
     "hidden-digit": TaskRow(
         make=hidden_digit.make, shipped="hidden-digit", settings=hidden_digit.SETTINGS
     ),
-    "teach": TaskRow(
+    TEACH: TaskRow(
         make=lessons.offline, read=lessons.of_files, shipped="teacher", settings=lessons.SETTINGS
     ),
     "code": TaskRow(
         make=one_liners.generated,
         read=code_data.of_files,
-        settings={"init_from": "scratch", "max_new_tokens": 24, "reward_timeout": 3.0},
+        shipped="code",
+        settings=one_liners.SETTINGS,
     ),
     **{
         f"countdown{suffix}": TaskRow(

@@ -40,6 +40,7 @@ B = (3.0, 0.03)  # of the mean and the maximum over the explanation's tokens
 MISSING_TAGS = -1.0  # each part of a completion without tags
 EXPLANATION, SOLUTION = "think", "solution"  # tags
 HALF = float(np.log(0.5))
+TEACH = "teach"  # the name of the task
 SHIPPED, SHIPPED_STUDENT = "shipped", "student"
 
 
@@ -70,9 +71,7 @@ class Teaching:
                 "--task teach needs --student: a run's folder, a model's folder or file, or "
                 "ORG/NAME, the model that the explanations are for"
             )
-        # a path, which every process finds without the task
-        shipped = files("minigrpo.assets").joinpath(f"{SHIPPED_STUDENT}.safetensors")
-        self.student = str(shipped) if student == SHIPPED else student
+        self.student = student_path(student)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         """There is none: explanations are scored by their tokens."""
@@ -148,6 +147,12 @@ class Teaching:
                 "token, so they need the same vocabulary"
             )
         return student
+
+
+def student_path(student: str) -> str:
+    """What --student names, a path for the shipped one: every process finds it without the task."""
+    shipped = files("minigrpo.assets").joinpath(f"{SHIPPED_STUDENT}.safetensors")
+    return str(shipped) if student == SHIPPED else student
 
 
 def likelihood(solution: Tensor) -> float:

@@ -15,7 +15,9 @@ COMMANDS = {
     "train": "train a model with GRPO, or warm it up on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
     "sample": "prompt a model, and show its completions beside the true answers",
+    "report": "write a page: curves, settings, findings and samples of runs",
     "doctor": "say what is wrong with a run, and what to do about it",
+    "compare": "say what differs between runs, and whether it is more than chance",
     "curves": "compare the learning curves of runs, as a table and a figure",
     "export": "write a model as a folder that transformers loads",
     "annotate": "make training data: chess positions with Stockfish's best moves",
@@ -74,6 +76,7 @@ def usage() -> str:
             "",
             *lines,
             "",
+            "`minigrpo train` trains the bundled model, without a download.",
             "`minigrpo COMMAND --help` lists a command's flags.",
             "",
         )

@@ -6,27 +6,23 @@ minigrpo curves runs/a runs/b --out curves.png
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..runtime.flags import ConfigError, did_you_mean, parse
 from ..runtime.logging import Screen
-from ..runtime.measures import EXACT, SAMPLED, headline
+from ..runtime.measures import EXACT, PASS_AT, SAMPLED, headline
 from ..runtime.outputs import check_output_file, write_output
+from .curve_tables import Records, names_of, table, table_of_kinds, value
 from .messages import one_line_errors
-from .records import is_number, read_object, read_records
+from .records import read_object, read_records
+from .run_data import differing_settings
 
 FORMATS = (".png", ".svg", ".pdf")
-MISSING = "-"
-Records = Sequence[Mapping[str, Any]]  # the evaluations of a run, as eval.jsonl has them
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,13 @@ def label_of(metric: str) -> str:
     return f"held-out examples exactly right, {how}" if name == EXACT else metric
 
 
+def is_share(metric: str, record: Mapping[str, Any]) -> bool:
+    """Whether a metric counts right completions, so that it is drawn in per cent."""
+    success = headline(record)
+    shares = metric.removesuffix(SAMPLED) == success or metric.startswith(f"{success}/")
+    return shares or metric.startswith(PASS_AT)
+
+
 def check_metric(run: Path, records: Records, metric: str) -> None:
     """Raise ConfigError unless the metric has a value in some evaluation."""
     have = {name for record in records for name in record if value(record, name) is not None}
@@ -83,47 +86,6 @@ def check_metric(run: Path, records: Records, metric: str) -> None:
     raise ConfigError(f"--metric {metric}: {run} has {there}{hint}")
 
 
-def value(record: Mapping[str, Any], metric: str) -> float | None:
-    """A metric of an evaluation, or None if it is missing, null or not finite."""
-    found = record.get(metric)
-    return float(found) if is_number(found) and isfinite(found) else None
-
-
-def names_of(runs: Sequence[Path]) -> dict[Path, str]:
-    """A label for each run: its folder's name, or its path where two folders have one name."""
-    names = {run: run.resolve().name for run in runs}
-    taken = list(names.values())
-    return {run: name if taken.count(name) == 1 else str(run) for run, name in names.items()}
-
-
-def table(runs: Mapping[Path, Records], seconds: Mapping[Path, float | None]) -> Table:
-    """The first and the last evaluation, the success sampled and greedy, one row per run."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    out.add_column("run", overflow="fold", min_width=8)  # names fold, figures do not
-    ends = "after", "change"
-    for name in ("steps", "sampled\nbefore", *ends, "greedy\nbefore", *ends, "seconds"):
-        out.add_column(name, justify="right", no_wrap=True)
-    names = names_of(list(runs))
-    for run, records in runs.items():
-        first, last = records[0], records[-1]
-        shares, success = [], headline(last)
-        for metric in (success + SAMPLED, success):
-            shares += change(value(first, metric), value(last, metric))
-        label = Text(names[run])  # as Text, because brackets in it are no markup
-        took = seconds[run]
-        shares.append(MISSING if took is None else f"{took:.0f}")
-        out.add_row(label, str(last["step"]), *shares)
-    return out
-
-
-def change(before: float | None, after: float | None) -> list[str]:
-    """Two shares as percentages, and their difference in points."""
-    cells = [MISSING if x is None else f"{x:.1%}" for x in (before, after)]
-    if before is None or after is None:
-        return [*cells, MISSING]
-    return [*cells, f"{100 * (after - before):+.1f}"]
-
-
 def seconds_of(run: Path, screen: Screen) -> float | None:
     """How long a run took; None if it has not ended, or if its summary cannot be read."""
     path = run / "summary.json"
@@ -135,35 +97,17 @@ def seconds_of(run: Path, screen: Screen) -> float | None:
     return value(summary, "wall_seconds")
 
 
-def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
-    """The greedy success before and after by kind of question, pooled over the runs."""
-    out = Table()
-    out.add_column("kind")
-    for name in ("n", "before", "after"):
-        out.add_column(name, justify="right")
-    ends = [(records[0], records[-1]) for records in runs.values()]
-    counted = {name for _, last in ends for name in last if name.startswith("count/")}
-    for kind in sorted(name.removeprefix("count/") for name in counted):
-        shares, counts = [], [0.0, 0.0]
-        for i in (0, 1):
-            hits = 0.0
-            for end in ends:
-                names = (f"count/{kind}", f"{headline(end[i])}/{kind}")
-                count, share = (value(end[i], name) for name in names)
-                if count is not None and share is not None:
-                    counts[i] += count
-                    hits += count * share
-            shares.append(f"{hits / counts[i]:.0%}" if counts[i] else MISSING)
-        out.add_row(Text(kind), f"{counts[1]:.0f}", *shares)
-    return out
-
-
 def pooled(runs: Mapping[Path, Records]) -> dict[str, list[Records]]:
     """Runs by name without the trailing number: grpo-0 and grpo-1 are both grpo."""
-    out: dict[str, list[Records]] = {}
-    names = names_of(list(runs))
-    for run, records in runs.items():
-        out.setdefault(re.sub(r"-\d+$", "", names[run]), []).append(records)
+    folders = pooled_folders(list(runs)).items()
+    return {name: [runs[run] for run in group] for name, group in folders}
+
+
+def pooled_folders(runs: Sequence[Path]) -> dict[str, list[Path]]:
+    """The folders that are pooled under each name."""
+    out: dict[str, list[Path]] = {}
+    for run, name in names_of(runs).items():
+        out.setdefault(re.sub(r"-\d+$", "", name), []).append(run)
     return out
 
 
@@ -184,16 +128,20 @@ def _values(runs: Sequence[Records], metric: str) -> dict[int, list[float]]:
 
 
 def check_common_steps(
-    lines: Mapping[str, Sequence[Records]], metric: str, warn: Callable[[str], object]
+    lines: Mapping[str, Sequence[Records]],
+    metric: str,
+    warn: Callable[[str], object],
+    *,
+    by: str = "--pool",
 ) -> None:
     """Warn of runs drawn as one line that have values at different steps.
 
-    Raises ConfigError if they have no step in common.
+    Raises ConfigError, whose message begins with `by`, if they have no step in common.
     """
     for name, runs in lines.items():
         every, common = _values(runs, metric), points(runs, metric)
         if not common:
-            raise ConfigError(f"--pool: the runs of {name} have no evaluated step in common")
+            raise ConfigError(f"{by}: the runs of {name} have no evaluated step in common")
         if len(common) < len(every):
             warn(
                 f"{name}: its {len(runs)} runs have {len(common)} of {len(every)} evaluated steps "
@@ -202,19 +150,24 @@ def check_common_steps(
 
 
 def draw(
-    lines: Mapping[str, Sequence[Records]], metric: str, out: Path, *, difference: bool = False
+    lines: Mapping[str, Sequence[Records]],
+    metric: str,
+    out: Path,
+    *,
+    difference: bool = False,
+    by: str = "--out",
 ) -> None:
     """Draw one line per name: the mean of its runs, with their range shaded.
 
     With `difference`, a second panel shows the difference from the first line. The first and the
-    last evaluation are marked, because they use more examples.
+    last evaluation are marked, because they use more examples. `by` is the flag of the file.
 
     Raises ConfigError without matplotlib.
     """
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--out needs matplotlib: pip install 'minigrpo[plots]'") from None
+        raise ConfigError(f"{by} needs matplotlib: pip install 'minigrpo[plots]'") from None
     matplotlib.use("Agg")  # draws into files, and needs no display
     from matplotlib import pyplot as plt
 
@@ -224,12 +177,14 @@ def draw(
     figure, panels = plt.subplots(len(ratios), figsize=size, height_ratios=ratios, **options)
     axes, bottom = panels[0, 0], panels[-1, 0]
     first: dict[int, float] = {}
+    shares = is_share(metric, next(iter(lines.values()))[0][-1])
+    unit, factor, digits = (", %", 1.0, 1) if shares else ("", 0.01, 3)  # points are percentages
     for name, runs in lines.items():
-        found = points(runs, metric)
+        found = {step: [factor * x for x in xs] for step, xs in points(runs, metric).items()}
         x, y = list(found), [mean(values) for values in found.values()]
         # a leading space, because matplotlib hides labels that begin with an underscore
         shown = name.replace("$", r"\$")
-        label = f" {shown}: {y[0]:.1f} → {y[-1]:.1f}"
+        label = f" {shown}: {y[0]:.{digits}f} → {y[-1]:.{digits}f}"
         (line,) = axes.plot(x, y, linewidth=1.4, label=label)
         axes.plot([x[0], x[-1]], [y[0], y[-1]], "o", color=line.get_color())
         low, high = ([end(values) for values in found.values()] for end in (min, max))
@@ -240,14 +195,14 @@ def draw(
             apart = [value - first[step] for step, value in zip(x, y, strict=True) if step in first]
             bottom.plot(steps, apart, linewidth=1.2, color=line.get_color())
     if difference:
-        bottom.set(ylabel="difference, points")
-    axes.set(ylabel=f"{label_of(metric)}, %")
+        bottom.set(ylabel="difference, points" if shares else "difference")
+    axes.set(ylabel=f"{label_of(metric)}{unit}")
     bottom.set(xlabel="step")
     for panel in panels[:, 0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    write_output("--out", out, lambda path: figure.savefig(path, dpi=140))
+    write_output(by, out, lambda path: figure.savefig(path, dpi=140))
     plt.close(figure)
 
 
@@ -273,6 +228,9 @@ def compare(arguments: Arguments) -> None:
         names = names_of(list(runs))
         lines = pooled(runs) if arguments.pool else {names[run]: [runs[run]] for run in runs}
         check_common_steps(lines, metric, screen.warn)
+        for name, folders in pooled_folders(list(runs)).items() if arguments.pool else ():
+            if differ := ", ".join(differing_settings(folders)):  # such as lr-1e-4 and lr-1e-5
+                screen.warn(f"{name}: is drawn as one line, but its runs differ in {differ}")
         draw(lines, metric, arguments.out, difference=arguments.difference)
         screen.say(f"wrote {arguments.out}")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.text import Text
 
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
@@ -43,8 +42,8 @@ def show(screen: Screen, run: RunData) -> None:
 
 
 def _show(screen: Screen, finding: Finding, style: str) -> None:
-    screen.console.print(Text(f"doctor: {finding.what}", style=style))
-    screen.say(f"  {finding.evidence}. {finding.advice}")
+    screen.say(f"doctor: {finding.what}", style=style, wrap=True)
+    screen.say(f"{finding.evidence}. {finding.advice}", wrap=True)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:

@@ -94,7 +94,8 @@ def measures(loaded: Loaded, greedy: Graded, drawn: Graded) -> dict[str, Record]
     summaries, seed = getattr(loaded.task, "summaries", None), loaded.config.run.seed
     records: dict[str, Record] = {ALL: record_of(greedy, drawn, summaries, seed)}
     for kind, rows in by_kind(greedy.examples).items():
-        records[kind] = record_of(greedy.select(rows), drawn.select(rows))
+        name = f"{kind} (kind)" if kind == ALL else kind  # data may name its kinds as it likes
+        records[name] = record_of(greedy.select(rows), drawn.select(rows))
     return records
 
 

@@ -26,6 +26,11 @@ def read_records(
     Raises:
         ConfigError: one line that names the file, the line in it, and what is wrong.
     """
+    return _by_step(path, read_lines(path, only_numbers=only_numbers), warn)
+
+
+def read_lines(path: Path, *, only_numbers: bool = False) -> list[Record]:
+    """The same, one record per line in the order of the file, where several may have one step."""
     if not (path.is_file() or path.is_dir()):  # a pipe would be waited for
         raise ConfigError(f"{path}: is not a file")
     try:
@@ -51,7 +56,7 @@ def read_records(
         records.append(record)
     if not records:
         raise ConfigError(f"{path}: has no records")
-    return _by_step(path, records, warn)
+    return records
 
 
 def _by_step(path: Path, records: list[Record], warn: Callable[[str], object]) -> list[Record]:

@@ -1,7 +1,8 @@
 """A run as its folder shows it: settings, metrics per step, evaluations, and how it ended."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 
 from ..config import Config
 from ..runtime.accel import pick_device
-from ..runtime.flags import ConfigError
+from ..runtime.flags import ConfigError, flag
 from ..runtime.machine import memory_limit_mib
 from ..runtime.measures import headline
-from ..runtime.settings import RECORD, read_record
+from ..runtime.settings import RECORD, places, read_record
 from .records import Record, is_number, read_object, read_records
 
 WINDOW = 5  # the start and the end of a run are this part of its steps: a fifth
@@ -112,3 +113,18 @@ def _memory_limit(device: str) -> float:
         return memory_limit_mib(pick_device(device))
     except ConfigError:
         return math.inf
+
+
+def differing_settings(runs: Sequence[Path]) -> list[str]:
+    """The flags in which runs differ that are said to be one job with several seeds.
+
+    Speed and memory do not count. A run whose settings cannot be read is not compared.
+    """
+    found = []
+    for run in runs:
+        with suppress(ConfigError):
+            found.append(Config.of(**read_record(Config, run)))
+    groups = ("task", "model", "sampling", "loss", "optimizer", "run")
+    names = [name for name, (group, _) in places(Config).items() if group in groups]
+    apart = [name for name in names if len({repr(one.flat()[name]) for one in found}) > 1]
+    return [flag(name) for name in apart if name not in ("seed", "out_dir")]

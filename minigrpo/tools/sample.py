@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import chess
 import numpy as np
@@ -19,16 +20,18 @@ from rich.text import Text
 
 from ..model.encoding import decode
 from ..rewards import RewardScorer
+from ..runtime.build import make_token_scoring
 from ..runtime.flags import ConfigError, flag, parse, shown
 from ..runtime.logging import Screen
-from ..runtime.measures import EXACT, success_of
+from ..runtime.measures import EXACT
 from ..runtime.rng import uniforms
 from ..runtime.text import has_lone_surrogate
 from ..sampling.generate import SamplingParams
 from ..sampling.sampler import GREEDY
 from ..tasks.chess_env import ChessEnv
+from ..tasks.own import load_rewards
 from ..tasks.transitions import prompt_of, render, transition
-from ..types import Example
+from ..types import Completions, Example
 from .ask import ask, how
 from .boards import differences, side_by_side
 from .loading import Loaded, ModelSelection, load
@@ -136,8 +139,8 @@ def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
     return [loaded.task.held_out(i) for i in range(size)]
 
 
-def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> list[list[str]]:
-    """The completions of each example: `num_samples` samples, or one greedy completion for 0."""
+def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> list[Completions]:
+    """Complete each example, in parts: `num_samples` samples, or one greedy completion for 0."""
     u, params = None, GREEDY
     if num_samples:
         seed, sampling = loaded.config.run.seed, loaded.config.sampling
@@ -147,20 +150,38 @@ def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> l
     parts = loaded.sampler.complete(
         examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
     )
-    return [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
+    return list(parts)
 
 
-def right_texts(loaded: Loaded, example: Example, texts: Sequence[str], screen: Screen) -> set[str]:
-    """The completions that are right: by the success of the task, else those that equal the answer.
+def right_texts(
+    loaded: Loaded,
+    examples: Sequence[Example],
+    completions: Completions,
+    texts: Sequence[Sequence[str]],
+    *,
+    temperature: float,
+    screen: Screen,
+) -> list[set[str]]:
+    """The right completions of each example: by the success of the run, else its true answer.
 
-    The rewards of --rewards are not asked.
+    Of --rewards only the function that is the success is asked.
     """
-    success, limit = success_of(loaded.task), loaded.config.task.reward_timeout
-    if success == EXACT:
-        return {example.answer}
-    with closing(RewardScorer(loaded.task, warn=screen.warn, timeout_s=limit)) as scorer:
-        scores = scorer.score([example], [list(texts)]).parts[success][0]
-    return {text for text, score in zip(texts, scores, strict=True) if score == 1}
+    config, warn, sampler = loaded.config, screen.warn, loaded.sampler
+    functions = load_rewards(config.task.rewards, warn) if not config.task.confidence else []
+    scorer = RewardScorer(
+        loaded.task,
+        functions=[function for function in functions if function.success],
+        warn=warn,
+        timeout_s=config.task.reward_timeout,
+        token_scoring=make_token_scoring(config, sampler.tokenizer, sampler.model.device, warn),
+    )
+    if scorer.success == EXACT:
+        return [{example.answer} for example in examples]
+    with closing(scorer):
+        table = scorer.submit(examples, texts).result()
+        table = scorer.with_token_parts(table, examples, texts, completions, temperature)
+    right = table.parts[scorer.success] == 1
+    return [set(compress(*row)) for row in zip(texts, right, strict=True)]
 
 
 def show(
@@ -211,11 +232,15 @@ def run(arguments: Arguments) -> None:
     loaded = load(arguments, screen)
     examples = questions(arguments, loaded)
     with screen.errors.status("sampling"):
-        texts = complete(loaded, examples, arguments.n)
+        parts = complete(loaded, examples, arguments.n)
+        texts = [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
+        params = loaded.config.sampling if arguments.n else GREEDY
+        asked = loaded, examples, Completions.join(parts), texts
+        right = right_texts(*asked, temperature=params.temperature, screen=screen)
     screen.say(f"{loaded.name}, {how(arguments.n, loaded.config)}\n")
-    for example, group in zip(examples, texts, strict=True):
-        right = right_texts(loaded, example, group, screen)
-        show(screen.console, example, group, right, boards=isinstance(loaded.task, ChessEnv))
+    boards = isinstance(loaded.task, ChessEnv)
+    for example, group, found in zip(examples, texts, right, strict=True):
+        show(screen.console, example, group, found, boards=boards)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from ..config import Config
 from ..runtime.distributed import DistContext
 from ..runtime.failures import RunFailed, in_one_line
 from ..runtime.flags import ConfigError, exit_with
-from ..runtime.logging import Screen
 from ..runtime.oom import is_out_of_memory
 from ..trainer import Trainer
-from .doctor import show
+from .ending import show_ending
+from .live import LiveDoctor
 from .plan import print_plan
-from .run_data import read_run
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -40,6 +39,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         if not is_out_of_memory(error):
             raise
         exit_with(ConfigError(f"the model does not fit into the memory of {config.speed.device}"))
+    if dist.is_main:
+        trainer.run_dir.listeners.append(LiveDoctor(trainer.run_dir.path, trainer.screen.warn))
     try:
         trainer.fit()
     except ConfigError as error:  # one that depends on the data, such as a prompt that is too long
@@ -47,17 +48,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     except RunFailed as error:
         sys.exit(f"error: {error}")
     if dist.is_main:
-        see_the_doctor(trainer.run_dir.path)
+        show_ending(trainer.screen, trainer.run_dir.path, trainer.run_dir.shown)
     dist.close()
-
-
-def see_the_doctor(run: Path) -> None:
-    """Print what `minigrpo doctor` says of a run that has ended."""
-    screen = Screen()
-    try:
-        show(screen, read_run(run, screen.warn))
-    except ConfigError as error:  # a full disk may have left no metrics; the run is none the worse
-        screen.warn(f"no diagnosis: {error}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""held_out.jsonl: the answers of a run's last evaluation, one line per held-out example.
+
+`minigrpo compare` pairs the lines of two runs. Each has these keys:
+
+    step, example (a digest of all that the example says), kind, prompt, truth
+    completion: the greedy one
+    greedy, sampled: the value of each measure; of the sampled completions, their mean
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..types import Example
+from .failures import reason_of
+from .files import to_json, write_whole
+from .graded import Graded
+
+ANSWERS = "held_out.jsonl"
+
+
+def write_answers(
+    run: Path, step: int, greedy: Graded, drawn: Graded, warn: Callable[[str], object]
+) -> None:
+    """Replace the file in the folder of a run; if that is not possible, warn."""
+    file = run / ANSWERS
+    text = "".join(to_json(record) for record in answers(step, greedy, drawn))
+    try:
+        write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+
+
+def answers(step: int, greedy: Graded, drawn: Graded) -> Iterator[dict[str, Any]]:
+    """The lines of the file. A measure that does not concern an example is left out."""
+    means = {"greedy": _means(greedy), "sampled": _means(drawn)}
+    for row, example in enumerate(greedy.examples):
+        yield {
+            "step": step,
+            "example": digest(example),
+            "kind": example.kind,
+            "prompt": example.prompt,
+            "truth": example.answer,
+            "completion": greedy.texts[row][0],
+            **{
+                how: {name: float(x[row]) for name, x in found.items() if not np.isnan(x[row])}
+                for how, found in means.items()
+            },
+        }
+
+
+def digest(example: Example) -> str:
+    """Equal for examples that ask and are scored alike."""
+    messages = [dict(message) for message in example.messages]
+    said = {"prompt": example.prompt, "answer": example.answer, "messages": messages}
+    fields = repr(sorted(example.fields.items(), key=lambda item: item[0]))
+    return hashlib.sha256((to_json(said) + fields).encode()).hexdigest()[:16]
+
+
+def _means(graded: Graded) -> dict[str, np.ndarray]:
+    """`[n]` means over the completions of each example; NaN where a measure concerns none."""
+    found = {}
+    for name, values in graded.measures.items():
+        known = ~np.isnan(values)
+        sums = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
+        found[name] = np.divide(
+            sums, known.sum(axis=1), out=np.full(len(values), np.nan), where=known.any(axis=1)
+        )
+    return found

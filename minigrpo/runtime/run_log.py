@@ -1,0 +1,113 @@
+"""A run's logs: metrics, evaluations, samples, the last answers, TensorBoard, and listeners."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from .answers import write_answers
+from .files import NUM_NOT_FINITE
+from .graded import Graded
+from .log_files import EventFile, JSONLines, LogTrouble, Say, Scalars
+
+
+class Listener(Protocol):
+    """Gets what a run logs while it goes, such as a tracker; it must not raise."""
+
+    def step(self, step: int, values: Scalars) -> None: ...
+
+    def evaluation(self, step: int, values: Scalars) -> None: ...
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """The logs in a run's folder: metrics, evaluations, samples, TensorBoard."""
+
+    def __init__(
+        self, folder: Path, warn: Say, *, start_step: int, listeners: Sequence[Listener] = ()
+    ) -> None:
+        """`start_step` steps are done; lines of later steps, from a lost run, are dropped.
+
+        Raises ConfigError if a file is in the way or cannot be written.
+        """
+        self.folder, self.warn, self.listeners = folder, warn, listeners
+        # a run that starts afresh keeps nothing, not even the evaluation at step 0
+        last = start_step or -1
+        trouble = LogTrouble(warn)
+        self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
+        self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
+        samples = folder / "samples.jsonl"
+        self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
+        for log in (self.metrics, self.evaluations):
+            if start_step and not log.kept:
+                warn(f"{log.file.path}: has nothing of the {start_step} steps before the resume")
+        self.board = EventFile(folder / "tensorboard", trouble, first_step=last + 1)
+
+    @property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """Evaluations from before the resume by step, with NaN for what was not finite."""
+        return [
+            {
+                name: math.nan if value is None else value
+                for name, value in record.items()
+                if name != NUM_NOT_FINITE
+            }
+            for record in sorted(self.evaluations.kept, key=lambda record: record["step"])
+        ]
+
+    def step(self, step: int, values: Scalars) -> None:
+        self.metrics.write({"step": step, **values})
+        named = {name if "/" in name else f"train/{name}": x for name, x in values.items()}
+        self.board.scalars(step, named)
+        for listener in self.listeners:
+            listener.step(step, values)
+
+    def evaluation(self, step: int, values: Scalars) -> None:
+        self.evaluations.write({"step": step, **values})
+        shown = {
+            f"eval/{name}": value
+            for name, value in values.items()
+            if name != "n" and not name.startswith("count/")
+        }
+        self.board.scalars(step, shown)
+        for listener in self.listeners:
+            listener.evaluation(step, values)
+
+    def answers(self, step: int, greedy: Graded, drawn: Graded) -> None:
+        """Keep the answers of an evaluation, in place of those of the one before."""
+        write_answers(self.folder, step, greedy, drawn, self.warn)
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None:
+        self.samples.write({"step": step, **record})
+        for listener in self.listeners:
+            listener.sample(step, record)
+
+    def sample_text(self, step: int, text: str) -> None:
+        self.board.text(step, "samples", text)
+
+    def close(self) -> None:
+        for log in (self.metrics, self.evaluations, self.samples, self.board):
+            log.file.close()
+        for listener in self.listeners:
+            listener.close()
+
+
+class NoLog:
+    """The log of all processes but the main one: it does nothing."""
+
+    evaluated: list[dict[str, Any]] = []  # noqa: RUF012 - nothing is ever added
+
+    def step(self, step: int, values: Scalars) -> None: ...
+
+    def evaluation(self, step: int, values: Scalars) -> None: ...
+
+    def answers(self, step: int, greedy: Graded, drawn: Graded) -> None: ...
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def sample_text(self, step: int, text: str) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The page of `minigrpo report`: its figures, its words, its samples, and the template."""
