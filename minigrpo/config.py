@@ -186,6 +186,8 @@ class SpeedConfig(Group):
     """With --use-amp: sampler and reference store the blocks' linear layers in --amp-dtype."""
     use_tf32: bool = False
     """TF32 matrix products on CUDA."""
+    onednn: bool = True
+    """Large float32 products by oneDNN, on CPUs with AVX-512 other than Intel's: MKL is slower."""
     compile_model: bool = False
     """torch.compile the training blocks, except attention; needs a C or C++ compiler."""
     packing: Literal["repeated", "shared-prompt", "prefix-tree"] = "prefix-tree"

@@ -142,18 +142,28 @@ def test_fast_in_python_trains_as_with_the_flag(
 
 
 @pytest.mark.parametrize(
-    ("load", "threads", "warns"),
+    ("load", "running", "threads", "warns"),
     [
-        ((0.3, 0.0, 0.0), 2, False),  # an idle machine, and this process's own start
-        ((1.1, 0.0, 0.0), 2, True),
-        ((2.2, 0.0, 0.0), 2, True),
-        ((7.0, 0.0, 0.0), 1, False),  # a single thread waits for nobody
-        ((1.1, 9.0, 9.0), 1, False),
+        ((0.3, 0.0, 0.0), 2, 2, False),  # an idle machine, and this process's own start
+        ((1.1, 0.0, 0.0), 2, 2, True),
+        ((2.2, 0.0, 0.0), 5, 2, True),
+        ((1.1, 0.0, 0.0), 1, 2, False),  # what ran in the last minute has ended
+        ((1.1, 0.0, 0.0), None, 2, True),  # not Linux
+        ((7.0, 0.0, 0.0), 9, 1, False),  # a single thread waits for nobody
+        ((1.1, 9.0, 9.0), 3, 1, False),
     ],
 )
 def test_cores_that_are_taken_are_said(
-    load: tuple[float, ...], threads: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+    load: tuple[float, ...],
+    running: int | None,
+    threads: int,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if running is not None:
+        (tmp_path / "loadavg").write_text(f"1.00 1.00 1.00 {running}/150 4711\n")
+    monkeypatch.setattr("minigrpo.runtime.machine.LOAD", tmp_path / "loadavg")
     monkeypatch.setattr(os, "getloadavg", lambda: load)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     said = list(announce.busy_cores(threads))

@@ -143,12 +143,17 @@ LINES = {  # what stands after ####
         *("72", "\\boxed{72}", "$\\boxed{72}$", "The answer is 72.", "Answer: 72 clips", "= 72"),
         *("72 clips (48 + 24)", "48 + 24 = 72", "**Final answer:** 72", "$72/month", "72, not 70"),
         *("<answer>72</answer>", "Natalia sold 72 clips", "(72)", "72<|im_end|>", "`72`"),
+        *("72 = 48 + 24", "72 = 6*12", "**72** clips", "Answer - 72", "Total: 72 clips", "72kg"),
+        *("24 x 3 = 72 clips", "Option B: 72", "a total of 72 times", "Day 1: 72"),
         *("The answer is 72 clips (48 + 24).", "72 not 70", "not 70, 72", "The answer isn't 7, 72"),
     ],
     False: [
         *("73", "72.5", "7 2", "72 million", "-72", "72/2", "72 or 73", "5", "x"),
         *("not 72", "It is not 72.", "The answer is not 72", "isn\u2019t 72", "never 72", "!= 72"),
         *("\\neq 72", "<answer>not 72</answer>", "70, not 72", "not 72 (48 + 24)"),
+        *("6*72", "6 * 72", "10^72", "minus 72", "negative 72", "8:72", "72k", "72M", "72 pi"),
+        *("It is 6*72.", "The answer is 6*72", "7-72", "1 - 72 clips", "sqrt(72)", "x*72", "72x"),
+        *("70 or 72", "half of 72", "7 72 clips", "72^n", "48 + 24 = 6*72", "1/2/72", "72*k"),
     ],
 }
 
@@ -281,6 +286,12 @@ def test_splits_are_those_of_other_files_or_a_test_file_of_its_own(tmp_path: Pat
         assert len(set(asked)) == source.num_train and not held_out & set(asked)
     with pytest.raises(ValueError, match="0 usable examples for training and 30 for evaluation"):
         files(test)
+    # a copy with other blanks is a copy
+    blanks = [{**x, "question": x["question"].replace("+", " \n+")} for x in numbered(200)]
+    spaced = write_lines(tmp_path / "blanks.jsonl", blanks)
+    plain = [{**x, "question": x["question"].replace("+", " +")} for x in numbered(30)]
+    of_test = write_lines(tmp_path / "test.jsonl", plain)
+    assert files(spaced, of_test).num_train == 170
 
 
 def test_lines_that_are_no_problems_are_skipped_and_named(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from minigrpo.runtime.resume import (
 from minigrpo.runtime.run_log import RunLog
 from minigrpo.runtime.settings import read_record
 from minigrpo.runtime.trained import load_model
-from minigrpo.tools import cli, train
+from minigrpo.tools import cli, evaluate, train
 from minigrpo.types import Example
 
 from . import bpe
@@ -822,13 +822,22 @@ def test_resuming_with_other_contents_of_a_file_is_said_once_with_flag_and_file(
     options: dict[str, Any] = {"data": str(data), "rewards": str(rewards), "max_steps": 2}
     make(tmp_path / "run", **options).fit()
     make(tmp_path / "run", **options, resume="auto").run_dir.close()
+    arguments = [str(tmp_path / "run"), "--n", "2", "--device", "cpu"]
+    evaluate.main(arguments)
     assert "other contents" not in capfd.readouterr().err
+    named = ("--rewards", rewards), ("--data", data)
+    then = {path: path.read_text() for _, path in named}
     for file in (data, rewards):
         file.write_text(file.read_text() + "\n")
         make(tmp_path / "run", **options, resume="auto").run_dir.close()
         said = [line for line in capfd.readouterr().err.splitlines() if "other contents" in line]
         assert len(said) == 1 and f"--data {data}" in said[0]
         assert (f"--rewards {rewards}" in said[0]) == (file is rewards)
+        evaluate.main(arguments)
+        err = "".join(capfd.readouterr().err.split())
+        files = ", ".join(f"{by} {path}" for by, path in named if path.read_text() != then[path])
+        expected = f"{files}: other contents than when {tmp_path / 'run'} was trained"
+        assert "".join(expected.split()) in err
     task.write_text("x = 1")
     config = Config.of(task=str(task), out_dir="x")
     before = contents_of_files(config)
@@ -837,6 +846,28 @@ def test_resuming_with_other_contents_of_a_file_is_said_once_with_flag_and_file(
     task.unlink()
     os.mkfifo(task)
     assert contents_of_files(config) == {} and changed({}, before) == []
+
+
+def test_resuming_with_other_contents_of_what_a_reward_file_imports_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards, helper = tmp_path / "r.py", tmp_path / "imported_by_r.py"
+    helper.write_text("VALUE = 0.0")
+    rewards.write_text(
+        "import minigrpo\nfrom imported_by_r import VALUE\n"
+        "@minigrpo.reward()\ndef r(example, text): return VALUE\n"
+    )
+    make(tmp_path / "run", rewards=str(rewards), max_steps=1).fit()
+    for expected in ([], [f"--rewards {rewards}, imported_by_r.py"]):
+        make(tmp_path / "run", rewards=str(rewards), max_steps=2, resume="auto").run_dir.close()
+        err = " ".join(capfd.readouterr().err.split())
+        assert [name for name in (f"--rewards {rewards}, imported_by_r.py",) if name in err] == (
+            expected
+        )
+        assert ("other contents" in err) == bool(expected)
+        helper.write_text("VALUE = 1.0")
+    del sys.modules["imported_by_r"]
 
 
 def test_resuming_with_another_tokenizer_under_the_same_name_is_refused(

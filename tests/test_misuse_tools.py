@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -322,6 +323,29 @@ def test_an_export_onto_a_full_disk_leaves_the_older_one_whole(
         assert f"--out {out}: cannot be written (No space left on device" in err
     assert {path.name: path.read_bytes() for path in Path("model").iterdir()} == before
     assert not Path("new").exists()
+
+
+def test_an_export_that_is_killed_leaves_no_mix_of_two_models(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export.main(["run", "--out", "model"])
+    names = {path.name for path in Path("model").iterdir()}
+    replace = os.replace
+    for number in range(len(names)):
+        calls = count()
+
+        def killed(source: Path, target: Path, number: int = number, calls: Any = calls) -> None:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", killed)
+            with pytest.raises(SystemExit):
+                export.main(["run", "--out", "model"])
+        assert "model.safetensors" not in {path.name for path in Path("model").iterdir()}
+    export.main(["run", "--out", "model"])
+    assert {path.name for path in Path("model").iterdir()} == names
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,16 @@ values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c
             for x in ("date(2020, 2, 28)", "datetime(2020, 1, 1, tzinfo=timezone.utc)")
         ],
     ),
+    "views of dicts, and arrays": (
+        "from array import array\nd = {1: 2, 3: 4}\ndef f(): return d.keys(), d.values(), d.items()"
+        "\ndef g(): return array('i', [1, 2])",
+        "from array import array",
+        [
+            "assert f()[0] == {1, 3} and list(f()[1]) == [2, 4]",
+            "assert f()[2] == {(1, 2), (3, 4)} and dict(f()[2]) == {1: 2, 3: 4}",
+            "assert g() == array('i', [1, 2]) and g()[1] == 2",
+        ],
+    ),
     "subclasses": (
         "from collections import *\nf = Counter\ng = namedtuple('G', 'a b')",
         "",

@@ -1,6 +1,7 @@
 """Tasks, data and rewards that a user brings, tested with the files in examples/."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_pairs_are_split_by_prompt_and_each_epoch_has_its_own_order() -> None:
     same = Pairs(Path(SUMS), seed=3)
     assert epochs[0] == [same.train(i).prompt for i in range(n)]
     assert pairs.train(5).index != pairs.train(n + 5).index  # so that it is sampled anew
+
+
+def test_copies_of_a_question_by_blanks_or_unicode_form_are_in_one_split(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    forms = ("caf\u00e9 {}  ?", "cafe\u0301 {} ?\n", " caf\u00e9\t{} ?")
+    lines = [{"prompt": form.format(i), "answer": "b"} for i in range(100) for form in forms]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    pairs = Pairs(path, seed=0)
+
+    def numbers(prompts: Iterable[str]) -> set[str]:
+        return {"".join(filter(str.isdigit, prompt)) for prompt in prompts}
+
+    held_out = numbers(pairs.held_out(i).prompt for i in range(pairs.num_held_out))
+    trained = numbers(pairs.train(i).prompt for i in range(300 - pairs.num_held_out))
+    assert len(held_out) > 2 and len(held_out) + len(trained) == 100 and not held_out & trained
 
 
 @pytest.mark.parametrize(

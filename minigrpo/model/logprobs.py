@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import linear
+from .linear import by_onednn, linear, product
 
 CHUNK = 1024  # most tokens whose logits are in memory at once
 # Fewest tokens per chunk, however many their logits: each chunk reads the whole output head and
@@ -108,7 +108,8 @@ class _Chunked(torch.autograd.Function):
             slope = logits.sub_(lse[part, None]).exp_().neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = slope @ head
+            by = product if by_onednn(slope, head) else F.linear
+            grad_hidden[part] = by(slope, head.t())
             if grad_head is None:
                 pass
             elif slope.dtype == grad_head.dtype:
@@ -127,7 +128,9 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float, buffer: Tensor) ->
     All chunks share the buffer, because the allocator does not always reuse freed memory.
     """
     logits = buffer[: len(hidden)]
-    if hidden.dtype == buffer.dtype:
+    if by_onednn(hidden, head):
+        logits.copy_(product(hidden, head))
+    elif hidden.dtype == buffer.dtype:
         torch.mm(hidden, head.t(), out=logits)
     else:
         logits.copy_(hidden @ head.t())

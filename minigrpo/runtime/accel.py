@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, MemoryConfig, RunConfig, SpeedConfig
 from ..model.attention import Attend, attention
+from ..model.linear import onednn_is_faster, use_onednn
 from ..model.logprobs import chunk_size
 from ..model.transformer import Block, Transformer
 from .combinations import FIRST_PROFILED, LAST_PROFILED
@@ -85,9 +86,13 @@ def check_compiler(speed: SpeedConfig, device: torch.device) -> None:
         )
 
 
-def use_tf32(speed: SpeedConfig) -> None:
-    """--use-tf32: float32 products with 10 bits of mantissa. This affects the whole process."""
+def choose_products(speed: SpeedConfig) -> None:
+    """--use-tf32 and --onednn: how float32 products are computed, in the whole process.
+
+    TF32 has 10 bits of mantissa.
+    """
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
+    use_onednn(speed.onednn and onednn_is_faster())
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:

@@ -12,6 +12,7 @@ from .checkpoint import path_of
 from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_kind
 from .flags import as_flags, job_of
 from .logging import Screen
+from .machine import running_elsewhere
 from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
 from .no_effect import Situation, without_effect
 
@@ -89,7 +90,8 @@ def busy_cores(threads: int) -> Iterator[str]:
         return
     cores = os.cpu_count() or 1
     # rounded, because an idle machine has a load of a few tenths
-    if threads > 1 and round(load) + threads > cores:
+    busy = min(round(load), running_elsewhere())
+    if threads > 1 and busy + threads > cores:
         yield (
             f"{cores} cores, a load of {load:.1f}, and {threads} threads of this run: threads "
             "that wait for a core make steps many times slower; OMP_NUM_THREADS=1 prevents it"

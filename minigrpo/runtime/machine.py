@@ -1,6 +1,7 @@
 """What this machine does: seconds of a call, memory in use, and how much memory there is."""
 
 import ctypes
+import math
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
 RESET_PEAK = "5"  # written to clear_refs, it resets the peak
+LOAD = Path("/proc/loadavg")  # Linux only
+LOOKS, LOOK_EVERY_S = 5, 0.01  # at how many threads run
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's; "max" is no limit
 
 
@@ -73,6 +76,22 @@ def memory_in_use(device: torch.device) -> float:
 def _resident(field: str) -> float:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 2**10
+
+
+def running_elsewhere() -> float:
+    """How many other threads of the system run, or wait for a core, now; infinity if unknown.
+
+    The load is a mean over a minute, so it also counts what has just ended.
+    """
+    found = []
+    for _ in range(LOOKS):
+        try:
+            running, _, _ = LOAD.read_text().split()[3].partition("/")
+            found.append(int(running) - 1)
+        except (OSError, ValueError, IndexError):
+            return math.inf
+        time.sleep(LOOK_EVERY_S)
+    return median(found)
 
 
 def memory_limit_mib(device: torch.device) -> float:

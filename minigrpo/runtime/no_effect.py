@@ -13,6 +13,7 @@ import torch
 from ..config import Config
 from ..losses import LOSSES, clipped, per_local_token
 from ..model.architectures import groups_queries
+from ..model.linear import onednn_is_faster
 from ..model.logprobs import chunk_size
 from ..model.shape import ModelShape
 from ..tasks.chess_files import WANTED as CHESS_TASKS
@@ -193,6 +194,10 @@ TABLE: dict[str, Row] = {
     "use_tf32": (
         (lambda s: s.on_cpu, "CPU"),
         (lambda s: not s.has_tf32, "TF32 needs a card of compute capability 8.0"),
+    ),
+    "onednn": (
+        (lambda s: not s.on_cpu, "it is for CPUs"),
+        (lambda s: not onednn_is_faster(), "this CPU has no AVX-512, or is Intel's"),
     ),
     "num_speculative_tokens": (
         (lambda s: not s.config.speed.speculative_decoding, "--no-speculative-decoding"),

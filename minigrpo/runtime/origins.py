@@ -8,6 +8,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..config import Config
 from ..model.hub import cached_folder, local_folder
@@ -15,10 +16,11 @@ from ..model.tokenizer import Tokenizer
 from .failures import reason_of
 from .files import write_whole
 from .flags import ConfigError, flag
-from .resume import changed
+from .resume import changed, contents_of_files
 from .settings import RECORD, toml_lines
 
 NAMES = ("init_from", "tokenizer", "student")  # the settings that may name a model on the Hub
+SHOWN_DIGITS = 16  # of a file's sha256 in config.toml
 
 
 def fetch_models(config: Config) -> None:
@@ -53,16 +55,33 @@ def key(part: str) -> str:
     return f"tokenizer_{part.replace(' ', '_')}"
 
 
+def versions_of(run: Path) -> dict[str, Any]:
+    """The table `versions` of a run's config.toml; empty if it cannot be read."""
+    try:
+        found = tomllib.loads((run / RECORD).read_text("utf-8-sig")).get("versions")
+    except (OSError, ValueError):  # whoever reads its settings says so
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def recorded_files(files: Mapping[str, str]) -> dict[str, str]:
+    """The digests of a run's files as entries of the table `versions`."""
+    return {name: digest[:SHOWN_DIGITS] for name, digest in files.items()}
+
+
+def other_files(run: Path, config: Config) -> str:
+    """What to say if files of --task, --rewards or --data are not those that a run had, or ""."""
+    differ = changed(recorded_files(contents_of_files(config)), versions_of(run))
+    return f"{', '.join(differ)}: other contents than when {run} was trained" if differ else ""
+
+
 def check_tokenizer_of_run(run: Path, tokenizer: Tokenizer, *, own_template: bool = False) -> None:
     """Raise ConfigError if a run was trained with another tokenizer than this one.
 
     Args:
         own_template: the chat template was given for this command, and may differ.
     """
-    try:
-        then = tomllib.loads((run / RECORD).read_text("utf-8-sig")).get("versions", {})
-    except (OSError, ValueError):  # whoever reads its settings says so
-        return
+    then = versions_of(run)
     parts = {"vocabulary"} if own_template else {*tokenizer.fingerprint}
     now = {part: x for part, x in tokenizer.fingerprint.items() if part in parts}
     known = {part: then[key(part)] for part in now if key(part) in then}
@@ -87,6 +106,10 @@ def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, s
         )
 
 
+def _toml_key(name: str) -> str:
+    return name if name.replace("_", "").isalnum() and name.isascii() else json.dumps(name)
+
+
 def write_record(folder: Path, config: Config, found: Mapping[str, str]) -> None:
     """Write a run's `config.toml`, which --config can read; `found` is its table `versions`.
 
@@ -95,7 +118,11 @@ def write_record(folder: Path, config: Config, found: Mapping[str, str]) -> None
     file = folder / RECORD
     # the layers of --fast are written out, so that --no-fast has nothing to undo
     lines = toml_lines(config.replace(fast=False), leave_out=("out_dir", "resume", "stop_after"))
-    lines += ["", "[versions]", *(f"{name} = {json.dumps(x)}" for name, x in found.items())]
+    lines += [
+        "",
+        "[versions]",
+        *(f"{_toml_key(name)} = {json.dumps(x)}" for name, x in found.items()),
+    ]
     text = "\n".join(lines) + "\n"
     try:
         tomllib.loads(text)  # fail now rather than leave a file that cannot be read

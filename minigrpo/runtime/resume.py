@@ -1,6 +1,7 @@
 """What may differ between a checkpoint and the run that resumes it, and what is said about it."""
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SAME_BITS = {
     "overlap_rewards",
     "parallel_rewards",
 }
+LIBRARY = Path(__file__).parent.parent
 ONLY_WITH = {
     "amp_dtype": "use_amp",
     "low_precision_weights": "use_amp",
@@ -63,13 +65,32 @@ def contents_of_files(config: Config) -> dict[str, str]:
     return {f"{by} {path}": digest for by, path in named if (digest := _sha256(path))}
 
 
+def imported_files(config: Config) -> dict[str, str]:
+    """The sha256 of the modules beside the files of --task and --rewards that have been imported.
+
+    Installed packages and this one are left out: config.toml has their versions.
+    """
+    found = {}
+    for by, path in _code_files(config):
+        own = Path(path).resolve()
+        for module in list(sys.modules.values()):
+            file = Path(getattr(module, "__file__", None) or "")
+            inside = own.parent in file.parents and file != own and file.suffix == ".py"
+            if inside and not {LIBRARY} & {*file.parents} and "site-packages" not in file.parts:
+                found[f"{by} {path}, {file.relative_to(own.parent)}"] = _sha256(str(file))
+    return found
+
+
 def _named_files(config: Config) -> list[tuple[str, str]]:
     """The files of --task, --rewards and --data, each with its flag."""
-    task = config.task
-    own_task = task.name if task.name.endswith(".py") else ""
-    named = [("--task", own_task), ("--rewards", task.rewards)]
-    named += [("--data", path.strip()) for path in task.data.split(",")]
-    return [(by, path) for by, path in named if path]
+    data = [path.strip() for path in config.task.data.split(",")]
+    return [*_code_files(config), *(("--data", path) for path in data if path)]
+
+
+def _code_files(config: Config) -> list[tuple[str, str]]:
+    """The Python files of --task and --rewards, each with its flag."""
+    named = ("--task", config.task.name), ("--rewards", config.task.rewards)
+    return [(by, path) for by, path in named if path.endswith(".py")]
 
 
 def _sha256(path: str) -> str:

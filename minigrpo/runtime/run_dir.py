@@ -38,7 +38,7 @@ from .files import write_whole
 from .flags import ConfigError, flag
 from .folder import lock, make_folder, said_gone, working_folder
 from .logging import Screen
-from .origins import check_same_tokenizer, commits_of_models, recorded, write_record
+from .origins import check_same_tokenizer, commits_of_models, recorded, recorded_files, write_record
 from .resume import changes, check_same_run, made_by
 from .run_log import Listener, NoLog, RunLog
 from .summary import take_earlier_seconds, write_summary
@@ -74,7 +74,8 @@ class RunDir:
         Raises ConfigError or CheckpointError, after unlocking the folder.
         """
         self.tokenizer, self.judge = tokenizer, judge
-        self.files |= commits_of_models(self.config)  # known once the models have been fetched
+        # known once the models have been fetched, and the files of --task and --rewards imported
+        self.files |= commits_of_models(self.config) | resuming.imported_files(self.config)
         self.shown = self.dist.on_main(self._make_and_lock)
         self.path = self.start / self.shown
         self.base = base_digest(self.config, learner.model)
@@ -278,6 +279,7 @@ class RunDir:
     def _write_config(self) -> None:
         """Write `config.toml`, which --config can read, with the run's software versions."""
         found = versions(self.dist.world_size) | recorded(self.tokenizer)
+        found |= recorded_files(self.files)
         write_record(self.path, self.config, found)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

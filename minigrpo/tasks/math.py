@@ -25,7 +25,7 @@ from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, o
 from .math_answers import HASHES, after_hashes, boxed, final_answer, in_tags, number, stated
 from .math_judge import Judge, Numbers, make_judge
 from .scoring import BatchScored
-from .splits import PROMPTS_PER_HELD_OUT, fingerprint, is_held_out_prompt
+from .splits import PROMPTS_PER_HELD_OUT, as_asked, fingerprint, is_held_out_prompt
 from .sums import Sums
 from .task_request import TaskRequest
 
@@ -159,9 +159,11 @@ class MathFiles(ShuffledExamples):
             held_out = np.array([problem.path in tests for problem in self.problems], dtype=bool)
         else:
             self.about = f"one question in {PROMPTS_PER_HELD_OUT} is held out"
-            asked = [problem.question for problem in self.problems]
+            asked = [as_asked(problem.question) for problem in self.problems]
             held_out = np.array([is_held_out_prompt(text) for text in asked], dtype=bool)
-        hashes = np.array([fingerprint(p.question) for p in self.problems], dtype=np.uint64)
+        hashes = np.array(
+            [fingerprint(as_asked(p.question)) for p in self.problems], dtype=np.uint64
+        )
         in_both = ~held_out & np.isin(hashes, hashes[held_out])
         if in_both.any():
             listener.warn(

@@ -36,6 +36,19 @@ DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 # a minus after a letter, a digit or a bracket subtracts: the last number of "7-3" is 3
 NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]])-)?[$€£¥]?{DECIMAL}(?:/{INTEGER})?%?")
 
+# what makes a number a part of something else: an operator or a digit before it, a function or a
+# word that changes its value; a letter after it that multiplies it
+GOES_ON_FROM = re.compile(
+    r"""(?:[\d)\]!]\s*[-+*/^\u00d7\u00b7\u00f7\u2212\u2013]+|\b[a-z]\s*[*^/+]+|[\^\u00d7\u00f7\u221a]
+      |\d\s+|[\w\u221a]\(
+      |\b(?:plus|minus|times|negative|half|twice|double|triple|sqrt|root|or|by)\b(?:\s+(?:of|the))*)
+    [\s(]*$
+    |\d:$""",
+    re.IGNORECASE | re.VERBOSE,
+)
+GOES_ON = re.compile(r"(?:[kKMBbxnei\u03c0]|bn|mn)\b|\s*[\^\u00d7]|\*\w|\s+(?:pi|factorial)\b")
+MAX_CONTEXT_CHARS = 40  # before a number
+
 
 def boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` that is closed; of nested ones the inner one."""
@@ -75,16 +88,19 @@ def in_tags(text: str) -> str | None:
 def after_words(text: str) -> str | None:
     """What is `stated` after the last "the answer is", up to the end of the sentence.
 
-    "" if the sentence only says what the answer is not.
+    All of the sentence if its numbers are parts of a formula; "" if it only says what the answer is
+    not.
     """
     last = max(ANSWER_IS.finditer(text), key=re.Match.start, default=None)
     rest = text[last.end() :][:MAX_ANSWER_CHARS].strip() if last else ""
     sentence = END_OF_SENTENCE.split(rest, maxsplit=1)[0].strip(" :*.")
-    return stated(sentence) or ("" if NEGATION.search(sentence) else None)
+    if NEGATION.search(sentence):
+        return stated(sentence) or ""
+    return stated(sentence) or (sentence if last_number(sentence) else None)
 
 
 def stated(sentence: str) -> str | None:
-    """All of a sentence if it is a number or a formula, else the last number in its first clause.
+    """All of a sentence if it is a number or a formula, else `plain_number` of its first clause.
 
     What follows the first clause explains the answer: "72 clips (48 and 24)". If there is no number
     in that clause, it is the last one in the sentence. What follows a "not" is not the answer: in
@@ -95,8 +111,22 @@ def stated(sentence: str) -> str | None:
     if is_formula or number(sentence) or MULTIPLES & set(sentence.lower().split()):
         return sentence
     clauses = (NEGATION.split(clause)[0] for clause in END_OF_CLAUSE.split(sentence))
-    first, *others = map(last_number, clauses)
+    first, *others = map(plain_number, clauses)
     return first or next(filter(None, reversed(others)), None)
+
+
+def plain_number(clause: str) -> str | None:
+    """The last number in a clause, of its last side of an equation that has one.
+
+    None if that number is a part of something else: "6*12", "10^6", "minus 3", "8:30", "5k".
+    """
+    for side in reversed(clause.split("=")):
+        *_, found = None, *NUMBER_IN_TEXT.finditer(side)
+        if found:
+            before = side[max(0, found.start() - MAX_CONTEXT_CHARS) : found.start()]
+            if not GOES_ON_FROM.search(before) and not GOES_ON.match(side, found.end()):
+                return found[0]
+    return None
 
 
 def last_number(text: str) -> str | None:

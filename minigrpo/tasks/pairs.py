@@ -22,7 +22,7 @@ from ..types import Example
 from .data_lines import data_lines, decode_line, parse_example
 from .files import Listener, SilentListener, open_data, readable
 from .scoring import BatchScored
-from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
+from .splits import PROMPTS_PER_HELD_OUT, as_asked, is_held_out_prompt
 
 
 class Pair(NamedTuple):
@@ -75,13 +75,13 @@ class JSONLExamples:
         self.has_messages = any(pair.example.messages for pair in pairs)
         evaluated = set[Example]()
         is_held_out = self.split([pair.example for pair in pairs])
-        tested = {self.asks(pair.example) for pair in pairs if is_held_out(pair.example)}
+        tested = {as_asked(self.asks(x.example)) for x in pairs if is_held_out(x.example)}
         in_both = 0
         for pair in pairs:
             held_out = is_held_out(pair.example)
             if held_out and pair.example in evaluated:
                 continue  # a question that occurs several times is evaluated once
-            if not held_out and self.asks(pair.example) in tested:
+            if not held_out and as_asked(self.asks(pair.example)) in tested:
                 in_both += 1
                 continue
             self._split[held_out].append(pair)
@@ -106,7 +106,7 @@ class JSONLExamples:
 
     def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
         """What says which of all examples are held out: a hash of what they ask."""
-        return lambda example: is_held_out_prompt(self.asks(example))
+        return lambda example: is_held_out_prompt(as_asked(self.asks(example)))
 
     def asks(self, example: Example) -> str:
         """The question of an example; training has none that is held out, however it is put."""

@@ -251,7 +251,9 @@ def write(
             write_ends(partial, ends, bos)
             write_mark(partial)
             check_nothing_stale(folder, partial)
-            for file in partial.iterdir():
+            # the weights go first and come last: whoever is killed leaves no mix of two models
+            (folder / WEIGHTS).unlink(missing_ok=True)
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == WEIGHTS):
                 os.replace(file, folder / file.name)
             made = []
         except SafetensorError as error:  # what it raises for a full disk

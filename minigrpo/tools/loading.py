@@ -15,7 +15,7 @@ from ..runtime import accel
 from ..runtime.build import make_task, make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
-from ..runtime.origins import check_tokenizer_of_run
+from ..runtime.origins import check_tokenizer_of_run, other_files
 from ..runtime.settings import is_run, places, read_record
 from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, warn_of_other_tokenizer, with_own_tokenizer
@@ -73,6 +73,8 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
     check_file_name(selection.run)
     config = config_of(selection)
     check_paths(selection, config)
+    if is_run(run := Path(selection.run)) and (said := other_files(run, config)):
+        screen.warn(said)
     tokenizer = tokenizer_of(selection, config)
     task = make_task(config, screen)
     name, sampler = load_sampler(selection, config, tokenizer, screen)

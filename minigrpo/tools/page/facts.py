@@ -1,7 +1,6 @@
 """What the page says of a run in words and tables: the result, the settings, where it ran."""
 
 import shlex
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -11,7 +10,8 @@ from typing import Any
 from ...config import Config
 from ...runtime.flags import as_flags, flag
 from ...runtime.measures import SAMPLED, Estimate, in_words, wilson
-from ...runtime.settings import RECORD, places
+from ...runtime.origins import versions_of
+from ...runtime.settings import places
 from ...runtime.tokenizers import AUTO, with_own_tokenizer
 from ..records import Record, is_number
 from ..run_data import RunData
@@ -156,11 +156,6 @@ def flag_of(name: str, value: Any) -> str:
 
 def environment(folder: Path) -> dict[str, str]:
     """The table `versions` of a run's record; empty if it cannot be read."""
-    try:
-        versions = tomllib.loads((folder / RECORD).read_text(encoding="utf-8")).get("versions")
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(versions, dict):
-        return {}
-    short = {name: x for name, x in versions.items() if not name.startswith("tokenizer_")}
-    return {str(name).replace("_", " "): str(value) for name, value in short.items()}
+    hidden = ("tokenizer_", "-")  # digests, of a tokenizer and of files
+    found = {name: x for name, x in versions_of(folder).items() if not name.startswith(hidden)}
+    return {name.replace("_", " "): str(value) for name, value in found.items()}
