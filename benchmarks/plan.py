@@ -103,17 +103,23 @@ def predict(settings: Settings) -> dict[str, Any]:
 
 
 def measure(settings: Settings, steps: int) -> dict[str, Any]:
-    """Medians of a run's first steps without the first, and the peak memory of all of them."""
+    """Medians of a run's first steps without the first: seconds by phase, and peak memory.
+
+    The memory that a step frees is given back before the next one, so that each has its own peak.
+    """
     _steps({**TINY, "device": settings["device"]}, 2)
-    with PeakMemory(pick_device(settings["device"])) as peak:
+    with PeakMemory(pick_device(settings["device"])) as before:
         timed = _steps(settings, steps, LEAST_SECONDS)[1:]
     middle = {name: median(step[name] for step in timed) for name in timed[0]}
-    step = middle.pop("step")
-    return {"seconds": middle, "step": step, "peak_mib": peak.mib}
+    step, peak = middle.pop("step"), middle.pop("peak_mib")
+    return {"seconds": middle, "step": step, "peak_mib": peak - before.before}
 
 
 def _steps(settings: Settings, steps: int, least: float = 0.0) -> list[dict[str, float]]:
-    """Seconds of each step of a run, by phase: at least so many steps, and `least` seconds."""
+    """Seconds of each step of a run, by phase, and MiB in use at its peak.
+
+    At least so many steps, and `least` seconds.
+    """
     timed = list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         config = Config.of(**settings, out_dir=str(Path(folder) / "run"))
@@ -121,13 +127,15 @@ def _steps(settings: Settings, steps: int, least: float = 0.0) -> list[dict[str,
         while len(timed) < steps or (
             len(timed) < MOST_STEPS and sum(step["step"] for step in timed) < least
         ):
-            start, number = time.perf_counter(), len(timed)
-            batch = trainer.source.batch(number)
-            with trainer.timer.phase("update"):
-                trainer.learner.learn(batch, number)
+            with PeakMemory(trainer.device) as peak:
+                start, number = time.perf_counter(), len(timed)
+                batch = trainer.source.batch(number)
+                with trainer.timer.phase("update"):
+                    trainer.learner.learn(batch, number)
+                took = time.perf_counter() - start
             seconds = trainer.timer.take()
             phases = {name: seconds[name] for name in PHASES if name in seconds}
-            timed.append({**phases, "step": time.perf_counter() - start})
+            timed.append({**phases, "step": took, "peak_mib": peak.before + peak.mib})
         trainer.scorer.close()
         trainer.run_dir.close()
     return timed

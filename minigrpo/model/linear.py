@@ -99,7 +99,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _rounded(x: Tensor) -> Tensor:
     """`x [rows, in]` with rows of zeros that make up a round number: see `_in_few_sizes`."""
-    return F.pad(x, (0, 0, 0, round_number(len(x)) - len(x)))
+    more = round_number(len(x)) - len(x)
+    return F.pad(x, (0, 0, 0, more)) if more else x
 
 
 class _OneDNN(torch.autograd.Function):
