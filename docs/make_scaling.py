@@ -9,18 +9,26 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from minigrpo.config import Config
 from minigrpo.model.shape import ModelShape
+from minigrpo.model.transformer import Transformer
+from minigrpo.runtime.base_model import add_lora
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.estimate import Estimate
 from minigrpo.runtime.planner import Planner
+from minigrpo.sampling.decoders import SharedPrefixDecoder
+from minigrpo.sampling.generate import generate
 from minigrpo.tools.plan import fits
 
 PAGE = Path(__file__).with_name("scaling.md")
@@ -29,6 +37,7 @@ MARK = re.compile(r"^(<!-- table of (.+) -->\n)(?:\|.*\n)*", re.MULTILINE)
 SIZES = (1, 2, 8, 64)
 LOW, FLOAT, ADAMW = 2, 4, 28  # bytes: of bfloat16, of float32, read and written per weight
 RECOMPUTED = 4 / 3  # of an update with --gradient-checkpointing: a second forward
+LAUNCH = 3.8e-6  # seconds of a short kernel that is launched without waiting for the one before
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,54 @@ def share_that_fits(flags: str, card: Card, cards: int) -> tuple[Estimate, Confi
     return plan(flags, cards, at_once)
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the operations that are no mere views: on a GPU, each launches a kernel or more."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        aliases = [out.alias_info for out in func._schema.returns]
+        self.count += not any(alias and not alias.is_write for alias in aliases)
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of(shape: ModelShape, config: Config, new_tokens: int) -> int:
+    """Operations while a few completions of so many tokens are sampled, in float32 on the host."""
+    model = Transformer(shape)
+    add_lora(model, replace(config.model, base_dtype="float32"))
+    prompts = torch.zeros(2, 4, dtype=torch.int64)
+    with Kernels() as kernels:
+        generate(
+            model,
+            prompts,
+            torch.full((2,), 4),
+            stops=(),
+            max_new_tokens=new_tokens,
+            num_samples=2,
+            u=torch.full((2, 2, new_tokens), 0.5),
+            decoder=SharedPrefixDecoder,
+        )
+    return kernels.count
+
+
+@cache
+def kernels_per_round(flags: str) -> tuple[int, int]:
+    """Operations in a round of decoding: per layer, and besides."""
+    _, config, shape = plan(flags, 1, 1)
+    heads = shape.heads // shape.kv_heads
+    small = replace(
+        shape, vocab_size=50, context=64, width=16 * heads, heads=heads, kv_heads=1, head_dim=16
+    )
+    rounds = 8
+    one, two = (
+        (kernels_of(model, config, 16 + rounds) - kernels_of(model, config, 16)) // rounds
+        for model in (replace(small, layers=1), replace(small, layers=2))
+    )
+    return two - one, 2 * one - two
+
+
 def rollout(
     card: Card, shape: ModelShape, *, completions: float, rounds: float, prompt: float, new: float
 ) -> float:
@@ -98,7 +155,7 @@ def exchange(card: Card, cards: int, size: float) -> float:
 def seconds(
     card: Card, cards: int, share: Estimate, config: Config, shape: ModelShape
 ) -> dict[str, float]:
-    """Seconds of a step by phase, none of which overlaps another."""
+    """Seconds of a step by phase, none of which overlaps another; without launches."""
     counts, run = share.counts, config.run
     lengths = {"prompt": counts.prompt_len, "new": counts.completion_len}
     reads = rollout(
@@ -122,19 +179,22 @@ def seconds(
 
 def step_table(name: str) -> list[list[str]]:
     """A row per model and number of cards."""
-    card, rows = CARDS[name], [["model", "cards", "prompts at once", *PHASES, "step", "efficiency"]]
+    card = CARDS[name]
+    rows = [["model", "cards", "prompts at once", "launches", *PHASES, "step", "efficiency"]]
     for model in ROWS[name]:
+        in_layer, besides = kernels_per_round(MODELS[model])
         one = 0.0
         for cards in SIZES:
             share, config, shape = share_that_fits(MODELS[model], card, cards)
             if not fits(share.peak_mib, card.gigabytes):
                 short = f"does not fit: {share.peak_mib / 1024:.0f} GiB"
-                rows.append([model, "any", short, *[""] * 6])
+                rows.append([model, "any", short, *[""] * 7])
                 break
             found = seconds(card, cards, share, config, shape)
-            step = sum(found.values())
+            launches = share.counts.rounds * (shape.layers * in_layer + besides) * LAUNCH
+            step = sum(found.values()) + max(0.0, launches - found["roll-out"])
             one = one or step
-            cells = [model, str(cards), str(share.counts.prompts_at_once)]
+            cells = [model, str(cards), str(share.counts.prompts_at_once), _s(launches)]
             cells += [_s(found[phase]) for phase in PHASES]
             rows.append([*cells, f"**{_s(step)}**", f"{one / (cards * step):.0%}"])
     return rows

@@ -35,6 +35,7 @@ from benchmarks.scaling import Scaling
 from benchmarks.steps import Steps
 from benchmarks.workload import FIXED_BY_GRPO_PY, Workload, WorkloadFlags
 from minigrpo.config import Config
+from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import LogprobPacking, PackedTokens, Transformer
 from minigrpo.runtime import no_effect
 from minigrpo.runtime.flags import flag, parse
