@@ -31,7 +31,9 @@ Seconds = Annotated[float, AtLeast(0.001), AtMost(10**7)]
 Positive = Annotated[float, Above(0)]
 PositiveOrZero = Annotated[float, AtLeast(0)]
 if TYPE_CHECKING:  # type checkers cannot evaluate the table
-    LossName = KLName = ScaleName = str
+    LossName = str
+    KLName = str
+    ScaleName = str
 else:
     LossName = Literal[tuple(LOSSES)]
     KLName = Literal[(*KL_ESTIMATORS, KL_IN_REWARD)]
