@@ -94,9 +94,7 @@ class Kernels(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aliases = [out.alias_info for out in func._schema.returns]
         self.count += not any(alias and not alias.is_write for alias in aliases)
         return func(*args, **(kwargs or {}))
@@ -158,9 +156,7 @@ def seconds(
     """Seconds of a step by phase, none of which overlaps another; without launches."""
     counts, run = share.counts, config.run
     lengths = {"prompt": counts.prompt_len, "new": counts.completion_len}
-    reads = rollout(
-        card, shape, completions=counts.completions, rounds=counts.rounds, **lengths
-    )
+    reads = rollout(card, shape, completions=counts.completions, rounds=counts.rounds, **lengths)
     moments = ADAMW * share.trained / card.memory
     if config.memory.offload_optimizer:  # two moments, there and back
         moments += 4 * FLOAT * share.trained / card.host
