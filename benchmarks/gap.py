@@ -23,7 +23,7 @@ from minigrpo.types import Completions
 
 from . import probe
 from .flags import BenchmarkFlags, Positive
-from .report import Column, markdown, number, print_table
+from .report import Column, number, print_table
 from .workload import ConfigFiles, read_config
 
 # name -> settings of the sampler and the trainer
@@ -38,7 +38,7 @@ COLUMNS: tuple[Column, ...] = (
     ("tokens", "tokens", number("{:,}")),
     ("mean, nats", "mean", number("{:.1e}")),
     ("largest", "max", number("{:.1e}")),
-    ("off by more than 10 %", "off", number("{:.3%}")),
+    ("off by more than 10 %", "off", number("{:.4%}")),
 )
 
 
@@ -63,7 +63,6 @@ class Gap(BenchmarkFlags):
         machine = probe.describe_machine(torch.device("cpu"))
         title = f"{job.task.name}, {self.steps} batches, {machine['device']}"
         print_table(console, title, rows, COLUMNS)
-        console.print(markdown(title, rows, COLUMNS), highlight=False)
         made_by = probe.made_by(self.command())
         return {**machine, "benchmark": "gap", "made_by": made_by, "rows": rows}
 

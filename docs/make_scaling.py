@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from minigrpo.config import Config
 from minigrpo.model.shape import ModelShape
@@ -32,7 +31,7 @@ from minigrpo.sampling.generate import generate
 from minigrpo.tools.plan import fits
 
 PAGE = Path(__file__).with_name("scaling.md")
-MEASURED = ROOT / "benchmarks" / "results" / "scaling-2-cpu-cores.json"
+MEASURED = PAGE.parents[1] / "benchmarks" / "results" / "scaling-2-cpu-cores.json"
 MARK = re.compile(r"^(<!-- table of (.+) -->\n)(?:\|.*\n)*", re.MULTILINE)
 SIZES = (1, 2, 8, 64)
 LOW, FLOAT, ADAMW = 2, 4, 28  # bytes: of bfloat16, of float32, read and written per weight
@@ -127,9 +126,9 @@ def kernels_per_round(flags: str) -> tuple[int, int]:
     small = replace(
         shape, vocab_size=50, context=64, width=16 * heads, heads=heads, kv_heads=1, head_dim=16
     )
-    rounds = 8
+    rounds = 4  # as often as finished completions are looked for
     one, two = (
-        (kernels_of(model, config, 16 + rounds) - kernels_of(model, config, 16)) // rounds
+        (kernels_of(model, config, 2 * rounds) - kernels_of(model, config, rounds)) // rounds
         for model in (replace(small, layers=1), replace(small, layers=2))
     )
     return two - one, 2 * one - two

@@ -473,8 +473,8 @@ def test_gap_measures_each_precision_with_each_packing(
     found = {(row.pop("precision"), row.pop("packing")): row for row in rows}
     for packing in PACKINGS:
         exact, low = found["float32", packing], found["bfloat16", packing]
-        assert exact["max"] < 1e-4 and exact["off"] == 0
-        assert low["mean"] > 10 * exact["mean"] and low["tokens"] >= 2 * 2 * 3
+        assert 0 < exact["max"] < 1e-4 and exact["off"] == 0
+        assert low["max"] < 0.5 and low["tokens"] >= 2 * 2 * 3
         assert low == found["bfloat16, weights too", packing]  # they are cast alike, only earlier
     assert not list(tmp_path.glob("runs*"))
 
