@@ -3,6 +3,8 @@
 It writes the tables of docs/scaling.md, each after a line `<!-- table of NAME -->`. Nothing is
 measured: counts, FLOPs and memory are those of `minigrpo plan`, and a card is the numbers that its
 maker publishes. tests/test_docs.py checks that the committed tables are up to date.
+
+`python docs/make_scaling.py shares` counts how unequal the shares of two processes are.
 """
 
 import json
@@ -12,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from minigrpo.config import Config
+from minigrpo import Config, Trainer
+from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.base_model import add_lora
@@ -29,6 +34,7 @@ from minigrpo.runtime.planner import Planner
 from minigrpo.sampling.decoders import SharedPrefixDecoder
 from minigrpo.sampling.generate import generate
 from minigrpo.tools.plan import fits
+from minigrpo.types import Completions
 
 PAGE = Path(__file__).with_name("scaling.md")
 MEASURED = PAGE.parents[1] / "benchmarks" / "results" / "scaling-2-cpu-cores.json"
@@ -232,7 +238,7 @@ def _s(value: float) -> str:
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    **{name: lambda name=name: step_table(name) for name in CARDS},  # type: ignore[misc]
+    **{name: lambda name=name: step_table(name) for name in CARDS},
     "FSDP2": sharded_table,
     "two processes": checked_table,
 }
@@ -250,5 +256,34 @@ def page() -> str:
     return MARK.sub(lambda found: found[1] + table(found[2]), text)
 
 
-if __name__ == "__main__":
+def shares(steps: int = 6) -> str:
+    """The larger half of a batch of the default job, relative to the mean of both halves."""
+    halves = slice(0, 8), slice(8, 16)
+    update, decoded, rounds = list[float](), list[float](), list[float]()
+    with TemporaryDirectory() as folder:
+        trainer = Trainer(Config.of(out_dir=str(Path(folder, "run")), device="cpu"), quiet=True)
+        source = trainer.source
+        for step in range(steps):
+            examples, counts = source.examples.take(step), []
+            for part in (slice(0, 16), *halves):
+                trainer.sampler.work.clear()
+                sampled = list(source.sample(examples[part], step))
+                packing = PACKINGS[trainer.config.speed.packing](Completions.join(sampled))
+                work = trainer.sampler.work
+                counts.append((len(packing.tokens.ids), work["tokens"], work["rounds"]))
+            _, *two = counts
+            update.append(max(x[0] for x in two) / mean(x[0] for x in two))
+            decoded.append(max(x[1] for x in two) / mean(x[1] for x in two))
+            rounds.append(max(x[2] for x in two) / counts[0][2])
+        trainer.scorer.close()
+        trainer.run_dir.close()
+    return (
+        f"the larger half over their mean: {mean(update):.2f} in tokens of the update, "
+        f"{mean(decoded):.2f} of the roll-out; {mean(rounds):.2f} times the whole batch's rounds"
+    )
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["shares"]:
+    print(shares())
+elif __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
