@@ -12,6 +12,7 @@ from minigrpo.runtime.flags import ConfigError, exit_with, parse
 from minigrpo.runtime.outputs import check_output_file, check_output_folder, write_output
 
 from .code import Code
+from .gap import Gap
 from .length import Length
 from .memory import Memory
 from .peers import Peers
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "precision": Precision,
     "peers": Peers,
     "length": Length,
+    "gap": Gap,
 }
 
 

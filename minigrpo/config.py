@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
-from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES
+from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES, SCALES
 from .model.architectures import ArchName
 from .runtime import combinations
 from .runtime.constraints import Above, AtLeast, AtMost, Group, SeveralLines
@@ -33,9 +33,11 @@ PositiveOrZero = Annotated[float, AtLeast(0)]
 if TYPE_CHECKING:  # type checkers cannot evaluate the table
     LossName = str
     KLName = str
+    ScaleName = str
 else:
     LossName = Literal[tuple(LOSSES)]
     KLName = Literal[(*KL_ESTIMATORS, KL_IN_REWARD)]
+    ScaleName = Literal[("auto", *SCALES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +138,8 @@ class LossConfig(Group):
     """Absolute cap on the ratio (cispo, two-sided clip); None: the loss's default."""
     advantage: Literal["auto", "group_mean", "leave_one_out"] = "auto"
     """Baseline of the advantage; auto: the loss's default."""
-    scale: Literal["auto", "group", "batch", "none"] = "auto"
-    """Which standard deviation divides advantages; auto: the loss's default."""
+    scale: ScaleName = "auto"
+    """What divides advantages: a standard deviation, the group's mean; auto: the loss's default."""
     kl: KLName = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: PositiveOrZero = 0.0
@@ -282,7 +284,7 @@ class Config(Grouped):
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        combinations.check(self)
+        combinations.check(self, LOSSES[self.loss.name])
 
     @property
     def supervised(self) -> bool:

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .losses import (
-    LOSSES,
-    LossNormalizer,
-    per_local_token,
-    policy_loss,
-    truncated_importance_weights,
-)
+from .losses import LOSSES, LossNormalizer, per_local_token, policy_loss
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
@@ -32,10 +26,12 @@ from .runtime.distributed import DistContext
 from .runtime.guard import NonFiniteGuard, check_weights, load_scaler, weight_norm
 from .runtime.oom import OOMBackoff
 from .runtime.optim import learning_rate_at, load_optimizer, make_optimizer
+from .runtime.sampler_gap import LARGEST, MEAN, OFF, gap_sums, truncated_importance_weights
 from .types import Completions, RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
-LARGEST = "gap/max"  # the only metric that combines over micro-batches by maximum, not by sum
+# Micro-batches' metrics are added up, but for LARGEST; of these, the sum is divided by the tokens.
+PER_TOKEN = ("entropy", MEAN, OFF)
 
 
 class Learner:
@@ -191,8 +187,7 @@ class Learner:
         metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
         metrics["tokens/run"] = logp.new_full((), len(packing.tokens.ids))
         if part.completions.sampler_logp is not None:
-            gap = (logp.detach() - part.completions.sampler_logp).masked_fill(~mask, 0).abs()
-            metrics |= {"gap/sum": gap.sum(), LARGEST: gap.max()}
+            metrics |= gap_sums(_old(part, logp), part.completions.sampler_logp, mask)
         return loss, metrics
 
     def pack(self, completions: Completions) -> Packing:
@@ -215,19 +210,15 @@ class Learner:
     def _sampler_correction(self, part: RolloutBatch, logp: Tensor) -> Tensor | None:
         if not self.config.loss.sampler_correction or part.behavior_logp is None:
             return None
-        old = logp.detach() if part.old_logp is None else part.old_logp
         cap = self.config.loss.sampler_correction_cap
-        return truncated_importance_weights(old, part.behavior_logp, cap)
+        return truncated_importance_weights(_old(part, logp), part.behavior_logp, cap)
 
     def _over_processes(self, sums: Metrics) -> Metrics:
         largest = sums.pop(LARGEST, None)
         totals = dict(zip(sums, self.dist.sum(torch.stack(list(sums.values()))), strict=True))
         tokens = totals.pop("tokens").clamp(min=1)
-        totals["entropy"] = totals["entropy"] / tokens
-        if largest is not None:
-            totals["sampling/logp_difference_mean"] = totals.pop("gap/sum") / tokens
-            totals["sampling/logp_difference_max"] = self.dist.max(largest)
-        return totals
+        totals |= {name: totals[name] / tokens for name in PER_TOKEN if name in totals}
+        return totals if largest is None else totals | {LARGEST: self.dist.max(largest)}
 
     # --- update ---------------------------------------------------------------------------------
 
@@ -286,6 +277,11 @@ class Learner:
         self.guard.load_state_dict(state.get("guard", {}), steps)
         if self.scaler.is_enabled() and "scaler" in state:
             load_scaler(self.scaler, state["scaler"])
+
+
+def _old(part: RolloutBatch, logp: Tensor) -> Tensor:
+    """The trainer's log-probs under the policy that sampled, without gradient."""
+    return logp.detach() if part.old_logp is None else part.old_logp
 
 
 def _add(sums: Metrics, values: Metrics) -> None:

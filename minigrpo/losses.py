@@ -10,10 +10,10 @@ B completions; N tokens.
 Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w. The
 weights come from counts over the whole optimizer step, so the gradient does not depend on the
 micro-batch size or on the number of processes (except for bnpo, by definition). Everything is
-computed in float32 or wider. Nothing here knows the model, the config or the other processes:
-learner.py calls `policy_loss`, rollout.py calls `advantages`.
+computed in float32 or wider. learner.py calls `policy_loss`, rollout.py calls `advantages`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +22,15 @@ from torch import Tensor
 
 from .runtime import loss_arguments as check
 
-STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does
+STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
+SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> what divides
+    "group": lambda rewards: rewards.std(-1, keepdim=True) + STD_EPS,
+    "batch": lambda rewards: rewards.std() + STD_EPS,
+    "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
+    "none": lambda rewards: 1.0,  # Dr. GRPO, arXiv 2503.20783
+}
+SAPO_TAU = 1.0, 1.05  # the paper's temperatures, where A > 0 and elsewhere
+GMPO_CLIP = 1 - math.exp(-0.4), math.exp(0.4) - 1  # the paper's range is exp(-0.4) to exp(0.4)
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
@@ -31,26 +39,21 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     Args:
         estimator: `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out`: R_i minus
             the mean of the others (RLOO, arXiv 2402.14740).
-        scale: what divides the result. `group`: the group's std + 1e-4. `batch`: the std of the
-            whole batch + 1e-4. `none`: nothing (Dr. GRPO, arXiv 2503.20783). ddof = 1.
+        scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
 
     A group with equal rewards has advantages of exactly 0. They have no gradient. Raises ValueError
     for groups of one, for rewards that are not finite, and for an argument that is not allowed.
     """
-    check.rewards(rewards)
     check.choice("estimator", estimator, ("group_mean", "leave_one_out"))
-    check.choice("advantage scale", scale, ("group", "batch", "none"))
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    check.choice("advantage scale", scale, SCALES)
+    check.rewards(rewards, may_be_negative=scale != "mean")
+    dtype, size = torch.promote_types(rewards.dtype, torch.float32), rewards.shape[-1]
     large = bool((rewards.to(dtype).abs() > check.FLOAT32_UP_TO).any())
     rewards = rewards.detach().to(torch.float64 if large else dtype)
-    size = rewards.shape[-1]
     centred = rewards - rewards.mean(-1, keepdim=True)
     if estimator == "leave_one_out":
         centred = centred * (size / (size - 1))
-    if scale == "group":
-        centred = centred / (rewards.std(-1, keepdim=True) + STD_EPS)
-    elif scale == "batch":
-        centred = centred / (rewards.std() + STD_EPS)
+    centred = centred / SCALES[scale](rewards)
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
     # error would become a gradient.
     equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
@@ -105,26 +108,41 @@ class Clip:
     high: float
     cap: float | None
 
+    def hits(self, ratio: Tensor, adv: Tensor) -> dict[str, Tensor]:
+        """Where the bounds take the gradient away."""
+        return {
+            "clip_ratio/low_mean": (ratio < self.low) & (adv < 0),
+            "clip_ratio/high_mean": (ratio > self.high) & (adv > 0),
+        }
+
 
 Term = tuple[Tensor, dict[str, Tensor]]
 
 
-def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
+def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
     """-min(r A, clip(r) A), as in PPO (arXiv 1707.06347).
 
-    With a cap, r in the first term is capped too: the two-sided clip of arXiv 2505.07291.
+    A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
     """
-    low, high = clip.low, clip.high
     capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
-    term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
-    hits = {
-        "clip_ratio/low_mean": (ratio < low) & (adv < 0),
-        "clip_ratio/high_mean": (ratio > high) & (adv > 0),
-    }
-    return term, hits
+    term = -torch.minimum(capped * adv, ratio.clamp(clip.low, clip.high) * adv)
+    return term, clip.hits(ratio, adv)
 
 
-def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
+def geometric_mean(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+    """-A prod_t c_t^(1/n), c = min(r, high) if A > 0, else max(r, low) (GMPO, arXiv 2507.20673)."""
+    bounded = torch.where(adv > 0, ratio.clamp(max=clip.high), ratio.clamp(min=clip.low))
+    log = bounded.clamp(min=torch.finfo(ratio.dtype).tiny).log()
+    return -sequence_mean_ratio(log, mask) * adv, clip.hits(ratio, adv)
+
+
+def soft_gate(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+    """-f(r) A, where f(r) = sigmoid(tau (r - 1)) * 4 / tau fades out (SAPO, arXiv 2511.20347)."""
+    positive, other = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in SAPO_TAU)
+    return -torch.where(adv > 0, positive, other) * adv, {}
+
+
+def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
     """-stopgrad(min(r, cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
     assert clip.cap is not None
     return -ratio.detach().clamp(max=clip.cap) * adv * logp, {
@@ -132,7 +150,7 @@ def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
     }
 
 
-def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, clip: Clip) -> Term:
+def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
     """-log p: supervised training on true answers."""
     return -logp, {}
 
@@ -165,7 +183,7 @@ class LossSpec:
     """A row of the loss table, with the defaults of the loss's paper."""
 
     ratio: Callable[[Tensor, Tensor], Tensor]
-    surrogate: Callable[[Tensor, Tensor, Tensor, Clip], Term]
+    surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], Term]
     reduce: Callable[[Tensor, LossNormalizer, int], Tensor]
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -180,41 +198,26 @@ LOSSES = {
     "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
     "dapo": LossSpec(token_ratio, clipped, per_token, clip_high=0.28),  # 2503.14476
     "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
-    "gspo": LossSpec(
-        sequence_mean_ratio, clipped, per_completion, clip_low=3e-4, clip_high=4e-4
-    ),  # 2507.18071
-    "cispo": LossSpec(
-        token_ratio, cispo, per_token, ratio_cap=5.0
-    ),  # 2506.13585, cap from 2510.13786
+    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, 3e-4, 4e-4),  # 2507.18071
+    "cispo": LossSpec(token_ratio, cispo, per_token, ratio_cap=5.0),  # 2506.13585, 2510.13786
     "rloo": LossSpec(
         sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"
     ),  # 2402.14740
+    "maxrl": LossSpec(token_ratio, clipped, per_token, scale="mean"),  # 2602.02710
+    "sapo": LossSpec(token_ratio, soft_gate, per_completion),  # 2511.20347
+    "gmpo": LossSpec(token_ratio, geometric_mean, per_completion, *GMPO_CLIP),  # 2507.20673
     "nll": LossSpec(token_ratio, negative_logp, per_token, needs_group=False),  # the warm start
 }
 
-# Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, the gradient of k2 and
-# k3_is is that of KL(pi||ref), and the gradient of k3 is that of KL(ref||pi) (arXiv 2506.09477,
-# 2510.01555, 2512.21852). The gradient of k1 has mean 0, so k1 is no use in the loss and not here;
-# with k1_reward, the rollout subtracts it from the rewards.
+# Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
+# gradient of KL(pi||ref), and k3 that of KL(ref||pi) (arXiv 2506.09477, 2510.01555, 2512.21852).
+# That of k1 has mean 0, so it is not here; with k1_reward, the rollout subtracts it from rewards.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
     "k3_is": lambda d, ratio: ratio * (d.exp() - d - 1),  # DeepSeek-V3.2, arXiv 2512.02556
 }
 KL_IN_REWARD = "k1_reward"
-
-
-def truncated_importance_weights(logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
-    """min(exp(logp - sampler_logp), cap), without gradient; any shape.
-
-    Truncated importance sampling (Ionides 2008), per token. It corrects for a sampler whose
-    distribution differs from the policy's. `logp` is of the old policy, computed by the training
-    forward; `sampler_logp` is of the distribution that the tokens were drawn from.
-    """
-    check.number("cap", cap, above=0)
-    check.tensor("logp", logp, needed=True)
-    check.tensor("sampler_logp", sampler_logp, logp.shape, needed=True)
-    return (logp.detach() - sampler_logp.detach()).exp().clamp(max=cap)
 
 
 def policy_loss(
@@ -238,16 +241,14 @@ def policy_loss(
 
     Args:
         logp: `[..., S]` log-probs of the sampled tokens, with gradient.
-        old_logp: `[..., S]`, the same under the policy that sampled. None: `logp.detach()`, so that
-            the ratio is 1.
+        old_logp: `[..., S]`, the same under the policy that sampled. None: `logp`, a ratio of 1.
         advantages: `[...]`, one per completion; None for nll.
         mask: `[..., S]` bool.
         loss: a row of LOSSES, whose defaults replace a clip or cap that is None.
         max_completion_length: what dr_grpo divides by; None: S.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
-        token_weights: `[..., S]`, factors on the policy term but not on the KL; see
-            `truncated_importance_weights`.
+        token_weights: `[..., S]`, factors on the policy term, not on the KL (sampler_gap.py).
         normalizer: B and N of the whole optimizer step; None counts this batch only. With a common
             normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
 
@@ -284,7 +285,7 @@ def policy_loss(
     old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
     ratio = spec.ratio(logp - old, m)
     adv = logp.new_zeros(()) if advantages is None else advantages.to(at_least_fp32)[..., None]
-    term, hits = spec.surrogate(ratio, adv, logp, Clip(1 - low, 1 + high, cap))
+    term, hits = spec.surrogate(ratio, adv, logp, m, Clip(1 - low, 1 + high, cap))
     if token_weights is not None:
         term = term * torch.where(mask, token_weights, 0.0)
 

@@ -20,6 +20,7 @@ from .model.tokenizer import Tokenizer
 from .reference import Reference
 from .rewards import PendingRewards, RewardScorer
 from .runtime.distributed import DistContext
+from .runtime.flags import ConfigError
 from .runtime.logging import PhaseTimer
 from .runtime.loss_arguments import FLOAT32_UP_TO, LARGEST_REWARD
 from .runtime.prefetch import ExamplePrefetcher
@@ -211,7 +212,10 @@ class RolloutBatches:
             return torch.full((share, total.shape[1]), torch.nan)
         small = bool((total.abs() <= FLOAT32_UP_TO).all())
         rewards_of_all = total.float() if small else total
-        everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()
+        try:
+            everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()
+        except ValueError as error:  # a negative reward with --scale mean; all processes see it
+            raise ConfigError(str(error)) from None
         return everyone[self.dist.rank * share :][:share]
 
     def _work(self) -> dict[str, float]:

@@ -49,6 +49,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"kl_coef": 0.1, "scale": "batch"},
     "cispo": {"sampler_correction": True, "top_k": 50, "temperature": 0.7},
     "rloo": {"kl_coef": 0.1, "kl": "k1_reward"},
+    "maxrl": {"kl_coef": 0.1, "temperature": 0.9},
+    "sapo": {"kl_coef": 0.1, "scale": "none"},
+    "gmpo": {"kl_coef": 0.1, "advantage": "leave_one_out"},
     "nll": {"max_new_tokens": 96, "group_size": 1},
 }
 FEW = ("grpo", "gspo", "nll")  # of them, where all would take long
@@ -59,7 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
     for prefix, model in {"": {}, "grouped ": GROUPED}.items()
     for loss, options in LOSSES.items()
 }
-QUICK = [*LOSSES, "grouped grpo", "grouped nll"]
+LIKE_GRPO = ("maxrl", "sapo", "gmpo")  # up to a function of one completion: test_losses.py
+QUICK = [*(loss for loss in LOSSES if loss not in LIKE_GRPO), "grouped grpo", "grouped nll"]
 SLOW = [name for name in CASES if name not in QUICK]
 # How two processes, of three prompts each, compute the gradient. micro_batch_size 2 leaves a
 # micro-batch of one prompt for the end, as a run does that leaves out groups without variance.

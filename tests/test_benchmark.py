@@ -35,6 +35,7 @@ from benchmarks.scaling import Scaling
 from benchmarks.steps import Steps
 from benchmarks.workload import FIXED_BY_GRPO_PY, Workload, WorkloadFlags
 from minigrpo.config import Config
+from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import LogprobPacking, PackedTokens, Transformer
 from minigrpo.runtime import no_effect
 from minigrpo.runtime.flags import flag, parse
@@ -465,6 +466,23 @@ def test_scaling_measures_a_job_from_another_folder(
     with pytest.raises(SystemExit):
         cli.main(["scaling", "--config", "job.toml", "--processes", "1"])
     assert "missing.py" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_gap_measures_each_precision_with_each_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text("prompts_per_step = 2\ngroup_size = 3\nmax_new_tokens = 24\n")
+    cli.main(["gap", "--config", "job.toml", "--steps", "2", "--json", "gap.json"])
+    rows = json.loads(Path("gap.json").read_text())["rows"]
+    assert len(rows) == 9 and all(0 <= row["mean"] <= row["max"] for row in rows)
+    found = {(row.pop("precision"), row.pop("packing")): row for row in rows}
+    for packing in PACKINGS:
+        exact, low = found["float32", packing], found["bfloat16", packing]
+        assert 0 < exact["max"] < 1e-4 and exact["off"] == 0
+        assert low["max"] < 0.5 and low["tokens"] >= 2 * 2 * 3
+        assert low == found["bfloat16, weights too", packing]  # they are cast alike, only earlier
+    assert not list(tmp_path.glob("runs*"))
 
 
 def test_rows_run_one_after_the_other_on_a_gpu(

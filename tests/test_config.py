@@ -36,6 +36,11 @@ ROOT = Path(__file__).parent.parent
         ),
         (["--width", "100", "--heads", "3"], ["--width must be even and a multiple of --heads"]),
         (["--loss", "nll", "--kl-coef", "0.1"], ["--kl-coef must be 0 with --loss nll"]),
+        (["--loss", "maxrl", "--overlong", "punish"], ["--scale mean", "--overlong punish"]),
+        (
+            ["--scale", "mean", "--kl-coef", "0.1", "--kl", "k1_reward"],
+            ["--scale mean", "--kl k1_reward", "group, batch and none"],
+        ),
         (["--weight-decay", "inf"], ["--weight-decay must be at least 0 and finite, got inf"]),
         (["--reward-weights", "valid=nan"], ["--reward-weights", "valid=nan"]),
         (["--resume", "auto"], ["--resume needs --out-dir"]),

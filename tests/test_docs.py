@@ -136,6 +136,21 @@ def test_the_tables_of_plans_are_what_the_presets_say() -> None:
             assert flags in comment and name.split(",")[0] in comment
 
 
+def test_the_tables_of_scaling_are_what_the_plans_say() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_scaling.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run docs/make_scaling.py"
+    assert {name for _, name in made["MARK"].findall(made["page"]())} == made["TABLES"].keys()
+
+
+def test_a_ring_sends_what_its_definition_says() -> None:
+    """2 (n - 1) / n of the data through every link; between machines, once per machine."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_scaling.py"))
+    card = made["Card"](1.0, 1.0, 1, 4, inside=100.0, between=10.0, host=1.0)
+    sizes = {1: 0.0, 2: 1.0, 4: 1.5, 8: 1.5 + 10.0, 16: 1.5 + 15.0}
+    for cards, expected in sizes.items():
+        assert made["exchange"](card, cards, 100.0) == pytest.approx(expected)
+
+
 def test_every_figure_says_what_made_it_and_its_command_still_parses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,20 +1,18 @@
+import itertools
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.losses import (
-    KL_ESTIMATORS,
-    LOSSES,
-    LossNormalizer,
-    advantages,
-    policy_loss,
-    truncated_importance_weights,
-)
+from minigrpo.losses import KL_ESTIMATORS, LOSSES, SCALES, LossNormalizer, advantages, policy_loss
+from minigrpo.runtime.sampler_gap import truncated_importance_weights
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -36,6 +34,14 @@ ROWS = {
     "grpo delta=1.3": {"loss": "grpo", **WIDE, "ratio_cap": 1.3},
     "grpo beta.04 biascorr": {"loss": "grpo", **WIDE, **KL, "kl": "k3_is"},
     "rloo": {"loss": "rloo", **WIDE},
+    "sapo": {"loss": "sapo"},
+    "gmpo": {"loss": "gmpo"},
+    "gmpo eps.2 beta.04": {
+        "loss": "gmpo",
+        "clip_low": 1 - math.exp(-0.2),
+        "clip_high": math.exp(0.2) - 1,
+        **KL,
+    },
 }
 METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "kl", "cispo_clip_ratio")
 
@@ -70,6 +76,122 @@ def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     assert found == pytest.approx(
         {k: v for k, v in expected["metrics"].items() if k in METRICS}, abs=1e-5
     )
+
+
+# row -> what it is called in TRL: the trainer, and the settings that its loss reads
+OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
+    "sapo": ("GRPOTrainer", {"loss_type": "sapo"}),
+    "gmpo": ("GMPOTrainer", {"epsilon_low": 0.4, "epsilon_high": 0.4}),
+    "gmpo eps.2 beta.04": ("GMPOTrainer", {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04}),
+}
+
+
+def trl_result(row: str) -> dict[str, Any]:
+    """Loss, gradient and metrics of the golden inputs, by the loss of the TRL that is installed.
+
+    The trainer is not set up: its loss reads a few attributes, and log-probs that are given here.
+    """
+    from trl import GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
+
+    name, settings = OF_TRL[row]
+    trainer = object.__new__({"GRPOTrainer": GRPOTrainer, "GMPOTrainer": GMPOTrainer}[name])
+    logp, old, ref, adv, mask = (x.detach().float() for x in golden_inputs())
+    logp.requires_grad_()
+    vars(trainer).update(
+        {
+            "beta": 0.0,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "importance_sampling_level": "token",
+            "aux_loss_enabled": False,
+            "use_vllm": False,
+            "_entropy_bonus_enabled": False,
+            "current_gradient_accumulation_steps": 1,
+            "model": SimpleNamespace(training=True),
+            "args": SimpleNamespace(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05),
+            "accelerator": SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+            "_metrics": {"train": defaultdict(list)},
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (logp, logp.detach(), None),
+            **settings,
+        }
+    )
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    given = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": ids, "completion_mask": mask}
+    given |= {"advantages": adv, "old_per_token_logps": old, "ref_per_token_logps": ref}
+    loss = trainer._compute_loss(None, given)
+    loss.backward()
+    assert logp.grad is not None
+    metrics = {key: values[0] for key, values in trainer._metrics["train"].items()}
+    del metrics["entropy"]
+    return {"loss": loss.item(), "grad": logp.grad.tolist(), "metrics": metrics}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("row", OF_TRL)
+def test_the_golden_numbers_are_those_of_the_trl_that_is_installed(row: str) -> None:
+    found, expected = trl_result(row), GOLDEN["results"][row]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-7)
+    torch.testing.assert_close(torch.tensor(found["grad"]), torch.tensor(expected["grad"]))
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["sapo", "gmpo"])
+def test_before_the_policy_moves_the_gradient_is_that_of_grpo(loss: str) -> None:
+    """With --num-iterations 1, these losses are GRPO: they only weigh ratios other than 1."""
+    logp, _, _, adv, mask = golden_inputs()
+    gradients = []
+    for name in (loss, "grpo"):
+        value, metrics = policy_loss(logp, None, adv, mask, loss=name)
+        gradients.append(torch.autograd.grad(value, logp)[0])
+        assert not any(metrics.values())
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_has_become_impossible_leaves_the_gradient_of_gmpo_finite(
+    advantage: float,
+) -> None:
+    logp = torch.tensor([[-0.5, -1000.0]], requires_grad=True)
+    adv = torch.tensor([advantage])
+    old, mask = torch.full((1, 2), -0.5), torch.ones(1, 2, dtype=torch.bool)
+    value, _ = policy_loss(logp, old, adv, mask, loss="gmpo")
+    value.backward()
+    assert value.isfinite() and logp.grad is not None and logp.grad.isfinite().all()
+    # with A > 0 the product has a factor of almost 0, with A < 0 one that is bounded from below
+    assert (logp.grad[0, 0].abs() < 1e-15) == (advantage > 0)
+
+
+def test_maxrl_divides_by_the_share_of_right_answers() -> None:
+    """The fewer are right, the more each counts: as often as all of the group."""
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
+    expected = torch.tensor([[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0]])
+    torch.testing.assert_close(advantages(rewards, scale="mean"), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_maxrl_follows_the_likelihood_to_the_order_of_its_group(size: int) -> None:
+    """log p = -sum_k (1 - p)^k / k. Over all groups of G samples, each right with probability p,
+    the expected gradient is that of the terms up to k = G - 1 (arXiv 2602.02710; one fewer than
+    without a baseline, because groups without a right answer are left out). The gradient of the
+    expected reward, which is that of Dr. GRPO, is the first term alone.
+    """
+    logit = torch.tensor(-0.7, dtype=torch.float64, requires_grad=True)
+    p, one = logit.sigmoid(), torch.ones(size, 1, dtype=torch.bool)
+    found = {"maxrl": torch.tensor(0.0), "dr_grpo": torch.tensor(0.0)}
+    for right in itertools.product((0.0, 1.0), repeat=size):
+        rewards = torch.tensor(right, dtype=torch.float64)
+        logp = torch.where(rewards > 0, p.log(), (1 - p).log())
+        for loss in found:
+            adv = advantages(rewards[None], scale=LOSSES[loss].scale)[0]
+            value, _ = policy_loss(logp[:, None], None, adv, one, loss=loss)
+            found[loss] = found[loss] - logp.sum().exp().detach() * value
+    orders = range(1, size)
+    truncated = -torch.stack([(1 - p) ** k / k for k in orders]).sum()
+    share = (size - 1) / size  # Dr. GRPO's baseline contains the sample itself
+    for value, expected in ((found["maxrl"], truncated), (found["dr_grpo"], share * p)):
+        a, b = (torch.autograd.grad(x, logit, retain_graph=True)[0] for x in (value, expected))
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
 
 
 def test_nll_is_the_mean_negative_log_probability_of_the_tokens() -> None:
@@ -262,8 +384,9 @@ def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
 
 @given(st.floats(-10, 10, width=32), st.integers(2, 16))
 def test_a_dead_group_has_advantage_exactly_zero(reward: float, size: int) -> None:
-    for scale in ("group", "batch", "none"):
-        assert (advantages(torch.full((2, size), reward), scale=scale) == 0).all()
+    for scale in SCALES:
+        rewards = torch.full((2, size), abs(reward) if scale == "mean" else reward)
+        assert (advantages(rewards, scale=scale) == 0).all()
 
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4))
@@ -362,7 +485,8 @@ def test_a_normalizer_is_made_of_a_mask_only(mask: object) -> None:
         ({"rewards": [[1.0, 2.0]]}, "rewards must be a torch.Tensor"),
         ({"rewards": TWO.numpy()}, "rewards must be a torch.Tensor"),
         ({"estimator": ["rloo"]}, "estimator must be one of"),
-        ({"scale": None}, "scale must be one of group, batch, none, got None"),
+        ({"scale": None}, "scale must be one of group, batch, mean, none, got None"),
+        ({"rewards": TWO - 0.5, "scale": "mean"}, "--scale mean .*no reward may be negative, got"),
         (
             {"rewards": TWO.cfloat()},
             "rewards must be a tensor of real numbers, got torch.complex64",

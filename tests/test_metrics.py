@@ -15,6 +15,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.optim import make_optimizer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.runtime.rollout_metrics import rollout_metrics
+from minigrpo.runtime.sampler_gap import LARGEST, MEAN, OFF, gap_sums
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
 from .gradients import make_trainer, with_settings
@@ -151,6 +152,28 @@ def test_metrics_of_an_update_do_not_depend_on_its_micro_batches(tmp_path: Path)
     assert 0 < whole["sampling/logp_difference_max"] < 1e-4
     largest = whole["sampling/logp_difference_max"]
     assert whole["sampling/logp_difference_mean"] < largest < whole["entropy"]
+
+
+def test_the_gap_counts_tokens_whose_probability_is_off_by_more_than_a_tenth() -> None:
+    ratios = torch.tensor([[1.0, 1.09, 1.11, 0.5], [0.91, 0.89, 3.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    sampled = torch.full((2, 4), -2.0, dtype=torch.float64)
+    sampled[1, 3] = torch.inf  # padding
+    found = gap_sums(ratios.log() - 2.0, sampled, mask)
+    assert found[OFF] == 4
+    assert found[LARGEST] == pytest.approx(np.log(3.0))
+    assert found[MEAN] == pytest.approx(np.abs(np.log([1.09, 1.11, 0.5, 0.91, 0.89, 3])).sum())
+
+
+def test_with_several_updates_the_gap_is_that_of_the_policy_that_sampled(tmp_path: Path) -> None:
+    """Not how far the updates have moved the policy since."""
+    trainer = make_trainer(tmp_path / "run", num_iterations=3, learning_rate=0.1, warmup_steps=0)
+    batch = trainer.source.batch(0)
+    before = [p.clone() for p in trainer.model.parameters()]
+    metrics = trainer.learner.learn(batch, 0)
+    pairs = zip(trainer.model.parameters(), before, strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) > 0.01
+    assert metrics[LARGEST] < 1e-6 and metrics[OFF] == 0
 
 
 def test_a_gradient_longer_than_the_clip_is_shortened_and_logged_as_it_was(tmp_path: Path) -> None:

@@ -73,11 +73,13 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "clip_high": [
         ({"clip_high": 0.1}, {"num_iterations": 2}),
         ({**SUPERVISED, "clip_high": 0.1, "num_iterations": 2}, {"loss": "gspo"}),
+        ({"loss": "sapo", "clip_high": 0.1, "num_iterations": 2}, {"loss": "gmpo"}),
     ],
     "ratio_cap": [
         ({"ratio_cap": 3.0, "loss": "cispo"}, {"num_iterations": 2}),
         ({"ratio_cap": 3.0}, {"ratio_cap": 0.5}),
         ({**SUPERVISED, "ratio_cap": 0.5}, {"loss": "grpo"}),
+        ({"loss": "gmpo", "ratio_cap": 3.0, "num_iterations": 2}, {"loss": "maxrl"}),
     ],
     "advantage": [({**SUPERVISED, "advantage": "leave_one_out"}, {"loss": "grpo"})],
     "scale": [({**SUPERVISED, "scale": "none"}, {"loss": "grpo"})],

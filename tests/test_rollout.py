@@ -10,6 +10,7 @@ import torch
 from minigrpo import Trainer
 from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import overlong_punishment, shuffled
+from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rollout_metrics import has_ended, rollout_metrics
 from minigrpo.types import Completions, Example, RewardTable
 
@@ -52,6 +53,14 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path) -> None:  # 
     assert rollout_metrics(mask, stops)["completions/clipped_ratio"] == pytest.approx(
         1 - float(ended.double().mean())
     )
+
+
+def test_a_negative_reward_cannot_be_divided_by_a_mean(tmp_path: Path) -> None:
+    """It ends the run with one line: only the scale of MaxRL cannot take it."""
+    options = {"reward_weights": "similarity=-1", "temperature": 1.5}
+    make_trainer(tmp_path / "grpo", **options).source.batch(0)
+    with pytest.raises(ConfigError, match="--scale mean .*may be negative, got -0"):
+        make_trainer(tmp_path / "maxrl", loss="maxrl", **options).source.batch(0)
 
 
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:

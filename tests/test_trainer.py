@@ -181,6 +181,7 @@ def test_a_run_leaves_everything_that_the_design_promises(tmp_path: Path) -> Non
             "time/update",
         ),
         *("memory/peak_mib", "sampling/logp_difference_mean", "sampling/logp_difference_max"),
+        "sampling/off_by_10_percent",
     }
     assert all(math.isfinite(value) for value in record.values())
     assert set(lines(run, "eval.jsonl")[0]) >= {

@@ -8,16 +8,22 @@ from .flags import ConfigError, flag, shown
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..losses import LossSpec
 
 FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
 
 
-def check(c: "Config") -> None:
-    """Raise ConfigError for the first combination of settings that is not allowed."""
+def check(c: "Config", spec: "LossSpec") -> None:
+    """Raise ConfigError for the first combination of settings that is not allowed.
+
+    `spec` is the row of the config's loss.
+    """
     size, prompts, heads = c.sampling.group_size, c.sampling.prompts_per_step, c.model.heads
     last_step = min(c.run.stop_after or c.run.max_steps, c.run.max_steps)
     loss, buffer, resume = c.loss.name, c.loss.overlong_buffer, c.run.resume
     may_ask_models = c.task.student or c.task.rewards or c.task.name.endswith(".py")
+    scale = spec.scale if c.loss.scale == "auto" else c.loss.scale
+    may_subtract = c.loss.overlong == "punish" or (c.loss.kl == "k1_reward" and c.loss.kl_coef)
     no_slots = not c.speed.kv_cache or c.memory.share_prompt_kv
     for bad, message in (
         (
@@ -27,6 +33,11 @@ def check(c: "Config") -> None:
         (
             c.loss.overlong == "punish" and buffer > c.sampling.max_new_tokens,
             f"--overlong-buffer must be at most --max-new-tokens, got {buffer}",
+        ),
+        (
+            scale == "mean" and may_subtract,
+            "--scale mean, the default of --loss maxrl, divides by mean rewards, which --overlong "
+            "punish and --kl k1_reward can make negative; group, batch and none allow both",
         ),
         (
             c.supervised and c.loss.kl_coef,

@@ -87,7 +87,7 @@ def tensor(
         raise ValueError(f"{name} must be a tensor of {numbers}, got {x.dtype}")
 
 
-def rewards(x: Any) -> None:
+def rewards(x: Any, *, may_be_negative: bool = True) -> None:
     """Raise ValueError unless `x` is a tensor `[..., G]` of finite numbers, with groups."""
     tensor("rewards", x, needed=True, kind="real")
     if not x.dim() or x.shape[-1] < 2:
@@ -95,6 +95,11 @@ def rewards(x: Any) -> None:
     if not bool((fine := x.double().abs() <= LARGEST_REWARD).all()):
         raise ValueError(
             f"rewards must be finite, at most {LARGEST_REWARD:g}, got {x[~fine][0].item()}"
+        )
+    if not may_be_negative and bool((negative := x.double() < 0).any()):
+        raise ValueError(
+            "--scale mean divides by the mean reward of a group, so no reward may be negative, got "
+            f"{x[negative][0].item():g}; group, batch and none allow it"
         )
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ..config import Config
-from ..losses import LOSSES, clipped, per_local_token
+from ..losses import LOSSES, cispo, clipped, geometric_mean, per_local_token
 from ..model.architectures import groups_queries
 from ..model.linear import onednn_is_faster
 from ..model.logprobs import chunk_size
@@ -63,8 +63,8 @@ class Situation:
         return self.config.optimizer.num_iterations == 1
 
     @property
-    def clips(self) -> bool:
-        return LOSSES[self.config.loss.name].surrogate is clipped
+    def surrogate(self) -> Callable[..., object]:
+        return LOSSES[self.config.loss.name].surrogate
 
     @property
     def one_rollout_batch(self) -> bool:
@@ -109,8 +109,9 @@ NOT_FROM_SCRATCH = (
     ),
 )
 NO_ADAPTERS: Row = ((lambda s: not s.config.model.lora_rank, "no --lora-rank"),)
+CLIPS = (clipped, geometric_mean)
 NO_CLIP: Row = (
-    (lambda s: not s.clips, "this loss does not clip the ratio"),
+    (lambda s: s.surrogate not in CLIPS, "this loss does not clip the ratio"),
     (lambda s: s.single_update, "with --num-iterations 1 the ratio is 1"),
 )
 NO_ADVANTAGE: Row = ((lambda s: s.supervised, "--loss nll has no advantages"),)
@@ -164,7 +165,7 @@ TABLE: dict[str, Row] = {
     "clip_low": NO_CLIP,
     "clip_high": NO_CLIP,
     "ratio_cap": (
-        (lambda s: s.supervised, "--loss nll has no ratio"),
+        (lambda s: s.surrogate not in (clipped, cispo), "this loss does not cap the ratio"),
         (
             lambda s: s.single_update and (s.config.loss.ratio_cap or 1.0) >= 1,
             "with --num-iterations 1 the ratio is 1",
