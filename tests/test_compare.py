@@ -161,6 +161,19 @@ def test_the_seeds_of_a_setting_are_one_group_and_three_of_them_decide(
     assert "all runs have one setting" in alone
 
 
+def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three differences of one example each have no spread, and once had an interval of length 0."""
+    for seed in range(3):
+        make_run(tmp_path / f"a-{seed}", [1] * 30 + [0] * 34, seed=seed)
+        make_run(tmp_path / f"b-{seed}", [1] * 31 + [0] * 33, seed=seed, kl_coef=0.1)
+        make_run(tmp_path / f"c-{seed}", [1] * 50 + [0] * 14, seed=seed, kl_coef=0.2)
+    runs = {name: [tmp_path / f"{name}-{seed}" for seed in range(3)] for name in "abc"}
+    assert "no difference that 3 seeds could show" in output(capsys, *runs["a"], *runs["b"])
+    assert "c is better than a" in output(capsys, *runs["a"], *runs["c"])
+
+
 def test_another_program_with_the_same_settings_is_compared_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +224,17 @@ def test_a_run_keeps_the_answers_of_its_last_evaluation(tmp_path: Path) -> None:
         for name in ("exact", "similarity", "reward"):
             values = [answer[how][name] for answer in answers]
             assert np.mean(values) == pytest.approx(last[name + suffix], abs=1e-6)
+
+
+@pytest.mark.parametrize(("resume", "steps"), [("2", set()), ("auto", {6})])
+def test_answers_of_steps_that_a_resume_gives_up_are_removed(
+    tmp_path: Path, resume: str, steps: set[int]
+) -> None:
+    """They were compared as those of the run, whose eval.jsonl did not have them any more."""
+    make(tmp_path / "run", keep_last=9).fit()
+    make(tmp_path / "run", keep_last=9, resume=resume, stop_after=3).fit()
+    file = tmp_path / "run" / "held_out.jsonl"
+    assert {answer["step"] for answer in read_lines(file)} == steps if steps else not file.exists()
 
 
 def test_a_digest_tells_what_an_example_asks_and_how_it_is_scored() -> None:

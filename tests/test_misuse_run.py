@@ -56,7 +56,7 @@ from minigrpo.runtime.resume import (
 from minigrpo.runtime.run_log import RunLog
 from minigrpo.runtime.settings import read_record
 from minigrpo.runtime.trained import load_model
-from minigrpo.tools import cli, train
+from minigrpo.tools import cli, evaluate, train
 from minigrpo.types import Example
 
 from . import bpe
@@ -879,16 +879,18 @@ def test_resuming_with_another_tokenizer_under_the_same_name_is_refused(
 # --- users' code and the process ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["between two steps", "in an update"])
+@pytest.mark.parametrize("where", ["between two steps", "in the gradient", "in an update"])
 def test_a_second_signal_saves_the_steps_that_are_done_unless_an_update_is_under_way(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A task that hangs in `train` or `score_batch` leaves only the second signal."""
     trainer = make(tmp_path / "run", save_every=100)
-    between = where == "between two steps"
-    owner: Any = trainer.source if between else trainer.learner
-    name = "batch" if between else "gradient"
-    original = getattr(owner, name)
+    owner, name = {
+        "between two steps": (trainer.source, "batch"),
+        "in the gradient": (trainer.learner, "gradient"),
+        "in an update": (trainer.learner.optimizer, "step"),
+    }[where]
+    saved, original = where != "in an update", getattr(owner, name)
 
     def interrupted(*args: Any) -> Any:
         if trainer.step == 3:
@@ -902,10 +904,50 @@ def test_a_second_signal_saves_the_steps_that_are_done_unless_an_update_is_under
         trainer.fit()
     said = capfd.readouterr().err
     assert "and saves the steps that are done, unless an update is under way" in said
-    assert ("stopped; its 3 steps are in" in said) == between
+    assert ("stopped; its 3 steps are in" in said) == saved
     found = find_checkpoint(tmp_path / "run" / "checkpoints", "auto", pytest.fail)
-    assert (found["step"] if found else None) == (3 if between else None)
+    assert (found["step"] if found else None) == (3 if saved else None)
     assert strict_json((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_rewards_that_fail_in_an_evaluation_are_said_with_their_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """eval.jsonl has their floor as if it were a score, and a run warns of a reward only once."""
+    gone, mine = tmp_path / "gone", tmp_path / "mine.py"
+    mine.write_text(
+        "import minigrpo, pathlib\n@minigrpo.reward(success=True)\ndef right(example, text):\n"
+        f"    if pathlib.Path({str(gone)!r}).exists():\n        raise OSError('no server')\n"
+        "    return 1.0\n"
+    )
+    trainer = make(tmp_path / "run", max_steps=1, rewards=str(mine))
+    one_step = trainer.one_step
+
+    def step() -> None:
+        gone.touch()
+        one_step()
+
+    trainer.one_step = step  # type: ignore[method-assign]
+    trainer.fit()
+    said = "reward right failed on 16 of 16 completions, which get its floor"
+    assert f"evaluation at step 1: {said}" in (err := capfd.readouterr().err)
+    assert "evaluation at step 0" not in err
+    evaluate.main([str(tmp_path / "run"), "--n", "8"])
+    assert f"warning: {said}" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_success_that_is_neither_1_nor_0_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A graded reward as the success made every evaluation say that nothing is right."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import minigrpo\n@minigrpo.reward(success=True)\ndef near(example, text):\n"
+        "    return 0.7\n"
+    )
+    assert make(tmp_path / "run", max_steps=1, rewards=str(mine)).fit()["status"] == "finished"
+    said = "near says which completions are right, and was neither 1 nor 0 for 16 of 16"
+    assert f"evaluation at step 0: {said}" in capfd.readouterr().err
 
 
 def test_code_that_changes_the_current_folder_moves_no_file_of_the_run(
@@ -955,13 +997,16 @@ def test_a_relative_folder_is_where_the_run_was_started(
 # --- what a second attack found -------------------------------------------------------------------
 
 
-def test_a_folder_whose_checkpoints_were_deleted_is_not_started_over(run: Path) -> None:
-    """Its logs were replaced by those of the new run."""
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_a_folder_whose_checkpoints_were_deleted_is_not_started_over(
+    run: Path, save_every: int
+) -> None:
+    """Its logs were replaced by those of the new run. Its own record says how often it saved."""
     shutil.rmtree(run / "checkpoints")
     (run / "model.safetensors").unlink()
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="has metrics of 4 steps, but no checkpoint"):
-        make(run, max_steps=4, eval_every=2, save_every=2, resume="auto")
+        make(run, max_steps=4, eval_every=2, save_every=save_every, resume="auto")
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

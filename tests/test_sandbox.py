@@ -218,6 +218,29 @@ def test_right_code_passes(sandbox: Sandbox, name: str) -> None:
     assert sandbox.run_tests(code, tests, setup) == [True] * len(tests)
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "print(f(1), flush=True)",
+        "import sys; sys.stdout.buffer.write(b'\\x06\\0\\0\\0[true]'); sys.stdout.flush()",
+        "import sys; sys.stderr.write('x' * 200_000)",  # more than a pipe holds
+        "import warnings; warnings.warn('x' * 200_000)",
+        "import sys; assert not sys.stdin.read()",
+        "import os; os.close(0); os.close(1); os.close(2)",
+    ],
+)
+def test_what_a_test_reads_and_prints_is_no_verdict(sandbox: Sandbox, test: str) -> None:
+    assert sandbox.run_tests(RIGHT, [test, "assert f(1) == 3"]) == [True, False]
+    assert sandbox.run_tests(RIGHT, ["assert f(1) == 2"], setup=test) == [True]
+
+
+@pytest.mark.parametrize("caught", ["except:", "except BaseException:"])
+def test_a_test_that_catches_every_error_does_not_pass_when_its_time_is_over(caught: str) -> None:
+    tests = [f"try:\n  f(1)\n{caught}\n  pass"]
+    assert run_tests("def f(x):\n  while True: pass", tests, timeout_s=0.3) == [False]
+    assert run_tests("def f(x): raise ValueError", tests) == [True]
+
+
 def test_a_patched_builtin_is_not_the_one_of_the_tests(sandbox: Sandbox) -> None:
     code = "def set(x): return {1, 2}\nlen = sorted = set\ndef f(x): return [7]"
     tests = ["assert set(f(1)) == {1, 2}", "assert len(f(1)) == {1, 2}", "assert f(1) == [7]"]
@@ -269,6 +292,18 @@ def test_a_worker_that_is_killed_is_replaced_and_the_job_is_done() -> None:
     os.kill(worker.process.pid, 9)
     assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
     assert sandbox._idle != [worker]
+    sandbox.close()
+
+
+def test_workers_that_the_system_has_killed_are_no_fault_of_a_job() -> None:
+    """Two tries met two dead workers, a third one was well: so right code was said to fail."""
+    sandbox = Sandbox()
+    workers = [sandbox._take() for _ in range(3)]
+    sandbox._idle = workers
+    for worker in workers:
+        os.kill(worker.process.pid, 9)
+        worker.process.wait()
+    assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
     sandbox.close()
 
 

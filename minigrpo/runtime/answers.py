@@ -9,6 +9,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..types import Example
 from .failures import reason_of
 from .files import to_json, write_whole
 from .graded import Graded
+from .text import parse_json
 
 ANSWERS = "held_out.jsonl"
 
@@ -32,6 +34,16 @@ def write_answers(
         write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
     except OSError as error:
         warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+
+
+def drop_later_answers(run: Path, step: int) -> None:
+    """Remove the file if its answers are of a later step, which a resume from `step` gives up."""
+    file = run / ANSWERS
+    with suppress(OSError, ValueError, TypeError, KeyError):  # no file, or a damaged one
+        with open(file, "rb") as lines:
+            evaluated = parse_json(lines.readline())["step"]
+        if evaluated > step:
+            file.unlink()
 
 
 def answers(step: int, greedy: Graded, drawn: Graded) -> Iterator[dict[str, Any]]:

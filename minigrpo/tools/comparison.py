@@ -49,8 +49,14 @@ class Row:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95 % interval, over the seeds or over the examples; NaN if there is none."""
-        return over_seeds(self.by_seed) if self.seeds_decide else (self.found.low, self.found.high)
+        """Its 95 % interval, over the seeds or over the examples; NaN if there is none.
+
+        Seeds that agree by chance, as counts of few examples do, show no more than the examples.
+        """
+        if not self.seeds_decide:
+            return self.found.low, self.found.high
+        low, high = over_seeds(self.by_seed)
+        return min(low, self.found.low), max(high, self.found.high)
 
     @property
     def p(self) -> float:
