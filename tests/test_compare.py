@@ -174,6 +174,29 @@ def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(
     assert "c is better than a" in output(capsys, *runs["a"], *runs["c"])
 
 
+@pytest.mark.parametrize(("shared", "words"), [(True, "no difference"), (False, "b is better")])
+def test_examples_that_seeds_share_count_once(
+    tmp_path: Path, shared: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four examples won by both seeds are four, not eight: p is 0.13, not 0.008."""
+    for seed in range(2):
+        names = [f"{0 if shared else seed}/{i}" for i in range(64)]
+        make_run(tmp_path / f"a-{seed}", [1] * 30 + [0] * 34, examples=names, seed=seed)
+        right = [1] * 34 + [0] * 30
+        make_run(tmp_path / f"b-{seed}", right, examples=names, seed=seed, kl_coef=0.1)
+    out = output(capsys, *(tmp_path / f"{name}-{seed}" for name in "ab" for seed in range(2)))
+    assert f"exactly right, sampled: {words}" in out
+    assert f"{64 if shared else 128} held-out examples of 2 seeds" in out
+
+
+def test_seeds_are_averaged_where_they_share_their_examples() -> None:
+    first, second = np.array([[1, 0, 0, 1.0], [1, 0, 1, 1]]), np.array([[1, 1, 0, 0.0], [1, 1, 1, 1]])
+    found = difference(first, second)
+    assert (found.n, found.won, found.lost) == (4, 1, 1)
+    assert (found.first, found.second, found.p) == (0.625, 0.75, 1)
+    assert found.low < 0 < found.high
+
+
 def test_another_program_with_the_same_settings_is_compared_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

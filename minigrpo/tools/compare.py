@@ -126,7 +126,6 @@ def show(screen: Screen, found: Comparison, examples: int) -> None:
     for row in found.rows:
         if row.measure == headline:
             screen.say(verdict(row, first, second), wrap=True)
-    n = sum(pair.n for pair in found.pairs)
     seeds = f" of {len(found.pairs)} seeds" if len(found.pairs) > 1 else ""
     cells = [
         [
@@ -141,7 +140,7 @@ def show(screen: Screen, found: Comparison, examples: int) -> None:
     ]
     both = [run for pair in found.pairs for run in (pair.first, pair.second)]
     steps = dict.fromkeys(run.last_step for run in both)
-    title = f"{n} held-out examples{seeds} at step {' and '.join(steps)}, with 95 % intervals"
+    title = f"{found.num_examples} held-out examples{seeds} at step {' and '.join(steps)}, with 95 % intervals"
     screen.table(title, ["", "", first, second, "difference", "p"], cells, narrow=True)
     if headline != found.pairs[0].first.data.success:
         return

@@ -82,6 +82,13 @@ class Comparison:
     lost: Sequence[tuple[Pair, int]] = ()
     why_not: Sequence[str] = ()  # what could not be paired or compared
 
+    @property
+    def num_examples(self) -> int:
+        """The number of examples; those that all seeds share count once."""
+        if have_same_examples(self.pairs):
+            return self.pairs[0].n
+        return sum(pair.n for pair in self.pairs)
+
 
 def compared(first: Setting, second: Setting) -> Comparison:
     """Pair the runs of two settings, and test each measure that both have."""
@@ -141,15 +148,22 @@ def why_alone(run: Run, others: Sequence[Run]) -> str:
     )
 
 
+def have_same_examples(pairs: Sequence[Pair]) -> bool:
+    """Whether all seeds were evaluated on the same examples, as those of a file are."""
+    return len({tuple(pair.first.examples[: pair.n]) for pair in pairs}) == 1
+
+
 def rows_of(pairs: Sequence[Pair], how: str, measure: str) -> Iterator[Row]:
     """The difference of a measure, unless it concerns none of the examples of a pair."""
     values = [pair.values(how, measure) for pair in pairs]
+    join = np.stack if have_same_examples(pairs) else np.concatenate
+    first, second = (join(ends) for ends in zip(*values, strict=True))
     try:
         each = [difference(*both).change for both in values]
+        found = difference(first, second)
     except ValueError:
         return
-    first, second = (np.concatenate(ends) for ends in zip(*values, strict=True))
-    yield Row(measure, how, difference(first, second), each)
+    yield Row(measure, how, found, each)
 
 
 def won_and_lost(pairs: Sequence[Pair]) -> tuple[list[tuple[Pair, int]], list[tuple[Pair, int]]]:
