@@ -197,6 +197,18 @@ def test_seeds_are_averaged_where_they_share_their_examples() -> None:
     assert found.low < 0 < found.high
 
 
+def test_answers_of_another_step_than_the_last_evaluation_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = make_run(tmp_path / "a", [1, 0] * 9), make_run(tmp_path / "b", [1, 0] * 9)
+    with (b / "eval.jsonl").open("a") as file:
+        file.write('{"step": 9, "n": 18, "exact_sampled": 0.9}\n')
+    compare.main([str(a), str(b)])
+    assert f"{b / 'held_out.jsonl'}: has the answers of step 3, not of step 9" in (
+        capsys.readouterr().err.replace("\n", "")
+    )
+
+
 def test_another_program_with_the_same_settings_is_compared_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
