@@ -294,8 +294,10 @@ def test_export_does_not_overwrite_a_model_that_it_did_not_write(
         capsys, export, "run", "--out", "base"
     )
     Path("own").mkdir()
-    Path("own/tokenizer.json").write_text("precious")
-    assert f"own: has tokenizer.json, {words}" in refused(capsys, export, "run", "--out", "own")
+    for name in ("tokenizer.json", "generation_config.json"):
+        Path("own", name).write_text("precious")
+        assert f"own: has {name}, {words}" in refused(capsys, export, "run", "--out", "own")
+        Path("own", name).unlink()
     assert Path("base/model.safetensors").read_bytes() == before
     Path("shards").mkdir()
     Path("shards/model.safetensors.index.json").write_text("{}")

@@ -209,6 +209,16 @@ values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c
         "",
         ["assert f(0) == 1"],
     ),
+    "functions of the library as arguments": (
+        "def f(g, x): return g(x)",
+        "import math, operator",
+        ["assert f(str.upper, 'a') == 'A'", "assert f(math.sqrt, 4) == 2 == -f(operator.neg, 2)"],
+    ),
+    "a time of day": (
+        "import datetime\ndef f(): return datetime.time(1, 2)",
+        "import datetime",
+        ["assert f() == datetime.time(1, 2)"],
+    ),
 }
 
 

@@ -5,13 +5,14 @@ crosses as a copy and keeps its type. JSON is safe to read from a process that i
 pickle and marshal are not.
 """
 
+import importlib
 import itertools
 import json
 import os
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ FORMS: dict[str, Form] = {
     "Decimal": Form(Decimal, str, Decimal),
     "datetime": Form(datetime, datetime.isoformat, datetime.fromisoformat),  # before date, its base
     "date": Form(date, date.isoformat, date.fromisoformat),
+    "time": Form(time, time.isoformat, time.fromisoformat),
     "timedelta": Form(
         timedelta, lambda t: [t.days, t.seconds, t.microseconds], lambda parts: timedelta(*parts)
     ),
@@ -116,6 +118,14 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
         items = list(itertools.islice(value, MOST_ITEMS + 1))
         return {"iterator": [encode(items[:MOST_ITEMS], refer), len(items) > MOST_ITEMS]}
     return refer(value)
+
+
+def find(module: str, path: str) -> Any:
+    """What a module of the standard library has under a path such as `str.upper`; None if nothing."""
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _first(items: list[Any]) -> Iterator[Any]:

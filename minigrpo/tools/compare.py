@@ -131,8 +131,7 @@ def show(screen: Screen, found: Comparison, examples: int) -> None:
         [
             row.measure,
             row.how,
-            f"{row.found.first:.3f}",
-            f"{row.found.second:.3f}",
+            *(f"{mean:.3f}" for mean in row.means),
             f"{row.change:+.3f} {bracketed(*row.interval, 1, '.3f')}",
             "" if math.isnan(row.p) else p_value(row.p).removeprefix("= "),
         ]
@@ -181,7 +180,8 @@ def verdict(row: Row, first: str, second: str) -> str:
         what = f"{second} is {'better' if row.change > 0 else 'worse'} than {first}"
     else:
         what = f"no difference that {enough} could show between {second} and {first}"
-    shares = f"{found.second:.1%} against {found.first:.1%}"
+    before, after = row.means
+    shares = f"{after:.1%} against {before:.1%}"
     points = f"{100 * row.change:+.1f} points {bracketed(*row.interval, 100, '.1f')}"
     return f"{in_words(row.measure)}, {row.how}: {what}: {shares}, {points} ({how})"
 

@@ -36,16 +36,29 @@ class Row:
     measure: str
     how: str  # greedy or sampled
     found: Difference  # over the examples of all pairs
-    by_seed: Sequence[float]  # the difference of each pair
+    seeds: Sequence[Difference]  # each pair alone
+
+    @property
+    def by_seed(self) -> list[float]:
+        """The difference of each pair."""
+        return [one.change for one in self.seeds]
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of the first and of the second; where the seeds decide, each seed counts alike."""
+        every = self.seeds if self.seeds_decide else [self.found]
+        first, second = np.mean([(one.first, one.second) for one in every], axis=0).tolist()
+        return first, second
 
     @property
     def seeds_decide(self) -> bool:
-        return len(self.by_seed) >= LEAST_SEEDS
+        return len(self.seeds) >= LEAST_SEEDS
 
     @property
     def change(self) -> float:
-        """Second minus first; where the seeds decide, the mean of their differences."""
-        return float(np.mean(self.by_seed)) if self.seeds_decide else self.found.change
+        """Second minus first."""
+        first, second = self.means
+        return second - first
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -159,7 +172,7 @@ def rows_of(pairs: Sequence[Pair], how: str, measure: str) -> Iterator[Row]:
     join = np.stack if have_same_examples(pairs) else np.concatenate
     first, second = (join(ends) for ends in zip(*values, strict=True))
     try:
-        each = [difference(*both).change for both in values]
+        each = [difference(*both) for both in values]
         found = difference(first, second)
     except ValueError:
         return
@@ -187,7 +200,12 @@ def to_record(found: Comparison) -> dict[str, Any]:
         "second": [str(run.folder) for run in found.second.runs],
         "pairs": [[str(pair.first.folder), str(pair.second.folder)] for pair in found.pairs],
         "measures": [
-            {**asdict(row), "interval": row.interval, "is_shown": row.is_shown}
+            {
+                **asdict(row),
+                "by_seed": row.by_seed,
+                "interval": row.interval,
+                "is_shown": row.is_shown,
+            }
             for row in found.rows
         ],
         "won": [example_of(pair, i) for pair, i in found.won],

@@ -93,7 +93,7 @@ class Arguments:
             if source.exists() and target.exists() and source.samefile(target):
                 what = "the model to export" if name == self.run else f"the base of {self.run}"
                 raise ConfigError(f"--out {folder}: is {what}; take another folder")
-        of_a_model = (WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG)
+        of_a_model = (WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG)
         of_adapters = (PEFT_WEIGHTS, PEFT_CONFIG)
         names = of_adapters if self.adapters else of_a_model
         there = [name for name in names if (folder / name).exists()]
