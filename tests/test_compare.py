@@ -167,7 +167,7 @@ def test_the_seeds_of_a_setting_are_one_group_and_three_of_them_decide(
 def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three differences of one example each have no spread, and once had an interval of length 0."""
+    """Three differences of one example each have no spread, so the interval had no length."""
     for seed in range(3):
         make_run(tmp_path / f"a-{seed}", [1] * 30 + [0] * 34, seed=seed)
         make_run(tmp_path / f"b-{seed}", [1] * 31 + [0] * 33, seed=seed, kl_coef=0.1)
@@ -177,7 +177,6 @@ def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(
     assert "c is better than a" in output(capsys, *runs["a"], *runs["c"])
 
 
-@pytest.mark.parametrize(("shared", "words"), [(True, "no difference"), (False, "b is better")])
 def test_seeds_of_unequal_size_count_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +190,7 @@ def test_seeds_of_unequal_size_count_alike(
     assert "66.7% against 50.0%, +16.7 points" in out
 
 
+@pytest.mark.parametrize(("shared", "words"), [(True, "no difference"), (False, "b is better")])
 def test_examples_that_seeds_share_count_once(
     tmp_path: Path, shared: bool, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +206,10 @@ def test_examples_that_seeds_share_count_once(
 
 
 def test_seeds_are_averaged_where_they_share_their_examples() -> None:
-    first, second = np.array([[1, 0, 0, 1.0], [1, 0, 1, 1]]), np.array([[1, 1, 0, 0.0], [1, 1, 1, 1]])
+    first, second = (
+        np.array([[1, 0, 0, 1.0], [1, 0, 1, 1]]),
+        np.array([[1, 1, 0, 0.0], [1, 1, 1, 1]]),
+    )
     found = difference(first, second)
     assert (found.n, found.won, found.lost) == (4, 1, 1)
     assert (found.first, found.second, found.p) == (0.625, 0.75, 1)
@@ -313,7 +316,9 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     """Addresses, and the order of sets and dicts, differ between two runs."""
     names = [f"name {i}" for i in range(20)]
     ways = [
-        Example("a", "b", fields={"x": Thing(), "y": Unprintable(), "z": dict.fromkeys(order, (1,))})
+        Example(
+            "a", "b", fields={"x": Thing(), "y": Unprintable(), "z": dict.fromkeys(order, (1,))}
+        )
         for order in (names, names[::-1])
     ]
     assert digest(ways[0]) == digest(ways[1])

@@ -121,7 +121,7 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
 
 
 def find(module: str, path: str) -> Any:
-    """What a module of the standard library has under a path such as `str.upper`; None if nothing."""
+    """What a module of the library has under a path such as `str.upper`; None for nothing."""
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name, None)

@@ -39,7 +39,7 @@ class CodeData(JSONLExamples, CodeTask):
         CodeTask.__init__(self, request.timeout_s)
         self.held_out_are = f"one problem in {PROMPTS_PER_HELD_OUT}"
         JSONLExamples.__init__(self, request.paths, request.seed, request.listener, parse)
-        if not isinstance(request.listener, SilentListener):
+        if type(request.listener) is not SilentListener:  # nobody would hear it
             self._check_solutions(request)
 
     def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
@@ -59,9 +59,10 @@ class CodeData(JSONLExamples, CodeTask):
 
         Of many problems MOST_RUN are run, evenly spaced, until MAX_NAMED have failed.
         """
-        pairs = [*self._split[False], *self._split[True]]
+        pairs, number = [*self._split[False], *self._split[True]], 0
         failed = list[str]()
-        for number, pair in enumerate(pairs[:: -(-len(pairs) // MOST_RUN)], 1):
+        for pair in pairs[:: -(-len(pairs) // MOST_RUN)]:
+            number += 1
             if said := self.explain(pair.example, pair.example.answer):
                 failed.append(f"{pair.where.removeprefix('--data ')}, line {pair.line}: {said}")
             if len(failed) == MAX_NAMED:

@@ -139,7 +139,8 @@ def show(screen: Screen, found: Comparison, examples: int) -> None:
     ]
     both = [run for pair in found.pairs for run in (pair.first, pair.second)]
     steps = dict.fromkeys(run.last_step for run in both)
-    title = f"{found.num_examples} held-out examples{seeds} at step {' and '.join(steps)}, with 95 % intervals"
+    asked = f"{found.num_examples} held-out examples{seeds}"
+    title = f"{asked} at step {' and '.join(steps)}, with 95 % intervals"
     screen.table(title, ["", "", first, second, "difference", "p"], cells, narrow=True)
     if headline != found.pairs[0].first.data.success:
         return
