@@ -627,6 +627,21 @@ def test_what_a_reward_changes_in_torch_does_not_change_the_training(
 # --- numbers that are not finite ------------------------------------------------------------------
 
 
+def test_a_last_line_that_somebody_has_cut_is_not_joined_with_the_next(tmp_path: Path) -> None:
+    """Both were lost, and the doctor could not read the file any more."""
+    file = tmp_path / "metrics.jsonl"
+    log = RunLog(tmp_path, print, start_step=0)
+    log.step(1, {"loss": 1.0})
+    os.truncate(file, file.stat().st_size - 1)  # as an editor that ends a file without a break
+    log.step(2, {"loss": 2.0})
+    file.unlink()
+    file.write_text('{"step": 1, "loss": 1.0}')
+    log.step(3, {"loss": 3.0})
+    log.step(4, {"loss": 4.0})
+    log.close()
+    assert [record["step"] for record in records(file)] == [1, 3, 4]
+
+
 def test_a_step_that_makes_weights_infinite_ends_the_run_with_one_line_and_saves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
