@@ -63,6 +63,7 @@ class Learner:
         batch_size = config.memory.micro_batch_size
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
+        self.in_update = False  # if so, the weights belong to no step; who counts the step ends it
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
@@ -241,6 +242,7 @@ class Learner:
         """
         finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
         if finite:
+            self.in_update = True
             self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite

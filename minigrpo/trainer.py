@@ -25,7 +25,7 @@ from .runtime.build import (
 from .runtime.distributed import DistContext
 from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
 from .runtime.examples import check_examples
-from .runtime.failures import RunFailed, describe
+from .runtime.failures import Diverged, RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
 from .runtime.measures import Estimate
 from .runtime.no_effect import Situation
@@ -90,7 +90,6 @@ class Trainer:
         self.source = self._make_source(first_step=self.step)
 
         self.stop_reason = ""
-        self.in_update = False  # if so, the weights belong to no step and are not saved
         self.measured = MeasuredSteps()
         self.signal = announce.SignalWatch(self.screen, self.dist.is_main)
         self.first: Evaluation | None = None
@@ -126,7 +125,8 @@ class Trainer:
                 if not self.stop_reason:
                     self._evaluate(self.config.run.eval_size)
         except BaseException as error:
-            if not self.in_update and not isinstance(error, RunFailed):
+            has_weights = not isinstance(error, RunFailed) or isinstance(error, Diverged)
+            if has_weights and not self.learner.in_update:
                 why = "stopped" if isinstance(error, KeyboardInterrupt) else "the run fails"
                 self.run_dir.save_before_ending(self.step, self.learner, why)
             self._summarise("failed", describe(error), time.perf_counter() - began)
@@ -164,10 +164,9 @@ class Trainer:
         with self.dist.during(f"step {self.step + 1}"):
             batch = self.source.batch(self.step)
         self.process.undo(self.screen.warn)
-        self.in_update = True
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
-        self.step, self.in_update = self.step + 1, False
+        self.step, self.learner.in_update = self.step + 1, False
         own = rollout_metrics(batch, self.sampler.stops)
         own["memory/peak_mib"] = peak_memory_mib(self.device)
         rolled = self.dist.combine(own, counts_of(batch))

@@ -173,6 +173,45 @@ def test_a_wrong_completion_is_explained_by_the_first_test_that_fails() -> None:
 
 
 @linux
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"test_imports": ["import numpy"]}, "2 of 2 tests fail: assert add(1) =="),
+        ({"test_list": ["assert add(1) == 0"]}, "1 of 1 tests fail: assert add(1) == 0"),
+    ],
+)
+def test_problems_whose_own_code_fails_are_said_before_a_run_starts(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """No completion is ever paid there, because the sandbox lacks what it needs, or by mistake."""
+    warnings = list[str]()
+
+    class Listening(SilentListener):
+        def warn(self, text: str) -> None:
+            warnings.append(text)
+
+    rows = [problem(number) | changes for number in range(601, 700)]
+    path = write_lines(tmp_path / "mbpp.jsonl", rows)
+    load_task("code", seed=0, data=str(path), timeout_s=2.0, listener=Listening())
+    assert bool(warnings) == bool(said)
+    if said:
+        assert "the code of 3 of the 3 problems that were run does not pass" in warnings[0]
+        assert said in warnings[0]
+
+
+@linux
+def test_a_run_says_which_problems_are_held_out(tmp_path: Path) -> None:
+    """A user's own numbers, from 1 on, give most of a file to MBPP's test split."""
+    task = read(tmp_path, [problem(number) for number in range(1, 31)])
+    assert task.about.startswith(
+        "20 problems are held out (MBPP's test split, task_id 11 to 510); "
+    )
+    task = read(tmp_path, [problem(number) for number in range(601, 700)])
+    assert f"{task.num_held_out} problems are held out (one problem in 10)" in task.about
+
+
+@linux
 def test_a_setup_and_imports_run_before_the_tests() -> None:
     fields = {
         "test_list": ["assert math.isclose(half(root), 0.5)"],

@@ -4,7 +4,10 @@ compared is one line.
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -161,6 +164,70 @@ def test_the_seeds_of_a_setting_are_one_group_and_three_of_them_decide(
     assert "all runs have one setting" in alone
 
 
+def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three differences of one example each have no spread, so the interval had no length."""
+    for seed in range(3):
+        make_run(tmp_path / f"a-{seed}", [1] * 30 + [0] * 34, seed=seed)
+        make_run(tmp_path / f"b-{seed}", [1] * 31 + [0] * 33, seed=seed, kl_coef=0.1)
+        make_run(tmp_path / f"c-{seed}", [1] * 50 + [0] * 14, seed=seed, kl_coef=0.2)
+    runs = {name: [tmp_path / f"{name}-{seed}" for seed in range(3)] for name in "abc"}
+    assert "no difference that 3 seeds could show" in output(capsys, *runs["a"], *runs["b"])
+    assert "c is better than a" in output(capsys, *runs["a"], *runs["c"])
+
+
+def test_seeds_of_unequal_size_count_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shares of all examples together said +5.6 points, beside a mean of +16.7."""
+    for seed, n in enumerate((40, 10, 40)):
+        names, right = [f"{seed}/{i}" for i in range(n)], [1, 0] * (n // 2)
+        make_run(tmp_path / f"a-{seed}", right, examples=names, seed=seed)
+        better = [1] * 10 if n == 10 else right
+        make_run(tmp_path / f"b-{seed}", better, examples=names, seed=seed, kl_coef=0.1)
+    out = output(capsys, *(tmp_path / f"{name}-{seed}" for name in "ab" for seed in range(3)))
+    assert "66.7% against 50.0%, +16.7 points" in out
+
+
+@pytest.mark.parametrize(("shared", "words"), [(True, "no difference"), (False, "b is better")])
+def test_examples_that_seeds_share_count_once(
+    tmp_path: Path, shared: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four examples won by both seeds are four, not eight: p is 0.13, not 0.008."""
+    for seed in range(2):
+        names = [f"{0 if shared else seed}/{i}" for i in range(64)]
+        make_run(tmp_path / f"a-{seed}", [1] * 30 + [0] * 34, examples=names, seed=seed)
+        right = [1] * 34 + [0] * 30
+        make_run(tmp_path / f"b-{seed}", right, examples=names, seed=seed, kl_coef=0.1)
+    out = output(capsys, *(tmp_path / f"{name}-{seed}" for name in "ab" for seed in range(2)))
+    assert f"exactly right, sampled: {words}" in out
+    assert f"{64 if shared else 128} held-out examples of 2 seeds" in out
+
+
+def test_seeds_are_averaged_where_they_share_their_examples() -> None:
+    first, second = (
+        np.array([[1, 0, 0, 1.0], [1, 0, 1, 1]]),
+        np.array([[1, 1, 0, 0.0], [1, 1, 1, 1]]),
+    )
+    found = difference(first, second)
+    assert (found.n, found.won, found.lost) == (4, 1, 1)
+    assert (found.first, found.second, found.p) == (0.625, 0.75, 1)
+    assert found.low < 0 < found.high
+
+
+def test_answers_of_another_step_than_the_last_evaluation_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = make_run(tmp_path / "a", [1, 0] * 9), make_run(tmp_path / "b", [1, 0] * 9)
+    with (b / "eval.jsonl").open("a") as file:
+        file.write('{"step": 9, "n": 18, "exact_sampled": 0.9}\n')
+    compare.main([str(a), str(b)])
+    assert f"{b / 'held_out.jsonl'}: has the answers of step 3, not of step 9" in (
+        capsys.readouterr().err.replace("\n", "")
+    )
+
+
 def test_another_program_with_the_same_settings_is_compared_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +280,17 @@ def test_a_run_keeps_the_answers_of_its_last_evaluation(tmp_path: Path) -> None:
             assert np.mean(values) == pytest.approx(last[name + suffix], abs=1e-6)
 
 
+@pytest.mark.parametrize(("resume", "steps"), [("2", set()), ("auto", {6})])
+def test_answers_of_steps_that_a_resume_gives_up_are_removed(
+    tmp_path: Path, resume: str, steps: set[int]
+) -> None:
+    """They were compared as those of the run, whose eval.jsonl did not have them any more."""
+    make(tmp_path / "run", keep_last=9).fit()
+    make(tmp_path / "run", keep_last=9, resume=resume, stop_after=3).fit()
+    file = tmp_path / "run" / "held_out.jsonl"
+    assert {answer["step"] for answer in read_lines(file)} == steps if steps else not file.exists()
+
+
 def test_a_digest_tells_what_an_example_asks_and_how_it_is_scored() -> None:
     one = Example("2+2=", "4", index=1, kind="sum")
     assert digest(one) == digest(Example("2+2=", "4", index=7))
@@ -223,6 +301,39 @@ def test_a_digest_tells_what_an_example_asks_and_how_it_is_scored() -> None:
         Example("2+2=", "4", fields={"test_list": ["assert"]}),
     ]
     assert len({digest(example) for example in [one, *others]}) == 5
+
+
+class Thing:
+    """Its `repr` has an address."""
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+def test_a_digest_is_the_same_in_every_process() -> None:
+    """Addresses, and the order of sets and dicts, differ between two runs."""
+    names = [f"name {i}" for i in range(20)]
+    ways = [
+        Example(
+            "a", "b", fields={"x": Thing(), "y": Unprintable(), "z": dict.fromkeys(order, (1,))}
+        )
+        for order in (names, names[::-1])
+    ]
+    assert digest(ways[0]) == digest(ways[1])
+    code = "from minigrpo.runtime.answers import digest; from minigrpo.types import Example\n"
+    code += f"print(digest(Example('a', 'b', fields={{'z': set({names})}})))"
+    made = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    ]
+    assert made[0] == made[1]
 
 
 # --- what is no run, or not whole -----------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minigrpo import Config, Trainer, Transformer
@@ -263,8 +264,10 @@ def test_a_run_saves_adapters_alone_and_its_tools_put_them_on_the_base(
     merged = Transformer.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged.logits(IDS), expected, rtol=0, atol=1e-5)
     export.main([str(run), "--adapters", "--out", str(tmp_path / "peft")])
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "peft" / name).read_bytes() == (run / name).read_bytes()
+    settings = "adapter_config.json"
+    assert (tmp_path / "peft" / settings).read_bytes() == (run / settings).read_bytes()
+    theirs, ours = (load_file(x / "adapter_model.safetensors") for x in (tmp_path / "peft", run))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[x], ours[x]) for x in ours)
     assert json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         base
     )

@@ -627,6 +627,21 @@ def test_what_a_reward_changes_in_torch_does_not_change_the_training(
 # --- numbers that are not finite ------------------------------------------------------------------
 
 
+def test_a_last_line_that_somebody_has_cut_is_not_joined_with_the_next(tmp_path: Path) -> None:
+    """Both were lost, and the doctor could not read the file any more."""
+    file = tmp_path / "metrics.jsonl"
+    log = RunLog(tmp_path, print, start_step=0)
+    log.step(1, {"loss": 1.0})
+    os.truncate(file, file.stat().st_size - 1)  # as an editor that ends a file without a break
+    log.step(2, {"loss": 2.0})
+    file.unlink()
+    file.write_text('{"step": 1, "loss": 1.0}')
+    log.step(3, {"loss": 3.0})
+    log.step(4, {"loss": 4.0})
+    log.close()
+    assert [record["step"] for record in records(file)] == [1, 3, 4]
+
+
 def test_a_step_that_makes_weights_infinite_ends_the_run_with_one_line_and_saves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -910,16 +925,18 @@ def test_resuming_with_another_tokenizer_under_the_same_name_is_refused(
 # --- users' code and the process ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["between two steps", "in an update"])
+@pytest.mark.parametrize("where", ["between two steps", "in the gradient", "in an update"])
 def test_a_second_signal_saves_the_steps_that_are_done_unless_an_update_is_under_way(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A task that hangs in `train` or `score_batch` leaves only the second signal."""
     trainer = make(tmp_path / "run", save_every=100)
-    between = where == "between two steps"
-    owner: Any = trainer.source if between else trainer.learner
-    name = "batch" if between else "gradient"
-    original = getattr(owner, name)
+    owner, name = {
+        "between two steps": (trainer.source, "batch"),
+        "in the gradient": (trainer.learner, "gradient"),
+        "in an update": (trainer.learner.optimizer, "step"),
+    }[where]
+    saved, original = where != "in an update", getattr(owner, name)
 
     def interrupted(*args: Any) -> Any:
         if trainer.step == 3:
@@ -933,10 +950,50 @@ def test_a_second_signal_saves_the_steps_that_are_done_unless_an_update_is_under
         trainer.fit()
     said = capfd.readouterr().err
     assert "and saves the steps that are done, unless an update is under way" in said
-    assert ("stopped; its 3 steps are in" in said) == between
+    assert ("stopped; its 3 steps are in" in said) == saved
     found = find_checkpoint(tmp_path / "run" / "checkpoints", "auto", pytest.fail)
-    assert (found["step"] if found else None) == (3 if between else None)
+    assert (found["step"] if found else None) == (3 if saved else None)
     assert strict_json((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_rewards_that_fail_in_an_evaluation_are_said_with_their_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """eval.jsonl has their floor as if it were a score, and a run warns of a reward only once."""
+    gone, mine = tmp_path / "gone", tmp_path / "mine.py"
+    mine.write_text(
+        "import minigrpo, pathlib\n@minigrpo.reward(success=True)\ndef right(example, text):\n"
+        f"    if pathlib.Path({str(gone)!r}).exists():\n        raise OSError('no server')\n"
+        "    return 1.0\n"
+    )
+    trainer = make(tmp_path / "run", max_steps=1, rewards=str(mine))
+    one_step = trainer.one_step
+
+    def step() -> None:
+        gone.touch()
+        one_step()
+
+    trainer.one_step = step  # type: ignore[method-assign]
+    trainer.fit()
+    said = "reward right failed on 16 of 16 completions, which get its floor"
+    assert f"evaluation at step 1: {said}" in (err := capfd.readouterr().err)
+    assert "evaluation at step 0" not in err
+    evaluate.main([str(tmp_path / "run"), "--n", "8"])
+    assert f"warning: {said}" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_success_that_is_neither_1_nor_0_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A graded reward as the success made every evaluation say that nothing is right."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import minigrpo\n@minigrpo.reward(success=True)\ndef near(example, text):\n"
+        "    return 0.7\n"
+    )
+    assert make(tmp_path / "run", max_steps=1, rewards=str(mine)).fit()["status"] == "finished"
+    said = "near says which completions are right, and was neither 1 nor 0 for 16 of 16"
+    assert f"evaluation at step 0: {said}" in capfd.readouterr().err
 
 
 def test_code_that_changes_the_current_folder_moves_no_file_of_the_run(
@@ -986,13 +1043,16 @@ def test_a_relative_folder_is_where_the_run_was_started(
 # --- what a second attack found -------------------------------------------------------------------
 
 
-def test_a_folder_whose_checkpoints_were_deleted_is_not_started_over(run: Path) -> None:
-    """Its logs were replaced by those of the new run."""
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_a_folder_whose_checkpoints_were_deleted_is_not_started_over(
+    run: Path, save_every: int
+) -> None:
+    """Its logs were replaced by those of the new run. Its own record says how often it saved."""
     shutil.rmtree(run / "checkpoints")
     (run / "model.safetensors").unlink()
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="has metrics of 4 steps, but no checkpoint"):
-        make(run, max_steps=4, eval_every=2, save_every=2, resume="auto")
+        make(run, max_steps=4, eval_every=2, save_every=save_every, resume="auto")
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

@@ -295,13 +295,33 @@ def test_export_does_not_overwrite_a_model_that_it_did_not_write(
         capsys, export, "run", "--out", "base"
     )
     Path("own").mkdir()
-    Path("own/tokenizer.json").write_text("precious")
-    assert f"own: has tokenizer.json, {words}" in refused(capsys, export, "run", "--out", "own")
+    for name in ("tokenizer.json", "generation_config.json"):
+        Path("own", name).write_text("precious")
+        assert f"own: has {name}, {words}" in refused(capsys, export, "run", "--out", "own")
+        Path("own", name).unlink()
     assert Path("base/model.safetensors").read_bytes() == before
     Path("shards").mkdir()
     Path("shards/model.safetensors.index.json").write_text("{}")
     words = "--out shards: holds model.safetensors.index.json; take another folder"
     assert words in refused(capsys, export, "run0", "--adapters", "--out", "shards")
+
+
+def test_export_does_not_overwrite_adapters_that_it_did_not_write(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.of(**{**TINY, "max_steps": 1, "eval_every": 0, "lora_rank": 2})
+    Trainer(config.replace(out_dir="lora"), quiet=True).fit()
+    capsys.readouterr()
+    Path("mine").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        Path("mine", name).write_bytes(Path("lora", name).read_bytes())
+        before = Path("mine", name).read_bytes()
+        words = f"--out mine: has {name}, which this command did not write; take another folder"
+        assert words in refused(capsys, export, "lora", "--adapters", "--out", "mine")
+        assert Path("mine", name).read_bytes() == before
+        Path("mine", name).unlink()
+    for _ in range(2):  # its own are replaced
+        export.main(["lora", "--adapters", "--out", "mine"])
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "rust"])
@@ -380,6 +400,18 @@ def test_evaluate_does_not_write_onto_a_file_of_the_run(
     words = f"--json run/{name}: is a file of a run or a model; take another name"
     assert words in refused(capsys, evaluate, run, "--n", "2", "--json", run / name)
     assert (run / name).read_bytes() == before
+
+
+def test_a_link_to_a_file_of_a_run_is_not_written_through(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for target in ("metrics.jsonl", "checkpoints/step_000002/state.pt"):
+        before, link = (run / target).read_bytes(), Path("found.json")
+        link.symlink_to(run / target)
+        words = "--json found.json: is a file of a run or a model"
+        assert words in refused(capsys, evaluate, run, "--n", "2", "--json", link)
+        assert (run / target).read_bytes() == before
+        link.unlink()
 
 
 @pytest.mark.parametrize("flag", ["--data", "--rewards", "--chat-template"])

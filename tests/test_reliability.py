@@ -174,6 +174,45 @@ def test_six_bad_steps_in_a_row_stop_the_run_with_a_clear_error(tmp_path: Path) 
     assert summary["status"] == "failed" and "6 steps in a row" in summary["exit_reason"]
 
 
+def test_what_was_learnt_before_the_bad_steps_is_saved_and_ends_again_when_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 20, "save_every": 100}
+    trainer = make(tmp_path / "run", **options)
+    poison(trainer, set(range(2, 20)))
+    with pytest.raises(Diverged):
+        trainer.fit()
+    assert "the run fails; its 7 steps are in" in capfd.readouterr().err
+    again = make(tmp_path / "run", **options, resume="auto")
+    assert again.step == 7 and again.learner.guard.in_a_row == BAD_STEPS_TO_STOP - 1
+    assert fingerprint(again) == fingerprint(trainer)
+    poison(again, set(range(2, 20)))
+    with pytest.raises(Diverged):
+        again.fit()
+
+
+def test_an_error_in_the_gradient_saves_the_steps_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as memory that runs out, where several processes cannot try again."""
+    trainer = make(tmp_path / "run", save_every=100)
+    backward = trainer.learner._backward
+
+    def fails(*args: Any) -> Any:
+        if trainer.step == 3:
+            raise RuntimeError("out of memory")
+        return backward(*args)
+
+    monkeypatch.setattr(trainer.learner, "_backward", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit()
+    calm, resumed = make(tmp_path / "calm"), make(tmp_path / "run", resume="auto")
+    calm.fit()
+    assert resumed.step == 3
+    resumed.fit()
+    assert fingerprint(resumed) == fingerprint(calm)
+
+
 def test_under_float16_an_overflow_is_the_scalers_business_and_a_bad_loss_is_not(
     tmp_path: Path,
 ) -> None:
@@ -272,7 +311,7 @@ def test_under_float16_a_gradient_that_stays_nan_stops_the_run_below_the_scales_
         trainer.fit()
     assert trainer.step == 3 + 2 + BAD_STEPS_TO_STOP - 1
     assert trainer.learner.scaler.get_scale() == 1.0
-    assert trainer.learner.guard == NonFiniteGuard(skipped=6, in_a_row=6, halvings=1, overflows=2)
+    assert trainer.learner.guard == NonFiniteGuard(skipped=5, in_a_row=5, halvings=1, overflows=2)
     dumped = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
     assert dumped == [f"step_{step:06d}_rank_0.pt" for step in range(6, 12)]
     assert [record["skipped_steps"] for record in metrics(tmp_path / "run")[-3:]] == [3, 4, 5]

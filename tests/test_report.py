@@ -151,6 +151,16 @@ def test_the_page_names_no_address_that_a_browser_would_ask_for(html: str) -> No
     assert "@import" not in html.split("</style>")[0]
 
 
+def test_a_short_run_is_not_called_healthy(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    for steps in (3, 40):
+        run = write_run(tmp_path / str(steps), steps=steps)
+        report.main([str(run), "--out", str(tmp_path / "page.html")])
+        page = (tmp_path / "page.html").read_text()
+        said = "rules find nothing wrong; trends are judged from 20 steps." in page
+        assert said == (steps == 3)
+
+
 def test_texts_of_a_run_stay_texts(html: str) -> None:
     assert 'document.title="taken"</script>' not in html and "<img src=x" not in html
     assert "a<b>" not in html.replace("a\\u003cb>", "") and "a&lt;b&gt;" in html

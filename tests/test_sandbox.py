@@ -219,6 +219,16 @@ values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c
         "",
         ["assert f(0) == 1"],
     ),
+    "functions of the library as arguments": (
+        "def f(g, x): return g(x)",
+        "import math, operator",
+        ["assert f(str.upper, 'a') == 'A'", "assert f(math.sqrt, 4) == 2 == -f(operator.neg, 2)"],
+    ),
+    "a time of day": (
+        "import datetime\ndef f(): return datetime.time(1, 2)",
+        "import datetime",
+        ["assert f() == datetime.time(1, 2)"],
+    ),
 }
 
 
@@ -226,6 +236,29 @@ values = [None, True, 1, 10**5000, 1.5, inf, 1j, 'a\\ud800', b'b', bytearray(b'c
 def test_right_code_passes(sandbox: Sandbox, name: str) -> None:
     code, setup, tests = PASSING[name]
     assert sandbox.run_tests(code, tests, setup) == [True] * len(tests)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "print(f(1), flush=True)",
+        "import sys; sys.stdout.buffer.write(b'\\x06\\0\\0\\0[true]'); sys.stdout.flush()",
+        "import sys; sys.stderr.write('x' * 200_000)",  # more than a pipe holds
+        "import warnings; warnings.warn('x' * 200_000)",
+        "import sys; assert not sys.stdin.read()",
+        "import os; os.close(0); os.close(1); os.close(2)",
+    ],
+)
+def test_what_a_test_reads_and_prints_is_no_verdict(sandbox: Sandbox, test: str) -> None:
+    assert sandbox.run_tests(RIGHT, [test, "assert f(1) == 3"]) == [True, False]
+    assert sandbox.run_tests(RIGHT, ["assert f(1) == 2"], setup=test) == [True]
+
+
+@pytest.mark.parametrize("caught", ["except:", "except BaseException:"])
+def test_a_test_that_catches_every_error_does_not_pass_when_its_time_is_over(caught: str) -> None:
+    tests = [f"try:\n  f(1)\n{caught}\n  pass"]
+    assert run_tests("def f(x):\n  while True: pass", tests, timeout_s=0.3) == [False]
+    assert run_tests("def f(x): raise ValueError", tests) == [True]
 
 
 def test_a_patched_builtin_is_not_the_one_of_the_tests(sandbox: Sandbox) -> None:
@@ -279,6 +312,18 @@ def test_a_worker_that_is_killed_is_replaced_and_the_job_is_done() -> None:
     os.kill(worker.process.pid, 9)
     assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
     assert sandbox._idle != [worker]
+    sandbox.close()
+
+
+def test_workers_that_the_system_has_killed_are_no_fault_of_a_job() -> None:
+    """Two tries met two dead workers, a third one was well: so right code was said to fail."""
+    sandbox = Sandbox()
+    workers = [sandbox._take() for _ in range(3)]
+    sandbox._idle = workers
+    for worker in workers:
+        os.kill(worker.process.pid, 9)
+        worker.process.wait()
+    assert sandbox.run_tests(RIGHT, TESTS[:2]) == [True, True]
     sandbox.close()
 
 

@@ -16,6 +16,8 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.run_log import RunLog
 from minigrpo.runtime.trackers import check_tracker, start_trackers
 
+from .test_reliability import make
+
 METRICS = {"reward": 0.5, "rewards/exact/mean": 0.25, "step_time": 1.0}
 SAMPLE = {
     "prompt": "2+2=",
@@ -105,6 +107,54 @@ def test_a_resumed_run_continues_its_tracker_and_a_new_one_has_its_own(
         names.append(tracker.began["name"])
     assert names[0] == names[1] != names[2]
     assert names[0].startswith(f"{tmp_path.name}-") and tracker.began["resume"] == "allow"
+
+
+@pytest.mark.parametrize(("resume", "same"), [("2", False), ("auto", True)])
+def test_a_run_that_abandons_steps_begins_a_new_one_in_the_tracker(
+    tmp_path: Path, tracker: Recorder, resume: str, same: bool
+) -> None:
+    """Steps that a tracker has already are not taken again."""
+    options: dict[str, Any] = {"track": tracker.__name__, "keep_last": 9, "eval_every": 0}
+    names = []
+    for more in ({"stop_after": 4}, {"resume": resume, "stop_after": 5}):
+        tracker.logged.clear()
+        make(tmp_path / "run", **options, **more).fit()
+        names.append(tracker.began["name"])
+    assert (names[0] == names[1]) == same
+    steps = [step for step, values in tracker.logged if "reward" in values]
+    assert steps == ([5] if same else [3, 4, 5])
+
+
+def test_a_tracker_that_does_not_start_leaves_the_logs_as_they_are(
+    tmp_path: Path, tracker: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "run", keep_last=9).fit()
+    before = [path.read_bytes() for path in sorted((tmp_path / "run").glob("*.jsonl"))]
+    monkeypatch.delattr(Recorder, "init")
+    trainer = make(tmp_path / "run", keep_last=9, resume="2", track=tracker.__name__)
+    with pytest.raises(ConfigError, match="does not start"):
+        trainer.fit()
+    assert [path.read_bytes() for path in sorted((tmp_path / "run").glob("*.jsonl"))] == before
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000004", "step_000006"]
+
+
+@pytest.mark.parametrize("damage", ["", "../../x", "\xff"])
+def test_a_damaged_name_is_made_anew(tmp_path: Path, tracker: Recorder, damage: str) -> None:
+    config = Config.of(track=tracker.__name__)
+    (tmp_path / "track_id").write_bytes(damage.encode("latin-1"))
+    log_of(tmp_path, config, 5, []).close()
+    name, _, digits = tracker.began["name"].rpartition("-")
+    assert name == tmp_path.name and len(digits) == 8
+    assert (tmp_path / "track_id").read_text() == digits
+
+
+def test_parts_named_as_a_column_leave_the_column(tmp_path: Path, tracker: Recorder) -> None:
+    log = log_of(tmp_path, Config.of(track=tracker.__name__))
+    log.sample(1, {**SAMPLE, "parts": {"completion": 0.25, "short": 1.0}})
+    log.close()
+    (row,) = tracker.logged[-1][1]["samples"]
+    assert (row["completion"], row["rewards/completion"], row["short"]) == ("5", 0.25, 1.0)
 
 
 def test_a_folder_may_have_any_name(tmp_path: Path, tracker: Recorder) -> None:

@@ -177,7 +177,9 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
 # --- PEFT -----------------------------------------------------------------------------------------
 
 
-def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
+def peft_files(
+    model: Transformer, *, base: str, **metadata: str
+) -> dict[str, Callable[[Path], object]]:
     """The adapters as PEFT stores them: each file's name, and what writes the file to a path.
 
     `PeftModel.from_pretrained(base_model, folder)` loads them.
@@ -185,6 +187,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
     Args:
         base: the name or path of the model that the adapters belong to; for a model on the Hub,
             perhaps with @REVISION.
+        metadata: of the file of weights, which PEFT does not read.
     """
     layers = adapters(model)
     first = next(iter(layers.values()))
@@ -206,7 +209,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
     }
     text = json.dumps(settings, indent=1) + "\n"
     return {
-        PEFT_WEIGHTS: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+        PEFT_WEIGHTS: lambda path: save_file(tensors, path, metadata={"format": "pt", **metadata}),
         PEFT_CONFIG: lambda path: path.write_text(text),
     }
 

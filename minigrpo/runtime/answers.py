@@ -8,7 +8,9 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ..types import Example
 from .failures import reason_of
 from .files import to_json, write_whole
 from .graded import Graded
+from .text import parse_json
 
 ANSWERS = "held_out.jsonl"
 
@@ -32,6 +35,16 @@ def write_answers(
         write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
     except OSError as error:
         warn(f"{file}: NOT WRITTEN ({reason_of(error)})")
+
+
+def drop_later_answers(run: Path, step: int) -> None:
+    """Remove the file if its answers are of a later step, which a resume from `step` gives up."""
+    file = run / ANSWERS
+    with suppress(OSError, ValueError, TypeError, KeyError):  # no file, or a damaged one
+        with open(file, "rb") as lines:
+            evaluated = parse_json(lines.readline())["step"]
+        if evaluated > step:
+            file.unlink()
 
 
 def answers(step: int, greedy: Graded, drawn: Graded) -> Iterator[dict[str, Any]]:
@@ -56,8 +69,22 @@ def digest(example: Example) -> str:
     """Equal for examples that ask and are scored alike."""
     messages = [dict(message) for message in example.messages]
     said = {"prompt": example.prompt, "answer": example.answer, "messages": messages}
-    fields = repr(sorted(example.fields.items(), key=lambda item: item[0]))
-    return hashlib.sha256((to_json(said) + fields).encode()).hexdigest()[:16]
+    digested = to_json(said) + _stable(example.fields)
+    return hashlib.sha256(digested.encode(errors="replace")).hexdigest()[:16]
+
+
+def _stable(value: Any) -> str:
+    """The `repr` of a value, the same in every process: sets have no order, objects no address."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_stable(k)}: {_stable(x)}' for k, x in value.items()))}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_stable, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_stable, value))}]"
+    try:
+        return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+    except Exception:  # of a user's class
+        return type(value).__name__
 
 
 def _means(graded: Graded) -> dict[str, np.ndarray]:

@@ -1,12 +1,31 @@
 """Completions of evaluation examples with their scores."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
 
 from ..types import Example, RewardTable
+
+
+def doubts(*graded: "Graded") -> Iterator[str]:
+    """What is to be said of the scores of an evaluation, because its measures do not show it."""
+    failed, odd = Counter[str](), 0
+    total = sum(one.rewards.total.size for one in graded)
+    for one in graded:
+        failed.update(one.rewards.failures)
+        scores = one.rewards.parts.get(one.success, np.zeros(0))
+        odd += int((~np.isnan(scores) & (scores != 0) & (scores != 1)).sum())
+    for part, number in failed.items():
+        if number:
+            yield f"reward {part} failed on {number} of {total} completions, which get its floor"
+    if odd:
+        yield (
+            f"{graded[0].success} says which completions are right, and was neither 1 nor 0 for "
+            f"{odd} of {total}, which count as wrong"
+        )
 
 
 @dataclass(frozen=True)

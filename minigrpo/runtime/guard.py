@@ -37,15 +37,15 @@ class NonFiniteGuard:
         self.in_a_row = 0
 
     def skip(self, warn: Say) -> None:
-        """Record a skipped step. Raises Diverged after BAD_STEPS_TO_STOP in a row."""
-        self.skipped += 1
-        self.in_a_row += 1
-        if self.in_a_row >= BAD_STEPS_TO_STOP:
+        """Record a skipped step. Raises Diverged for the last of BAD_STEPS_TO_STOP in a row."""
+        if self.in_a_row + 1 >= BAD_STEPS_TO_STOP:  # not counted: the step is not done
             raise Diverged(
                 f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; "
                 "the weights are those before them. A smaller --learning-rate, or no --use-amp, "
                 "may help"
             )
+        self.skipped += 1
+        self.in_a_row += 1
         if self.in_a_row == BAD_STEPS_TO_HALVE:
             self.halvings += 1
             warn(

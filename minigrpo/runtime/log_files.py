@@ -56,14 +56,17 @@ class LogTrouble:
 class AppendedFile:
     """A file that whole records are appended to, without ever raising for a full disk."""
 
-    def __init__(self, path: Path, trouble: LogTrouble) -> None:
-        """Open or create the file. Raises ConfigError if that is not possible."""
-        self.path, self.trouble = path, trouble
+    def __init__(self, path: Path, trouble: LogTrouble, line_end: bytes = b"") -> None:
+        """Open or create the file. Raises ConfigError if that is not possible.
+
+        `line_end`: what records end with; it is added to a last line that somebody has cut.
+        """
+        self.path, self.trouble, self.line_end = path, trouble, line_end
         self.waiting: deque[bytes] = deque()
         self.size_waiting, self.dropped = 0, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "ab", buffering=0)
+            self.file = open(path, "a+b", buffering=0)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({reason_of(error)})") from None
 
@@ -97,7 +100,7 @@ class AppendedFile:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
                 return
-        anew = open(self.path, "ab", buffering=0)
+        anew = open(self.path, "a+b", buffering=0)
         self.file.close()
         self.file = anew
         self.trouble.warn(
@@ -111,7 +114,8 @@ class AppendedFile:
         """Write all of a record or, as far as the file system allows, nothing."""
         self._follow()
         size = os.fstat(self.file.fileno()).st_size
-        rest = memoryview(record)
+        is_cut = size and self.line_end not in (b"", os.pread(self.file.fileno(), 1, size - 1))
+        rest = memoryview(self.line_end * bool(is_cut) + record)
         try:
             while rest:  # a disk that fills up takes a part without complaint
                 rest = rest[self.file.write(rest) :]
@@ -144,7 +148,7 @@ class JSONLines:
         except OSError as error:
             reason = reason_of(error)
             raise ConfigError(f"{path}: cannot be read and rewritten ({reason})") from None
-        self.file = AppendedFile(path, trouble)
+        self.file = AppendedFile(path, trouble, b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self.file.append(to_json(record).encode())

@@ -43,7 +43,7 @@ def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ())
             _check_can_make(flag, path, path.parent)
         elif path.is_dir():
             raise ConfigError(f"{flag} {text}: is a folder, not a file")
-        elif path.name in OF_A_RUN_OR_MODEL or path.suffix in (".pt", ".safetensors"):
+        elif any(map(_is_of_a_run, (path, Path(os.path.realpath(path))))):
             raise ConfigError(f"{flag} {text}: is a file of a run or a model; take another name")
         elif not os.access(path, os.W_OK):
             raise ConfigError(f"{flag} {text}: cannot be written (no permission)")
@@ -105,6 +105,10 @@ def _checked(flag: str, path: str | Path) -> str:
         raise ConfigError(f"{flag} {text!r}: has a NUL character")
     check_home(flag, Path(path))
     return text
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return path.name in OF_A_RUN_OR_MODEL or path.suffix in (".pt", ".safetensors")
 
 
 def _is_there(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """What may differ between a checkpoint and the run that resumes it, and what is said about it."""
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -192,7 +193,9 @@ def check_nothing_trained(folder: Path, save_every: int) -> None:
         steps = parse_json(last)["step"] if last else 0
     except (OSError, ValueError, TypeError, KeyError):  # none, or cut off when the process died
         return
-    # a run that was killed may have logged a step that it had not saved yet
+    # a run that was killed may have logged steps that it had not saved yet
+    with contextlib.suppress(ConfigError):
+        save_every = min(save_every, Config.of(**read_record(Config, folder)).run.save_every)
     if type(steps) is int and steps > save_every:
         raise ConfigError(
             f"--resume auto: {folder} has metrics of {steps} steps, but no checkpoint; bring the "

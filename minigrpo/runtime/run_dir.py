@@ -93,16 +93,21 @@ class RunDir:
         logs: list[RunLog] = []
 
         def start() -> None:
+            warn, listeners = self.screen.warn, self.listeners
+            # First: a tracker that does not start leaves the logs as they are. Trackers take steps
+            # in order, so that one of steps that are abandoned cannot go on.
+            abandons = self.later and self.config.run.resume != "auto"
+            listeners += start_trackers(self.config, self.path, 0 if abandons else step, warn)
             self._write_config()
             self.earlier_seconds = take_earlier_seconds(self.path, step)
-            warn, listeners = self.screen.warn, self.listeners
             logs.append(RunLog(self.path, warn, start_step=step, listeners=listeners))
             self._set_later_aside()
-            listeners += start_trackers(self.config, self.path, step, warn)
 
         try:
             self.dist.on_main(start)
         except ValueError:
+            for listener in self.listeners:
+                listener.close()
             self.close()
             raise
         return logs[0] if logs else NoLog()

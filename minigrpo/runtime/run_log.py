@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from .answers import write_answers
+from .answers import drop_later_answers, write_answers
 from .files import NUM_NOT_FINITE
-from .graded import Graded
+from .graded import Graded, doubts
 from .log_files import EventFile, JSONLines, LogTrouble, Say, Scalars
 
 
@@ -41,6 +41,7 @@ class RunLog:
         self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
         samples = folder / "samples.jsonl"
         self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
+        drop_later_answers(folder, last)
         for log in (self.metrics, self.evaluations):
             if start_step and not log.kept:
                 warn(f"{log.file.path}: has nothing of the {start_step} steps before the resume")
@@ -77,7 +78,12 @@ class RunLog:
             listener.evaluation(step, values)
 
     def answers(self, step: int, greedy: Graded, drawn: Graded) -> None:
-        """Keep the answers of an evaluation, in place of those of the one before."""
+        """Keep the answers of an evaluation, in place of those of the one before.
+
+        Warns of scores that are none: eval.jsonl cannot tell the floor of a failure from a score.
+        """
+        for doubt in doubts(greedy, drawn):
+            self.warn(f"evaluation at step {step}: {doubt}")
         write_answers(self.folder, step, greedy, drawn, self.warn)
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:

@@ -47,7 +47,10 @@ def check_tracker(config: Config) -> None:
 
 
 def start_trackers(config: Config, folder: Path, step: int, warn: Say) -> list["Tracker"]:
-    """The tracker of --track, if any, which continues after `step`. Raises ConfigError."""
+    """The tracker of --track, if any, which continues after `step`; after 0 it is a new one.
+
+    Raises ConfigError if it does not start.
+    """
     return [] if config.run.track == NONE else [Tracker(config, folder, step, warn)]
 
 
@@ -84,13 +87,11 @@ class Tracker:
         if step != self.rows_of:
             self._log_samples()
         self.rows_of = step
-        self.rows.append(
-            {
-                "prompt": _asked(record),
-                **{name: record[name] for name in COLUMNS if name in record},
-                **record.get("parts", {}),
-            }
-        )
+        row: dict[str, Any] = {"prompt": _asked(record)}
+        row |= {name: record[name] for name in COLUMNS if name in record}
+        for name, score in record.get("parts", {}).items():
+            row[f"rewards/{name}" if name in ("prompt", *COLUMNS) else name] = score
+        self.rows.append(row)
 
     def close(self) -> None:
         self._log_samples()
@@ -118,7 +119,7 @@ class Tracker:
             return
         try:
             action()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failed = True
             self.warn(f"--track {self.name}: {reason_of(error)}; training continues untracked")
 
@@ -133,8 +134,11 @@ def _name(folder: Path, step: int) -> str:
 
     Of the folder's name only what an id may have is kept.
     """
-    file = folder / ID
-    if not (step and file.is_file()):
-        write_whole(file, lambda aside: aside.write_text(uuid4().hex[:8]))
+    file, digits = folder / ID, ""
+    if step and file.is_file():
+        digits = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch("[0-9a-f]{8}", digits):
+        digits = uuid4().hex[:8]
+        write_whole(file, lambda aside: aside.write_text(digits))
     shown = re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
-    return f"{shown}-{file.read_text(encoding='utf-8').strip()}"
+    return f"{shown}-{digits}"

@@ -125,9 +125,9 @@ def _refer(value: Any) -> Any:
     """How what is not plain crosses to the candidate. Raises TypeError if it cannot."""
     if type(value) is Remote:
         return {"object": object.__getattribute__(value, "_number")}
-    name = getattr(value, "__name__", "")
-    if getattr(builtins, name, None) is value:
-        return {"builtin": name}
+    path = getattr(value, "__module__", None) or "builtins", getattr(value, "__qualname__", "")
+    if path[0] in sys.stdlib_module_names and wire.find(*path) is value:  # len, str.upper, math.gcd
+        return {"library": path}
     if type(value) is FunctionType and not value.__code__.co_freevars:
         defaults = wire.encode(list(value.__defaults__ or ()), _refer)
         return {"function": [marshal.dumps(value.__code__).hex(), defaults]}

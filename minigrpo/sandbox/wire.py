@@ -5,6 +5,7 @@ crosses as a copy and keeps its type. JSON is safe to read from a process that i
 pickle and marshal are not.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import struct
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -94,6 +95,7 @@ FORMS: dict[str, Form] = {
     "Decimal": Form(Decimal, str, Decimal),
     "datetime": Form(datetime, datetime.isoformat, datetime.fromisoformat),  # before date, its base
     "date": Form(date, date.isoformat, date.fromisoformat),
+    "time": Form(time, time.isoformat, time.fromisoformat),
     "timedelta": Form(
         timedelta, lambda t: [t.days, t.seconds, t.microseconds], lambda parts: timedelta(*parts)
     ),
@@ -129,6 +131,14 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
         items = list(itertools.islice(value, MOST_ITEMS + 1))
         return {"iterator": [encode(items[:MOST_ITEMS], refer), len(items) > MOST_ITEMS]}
     return refer(value)
+
+
+def find(module: str, path: str) -> Any:
+    """What a module of the library has under a path such as `str.upper`; None for nothing."""
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _first(items: list[Any]) -> Iterator[Any]:

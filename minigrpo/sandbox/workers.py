@@ -192,6 +192,9 @@ class Sandbox:
             if not self._registered:
                 atexit.register(self.close)
                 self._registered = True
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.process.poll() is None:
+                    return worker
+                worker.close()  # the system has killed it meanwhile: no fault of the next job
         return Worker(self._namespaces)

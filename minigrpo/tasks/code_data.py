@@ -12,14 +12,18 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..runtime.text import has_lone_surrogate, short
+from ..runtime.text import has_lone_surrogate, printable, short
 from ..types import Example
 from .code import CodeTask, setup_of
 from .data_lines import parse_record
+from .files import MAX_NAMED, SilentListener
 from .pairs import JSONLExamples
+from .splits import PROMPTS_PER_HELD_OUT
 from .task_request import TaskRequest
 
 PUBLISHED_TEST = range(11, 511)  # task_id
+MOST_RUN = 32  # problems whose own code is run before a run starts
+MOST_CHARACTERS = 200  # of a warning about them
 FORM = 'must be an object like {"text": "...", "code": "...", "test_list": ["assert ..."]}'
 PROMPT = (
     "You are an expert Python programmer, and here is your task: {text} "
@@ -33,11 +37,43 @@ class CodeData(JSONLExamples, CodeTask):
     def __init__(self, request: TaskRequest) -> None:
         """Raises ValueError, in one line, for a line that is no problem with tests."""
         CodeTask.__init__(self, request.timeout_s)
+        self.held_out_are = f"one problem in {PROMPTS_PER_HELD_OUT}"
         JSONLExamples.__init__(self, request.paths, request.seed, request.listener, parse)
+        if type(request.listener) is not SilentListener:  # nobody would hear it
+            self._check_solutions(request)
 
     def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
-        sides = {is_published_test(example) for example in examples}
-        return is_published_test if sides == {True, False} else super().split(examples)
+        if {is_published_test(example) for example in examples} != {True, False}:
+            return super().split(examples)
+        self.held_out_are = "MBPP's test split, task_id 11 to 510"
+        return is_published_test
+
+    @property
+    def about(self) -> str:
+        """As `CodeTask`, and which problems are held out."""
+        held_out = f"{self.num_held_out} problems are held out ({self.held_out_are})"
+        return f"{held_out}; {super().about}"
+
+    def _check_solutions(self, request: TaskRequest) -> None:
+        """Warn if the code of some problems fails their own tests: no completion would be paid.
+
+        Of many problems MOST_RUN are run, evenly spaced, until MAX_NAMED have failed.
+        """
+        pairs, number = [*self._split[False], *self._split[True]], 0
+        failed = list[str]()
+        for pair in pairs[:: -(-len(pairs) // MOST_RUN)]:
+            number += 1
+            if said := self.explain(pair.example, pair.example.answer):
+                failed.append(f"{pair.where.removeprefix('--data ')}, line {pair.line}: {said}")
+            if len(failed) == MAX_NAMED:
+                break
+        if failed:
+            request.listener.warn(
+                f"--data {request.data}: the code of {len(failed)} of the {number} problems that "
+                "were run does not pass their own tests, so no completion can; the first: "
+                f"{printable(failed[0])[:MOST_CHARACTERS]}. docs/task-code.md says what code can "
+                "use here, and what tests can compare"
+            )
 
     def asks(self, example: Example) -> str:
         """The text of a problem: two may have the same one, and other tests."""

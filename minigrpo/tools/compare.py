@@ -126,14 +126,12 @@ def show(screen: Screen, found: Comparison, examples: int) -> None:
     for row in found.rows:
         if row.measure == headline:
             screen.say(verdict(row, first, second), wrap=True)
-    n = sum(pair.n for pair in found.pairs)
     seeds = f" of {len(found.pairs)} seeds" if len(found.pairs) > 1 else ""
     cells = [
         [
             row.measure,
             row.how,
-            f"{row.found.first:.3f}",
-            f"{row.found.second:.3f}",
+            *(f"{mean:.3f}" for mean in row.means),
             f"{row.change:+.3f} {bracketed(*row.interval, 1, '.3f')}",
             "" if math.isnan(row.p) else p_value(row.p).removeprefix("= "),
         ]
@@ -141,7 +139,8 @@ def show(screen: Screen, found: Comparison, examples: int) -> None:
     ]
     both = [run for pair in found.pairs for run in (pair.first, pair.second)]
     steps = dict.fromkeys(run.last_step for run in both)
-    title = f"{n} held-out examples{seeds} at step {' and '.join(steps)}, with 95 % intervals"
+    asked = f"{found.num_examples} held-out examples{seeds}"
+    title = f"{asked} at step {' and '.join(steps)}, with 95 % intervals"
     screen.table(title, ["", "", first, second, "difference", "p"], cells, narrow=True)
     if headline != found.pairs[0].first.data.success:
         return
@@ -182,7 +181,8 @@ def verdict(row: Row, first: str, second: str) -> str:
         what = f"{second} is {'better' if row.change > 0 else 'worse'} than {first}"
     else:
         what = f"no difference that {enough} could show between {second} and {first}"
-    shares = f"{found.second:.1%} against {found.first:.1%}"
+    before, after = row.means
+    shares = f"{after:.1%} against {before:.1%}"
     points = f"{100 * row.change:+.1f} points {bracketed(*row.interval, 100, '.1f')}"
     return f"{in_words(row.measure)}, {row.how}: {what}: {shares}, {points} ({how})"
 

@@ -36,21 +36,40 @@ class Row:
     measure: str
     how: str  # greedy or sampled
     found: Difference  # over the examples of all pairs
-    by_seed: Sequence[float]  # the difference of each pair
+    seeds: Sequence[Difference]  # each pair alone
+
+    @property
+    def by_seed(self) -> list[float]:
+        """The difference of each pair."""
+        return [one.change for one in self.seeds]
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of the first and of the second; where the seeds decide, each seed counts alike."""
+        every = self.seeds if self.seeds_decide else [self.found]
+        first, second = np.mean([(one.first, one.second) for one in every], axis=0).tolist()
+        return first, second
 
     @property
     def seeds_decide(self) -> bool:
-        return len(self.by_seed) >= LEAST_SEEDS
+        return len(self.seeds) >= LEAST_SEEDS
 
     @property
     def change(self) -> float:
-        """Second minus first; where the seeds decide, the mean of their differences."""
-        return float(np.mean(self.by_seed)) if self.seeds_decide else self.found.change
+        """Second minus first."""
+        first, second = self.means
+        return second - first
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95 % interval, over the seeds or over the examples; NaN if there is none."""
-        return over_seeds(self.by_seed) if self.seeds_decide else (self.found.low, self.found.high)
+        """Its 95 % interval, over the seeds or over the examples; NaN if there is none.
+
+        Seeds that agree by chance, as counts of few examples do, show no more than the examples.
+        """
+        if not self.seeds_decide:
+            return self.found.low, self.found.high
+        low, high = over_seeds(self.by_seed)
+        return min(low, self.found.low), max(high, self.found.high)
 
     @property
     def p(self) -> float:
@@ -75,6 +94,13 @@ class Comparison:
     won: Sequence[tuple[Pair, int]] = ()  # a pair and the place of an example
     lost: Sequence[tuple[Pair, int]] = ()
     why_not: Sequence[str] = ()  # what could not be paired or compared
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples; those that all seeds share count once."""
+        if have_same_examples(self.pairs):
+            return self.pairs[0].n
+        return sum(pair.n for pair in self.pairs)
 
 
 def compared(first: Setting, second: Setting) -> Comparison:
@@ -135,15 +161,22 @@ def why_alone(run: Run, others: Sequence[Run]) -> str:
     )
 
 
+def have_same_examples(pairs: Sequence[Pair]) -> bool:
+    """Whether all seeds were evaluated on the same examples, as those of a file are."""
+    return len({tuple(pair.first.examples[: pair.n]) for pair in pairs}) == 1
+
+
 def rows_of(pairs: Sequence[Pair], how: str, measure: str) -> Iterator[Row]:
     """The difference of a measure, unless it concerns none of the examples of a pair."""
     values = [pair.values(how, measure) for pair in pairs]
+    join = np.stack if have_same_examples(pairs) else np.concatenate
+    first, second = (join(ends) for ends in zip(*values, strict=True))
     try:
-        each = [difference(*both).change for both in values]
+        each = [difference(*both) for both in values]
+        found = difference(first, second)
     except ValueError:
         return
-    first, second = (np.concatenate(ends) for ends in zip(*values, strict=True))
-    yield Row(measure, how, difference(first, second), each)
+    yield Row(measure, how, found, each)
 
 
 def won_and_lost(pairs: Sequence[Pair]) -> tuple[list[tuple[Pair, int]], list[tuple[Pair, int]]]:
@@ -167,7 +200,12 @@ def to_record(found: Comparison) -> dict[str, Any]:
         "second": [str(run.folder) for run in found.second.runs],
         "pairs": [[str(pair.first.folder), str(pair.second.folder)] for pair in found.pairs],
         "measures": [
-            {**asdict(row), "interval": row.interval, "is_shown": row.is_shown}
+            {
+                **asdict(row),
+                "by_seed": row.by_seed,
+                "interval": row.interval,
+                "is_shown": row.is_shown,
+            }
             for row in found.rows
         ],
         "won": [example_of(pair, i) for pair, i in found.won],

@@ -14,7 +14,7 @@ import tyro
 
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
-from .diagnosis import FEWEST_STEPS, NOTES, RULES, Finding, diagnose
+from .diagnosis import NOTES, RULES, Finding, diagnose, not_judged
 from .messages import one_line_errors
 from .run_data import RunData, read_run
 
@@ -33,8 +33,9 @@ def show(screen: Screen, run: RunData) -> None:
     """Print the findings on a run, or that there are none."""
     findings, steps = diagnose(run), len(run.metrics)
     if not findings:
-        short = f"; trends are judged from {FEWEST_STEPS} steps" if steps < FEWEST_STEPS else ""
-        screen.say(f"doctor: {len(RULES)} rules find nothing wrong in {steps} steps{short}")
+        screen.say(
+            f"doctor: {len(RULES)} rules find nothing wrong in {steps} steps{not_judged(run)}"
+        )
     for finding in findings:
         _show(screen, finding, "bold yellow")
     for note in diagnose(run, NOTES):

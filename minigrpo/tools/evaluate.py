@@ -24,6 +24,7 @@ from ..model.encoding import encode_prompts
 from ..runtime.build import make_scorer, make_token_scoring
 from ..runtime.files import to_json
 from ..runtime.flags import ConfigError, parse
+from ..runtime.graded import doubts
 from ..runtime.logging import Screen
 from ..runtime.measures import PASS_AT, SAMPLED, Estimate, headline
 from ..runtime.outputs import check_output_file, write_output
@@ -159,6 +160,8 @@ def score(arguments: Arguments) -> None:
     if arguments.plot:
         reliability.check_parts(loaded.task.parts)
     graded, config = run(loaded, arguments.n, screen), loaded.config.run
+    for doubt in doubts(*graded):
+        screen.warn(doubt)
     records = measures(loaded, *graded)
     if arguments.json:
         write_json(arguments.json, loaded, records)

@@ -34,7 +34,7 @@ from ..model.tokenizer_files import (
     read_chat_template,
 )
 from ..model.transformer import Transformer
-from ..model.weight_files import CONFIG, INDEX, WEIGHTS, read_json
+from ..model.weight_files import CONFIG, INDEX, WEIGHTS, WeightFiles, read_json
 from ..model.weights import export_model
 from ..runtime.base_model import loadable_base
 from ..runtime.build import is_padded
@@ -50,7 +50,7 @@ from .loading import ModelSelection, config_of
 from .loading import tokenizer_of as tokenizer_of_selection
 from .messages import one_line_errors
 
-MARK = "written_by"  # a key of config.json
+MARK, WRITER = "written_by", "minigrpo export"  # in config.json, or in the file of adapters
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,11 @@ class Arguments:
             if source.exists() and target.exists() and source.samefile(target):
                 what = "the model to export" if name == self.run else f"the base of {self.run}"
                 raise ConfigError(f"--out {folder}: is {what}; take another folder")
-        of_a_model = (WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG)
-        there = [name for name in of_a_model if (folder / name).exists() and not self.adapters]
-        if there and MARK not in read_json(folder / CONFIG):
+        of_a_model = (WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG)
+        of_adapters = (PEFT_WEIGHTS, PEFT_CONFIG)
+        names = of_adapters if self.adapters else of_a_model
+        there = [name for name in names if (folder / name).exists()]
+        if there and not is_export(folder, adapters=self.adapters):
             raise ConfigError(
                 f"--out {folder}: has {there[0]}, which this command did not write; take another "
                 "folder"
@@ -121,6 +123,15 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         screen.say(f"{name} -> {arguments.out}")
 
 
+def is_export(folder: Path, *, adapters: bool) -> bool:
+    """Whether this command wrote the model, or the adapters, in a folder."""
+    if not adapters:
+        return MARK in read_json(folder / CONFIG)
+    with contextlib.suppress(ValueError):  # no adapters, or damaged ones
+        return MARK in WeightFiles.open(folder / PEFT_WEIGHTS).header
+    return False
+
+
 def bases(model: str) -> Iterator[str]:
     """--init-from of a run; if that is a run, its --init-from, too, and so on."""
     seen = set[str]()
@@ -142,7 +153,7 @@ def write_adapters(run: str, model: Transformer, folder: Path, screen: Screen) -
             "model too, and give its folder to PeftModel.from_pretrained"
         )
     try:
-        for name, write_file in peft_files(model, base=base).items():
+        for name, write_file in peft_files(model, base=base, **{MARK: WRITER}).items():
             write_output("--out", folder / name, write_file)
     except SafetensorError as error:  # what it raises for a full disk
         raise ConfigError(f"--out {folder}: cannot be written ({error})") from None
@@ -218,7 +229,7 @@ def write_ends(folder: Path, ends: Sequence[int], bos: int) -> None:
 
 def write_mark(folder: Path) -> None:
     """Say in config.json who wrote this model, so that the next export may replace it."""
-    settings = {**read_json(folder / CONFIG), MARK: "minigrpo export"}
+    settings = {**read_json(folder / CONFIG), MARK: WRITER}
     (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
 
 

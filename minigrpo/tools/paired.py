@@ -48,17 +48,25 @@ class Difference:
 def difference(first: np.ndarray, second: np.ndarray) -> Difference:
     """Compare `[n]` values of the same n examples; NaN where a measure does not concern one.
 
+    Several seeds of both, `[seeds, n]`, are averaged: an example that is hard for one model is hard
+    for the other, so the same n examples are no more than n. McNemar's test is then the sign test.
+
     Raises ValueError if no example has both values.
     """
-    both = ~(np.isnan(first) | np.isnan(second))
-    x, y = first[both], second[both]
-    if not len(x):
+    both = np.stack([np.atleast_2d(first), np.atleast_2d(second)])  # [2, seeds, n]
+    known = both[..., ~np.isnan(both).any(axis=(0, 1))]
+    if not known.size:
         raise ValueError("no example has both values")
+    x, y = known.mean(axis=1)
     means = len(x), float(x.mean()), float(y.mean())
-    if not np.isin(np.concatenate([x, y]), (0, 1)).all():
+    if not np.isin(known, (0, 1)).all():
         return Difference(*means, *bootstrap(y - x), math.nan)
-    lost, won = int(((x == 1) & (y == 0)).sum()), int(((x == 0) & (y == 1)).sum())
-    return Difference(*means, *agresti_min(lost, won, len(x)), mcnemar(lost, won), lost, won)
+    lost, won = int((x > y).sum()), int((x < y).sum())
+    low, high = agresti_min(lost, won, len(x))
+    if known.shape[1] > 1 and len(x) > 1:  # what is won in some seeds only counts less
+        ends = bootstrap(y - x)
+        low, high = min(low, ends[0]), max(high, ends[1])
+    return Difference(*means, low, high, mcnemar(lost, won), lost, won)
 
 
 def mcnemar(lost: int, won: int) -> float:

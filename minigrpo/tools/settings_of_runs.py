@@ -105,6 +105,9 @@ def read(folder: Path, warn: Callable[[str], object]) -> Run:
         for number, record in enumerate(answers, 1):
             if not ("example" in record and all(isinstance(record.get(x), dict) for x in HOWS)):
                 raise ConfigError(f"{file}, line {number}: is no answer of this version")
+        last = data.evaluations[-1]["step"] if data.evaluations else answers[0]["step"]
+        if answers[0]["step"] != last:  # a full disk
+            warn(f"{file}: has the answers of step {answers[0]['step']}, not of step {last}")
     return Run(data, folder, versions, answers)
 
 

@@ -81,6 +81,11 @@ def diagnose(run: RunData, rules: dict[str, Rule] | None = None) -> list[Finding
     return list(_findings(run, RULES if rules is None else rules))
 
 
+def not_judged(run: RunData) -> str:
+    """What follows "nothing wrong" for a run that is too short for most rules; else ""."""
+    return f"; trends are judged from {FEWEST_STEPS} steps" if run.is_short else ""
+
+
 def _findings(run: RunData, rules: dict[str, Rule]) -> Iterator[Finding]:
     for name, rule in rules.items():
         if rule.trend and run.is_short:

@@ -151,7 +151,8 @@ def command(run: RunData) -> str:
 def flag_of(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return as_flags({name: value})[0]
-    return f"{flag(name)} {shlex.quote(str(value))}"
+    text = shlex.quote(str(value))
+    return f"{flag(name)}={text}" if text.startswith(("--", "'--")) else f"{flag(name)} {text}"
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..curve_tables import names_of
-from ..diagnosis import NOTES, RULES, diagnose
+from ..diagnosis import NOTES, RULES, diagnose, not_judged
 from ..records import is_number
 from ..run_data import RunData
 from . import facts
@@ -56,6 +56,7 @@ def render(sources: Sequence[Source], reload_seconds: int = 0) -> str:
                 "job": facts.job(run),
                 "findings": diagnose(run),
                 "notes": diagnose(run, NOTES),
+                "not_judged": not_judged(run),
                 "command": facts.command(run),
                 "environment": facts.environment(source.folder),
                 "notices": source.notices,
