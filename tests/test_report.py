@@ -17,7 +17,7 @@ from minigrpo.tools import report
 from minigrpo.tools.page import facts
 from minigrpo.tools.page.charts import COLORS, charts
 from minigrpo.tools.page.panels import GROUPS, label
-from minigrpo.tools.page.render import reliability_of
+from minigrpo.tools.page.render import Source, evaluated, of_training
 from minigrpo.tools.page.samples import ROOM, evenly, fit, samples
 from minigrpo.tools.run_data import RunData, read_run
 
@@ -277,14 +277,30 @@ def test_stated_confidences_have_a_reliability_diagram() -> None:
     logged = {
         "train": [group(10, wrong), group(90, right, wrong, odd), group(100, right, other_form)]
     }
-    answers = reliability_of(logged)
-    assert answers is not None and answers.steps == "steps 90 to 100"
+    answers = of_training(logged)
+    assert answers is not None and answers.where == "steps 90 to 100"
     assert answers.confidence.tolist() == [0.9, 0.3, 0.9] and answers.correct.tolist() == [1, 0, 1]
     card = charts([made_up()], [answers])["Does it learn?"][-1]
     assert card.title == "Reliability"
     assert card.legend[0][1] == "made-up, steps 90 to 100: 3 answers, ECE 0.167"
-    assert reliability_of({"train": [group(10, other_form)]}) is None
-    assert reliability_of({"train": []}) is None
+    assert of_training({"train": [group(10, other_form)]}) is None
+    assert of_training({"train": []}) is None
+
+
+def test_the_reliability_diagram_is_of_the_last_evaluation(tmp_path: Path) -> None:
+    source = Source(tmp_path, made_up())
+    assert evaluated(source) is None
+    sure, unsure = ({"format": 1, "correct": x, "confidence": x} for x in (1, 0))
+    file, both = tmp_path / "held_out.jsonl", {"step": 7, "greedy": sure, "sampled": unsure}
+    file.write_text(lines([both, both]))
+    found = evaluated(source)
+    assert found is not None and found.where == "held out at step 7, sampled"
+    assert found.confidence.tolist() == found.correct.tolist() == [0, 0]
+    file.write_text(lines([both, {**both, "sampled": {**unsure, "correct": 0.5}}]))
+    found = evaluated(source)
+    assert found is not None and found.where.endswith("greedy") and found.correct.tolist() == [1, 1]
+    file.write_text("no JSON\n\n")
+    assert evaluated(source) is None and "held_out.jsonl, line 1: is not JSON" in source.notices[0]
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Answers:
 
     confidence: np.ndarray  # [n], from 0 to 1
     correct: np.ndarray  # [n], 1 or 0
-    steps: str  # at which they were given, in words
+    where: str  # they were given, in words
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _reliability(stated: Sequence[tuple[str, Answers]]) -> Card:
         _draw(plot, color, line, evaluations=True)
         count = len(answers.confidence)
         ece = calibration(answers.confidence, answers.correct)["ece"]
-        legend.append((color, f"{name}, {answers.steps}: {count} answers, ECE {ece:.3f}"))
+        legend.append((color, f"{name}, {answers.where}: {count} answers, ECE {ece:.3f}"))
     about = "Share of right answers by stated confidence; on the diagonal they agree."
     return Card("Reliability", about, legend, plot)
 

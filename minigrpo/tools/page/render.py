@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ...runtime.answers import ANSWERS
+from ...runtime.flags import ConfigError
 from ..curve_tables import names_of
 from ..diagnosis import NOTES, RULES, diagnose, not_judged
-from ..records import is_number
+from ..records import is_number, read_lines
 from ..run_data import RunData
 from . import facts
 from .charts import COLORS, Answers, charts
@@ -37,7 +39,10 @@ def render(sources: Sequence[Source], reload_seconds: int = 0) -> str:
     names = names_of([source.folder for source in sources])
     runs = [_named(source.run, names[source.folder]) for source in sources]
     logged = [_samples(source, len(sources)) for source in sources]
-    groups = charts(runs, [reliability_of(one) for one in logged])
+    stated = [
+        evaluated(source) or of_training(one) for source, one in zip(sources, logged, strict=True)
+    ]
+    groups = charts(runs, stated)
     cards = [card for found in groups.values() for card in found]
     script, places = _embedded([card.figure for card in cards])
     divs = dict(zip((id(card) for card in cards), places, strict=True))
@@ -107,18 +112,43 @@ def _samples(source: Source, num_runs: int) -> dict[str, Any]:
     return samples(source.folder, source.notices.append, ROOM // num_runs)
 
 
-def reliability_of(logged: dict[str, Any]) -> Answers | None:
+def evaluated(source: Source) -> Answers | None:
+    """The answers of the last evaluation that state a confidence.
+
+    Sampled ones, or the greedy ones where there are means of several samples.
+    """
+    file = source.folder / ANSWERS
+    if not file.exists():
+        return None
+    try:
+        records = read_lines(file)
+    except ConfigError as error:
+        source.notices.append(str(error))
+        return None
+    parts = dict[str, list[dict[str, Any]]]()
+    for how in ("sampled", "greedy"):
+        parts[how] = [x[how] for x in records if isinstance(x.get(how), dict)]
+    how = "sampled" if all(x.get("correct", 0) in (0, 1) for x in parts["sampled"]) else "greedy"
+    return _stated(parts[how], f"held out at step {records[-1].get('step')}, {how}")
+
+
+def of_training(logged: dict[str, Any]) -> Answers | None:
     """The logged training completions of the last fifth of the steps that state a confidence."""
     groups = [group for group in logged["train"] if group["completions"]]
     late = [group for group in groups if group["step"] > 0.8 * groups[-1]["step"]]
     parts = [one["parts"] for group in late for one in group["completions"]]
+    return _stated(parts, f"steps {late[0]['step']} to {late[-1]['step']}") if late else None
+
+
+def _stated(parts: Sequence[dict[str, Any]], where: str) -> Answers | None:
+    """Of completions with these parts, those that state a confidence; None if none does."""
     stated = [x for x in parts if x.get("format") == 1 and x.get("correct") in (0, 1)]
     sure = [x for x in stated if is_number(x.get("confidence")) and 0 <= x["confidence"] <= 1]
     pairs = [(x["confidence"], x["correct"]) for x in sure]
     if not pairs:
         return None
     confidence, correct = np.array(pairs, dtype=float).T
-    return Answers(confidence, correct, f"steps {late[0]['step']} to {late[-1]['step']}")
+    return Answers(confidence, correct, where)
 
 
 def in_script(value: object) -> str:
