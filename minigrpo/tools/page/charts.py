@@ -42,6 +42,7 @@ class Card:
     about: str
     legend: Sequence[tuple[str, str]]  # (color, label)
     figure: "Figure"
+    always_legend: bool = False  # also where there is only one line to name
 
 
 def require_bokeh() -> None:
@@ -173,7 +174,7 @@ def _reliability(stated: Sequence[tuple[str, Answers]]) -> Card:
         ece = calibration(answers.confidence, answers.correct)["ece"]
         legend.append((color, f"{name}, {answers.where}: {count} answers, ECE {ece:.3f}"))
     about = "Share of right answers by stated confidence; on the diagonal they agree."
-    return Card("Reliability", about, legend, plot)
+    return Card("Reliability", about, legend, plot, always_legend=True)
 
 
 def _source(steps: np.ndarray, values: Sequence[np.ndarray], *, smooth: bool = True) -> Any:
