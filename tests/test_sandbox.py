@@ -452,7 +452,8 @@ def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one(
     both = set(tmp_path.iterdir())
     pids = {killed.process.pid, *descendants(killed.process.pid)}
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended with its parent
+            os.kill(pid, signal.SIGKILL)
     killed.close()
     deadline = time.monotonic() + 8
     while pids & parents().keys() and time.monotonic() < deadline:
