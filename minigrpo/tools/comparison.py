@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..runtime.answers import ANSWERS
+from ..runtime.resume import changed
 from .paired import Difference, difference, over_seeds
 from .settings_of_runs import HOWS, Run, Setting
 
@@ -107,9 +108,10 @@ def compared(first: Setting, second: Setting) -> Comparison:
     """Pair the runs of two settings, and test each measure that both have."""
     pairs, why_not = paired(first, second)
     rows: list[Row] = []
-    other_reward = any(
-        first.runs[0].settings[name] != second.runs[0].settings[name] for name in REWARD
-    )
+    one, other = first.runs[0], second.runs[0]
+    other_files = [name for name in changed(one.files, other.files) if "--data" not in name]
+    other_reward = any(one.settings[name] != other.settings[name] for name in REWARD)
+    other_reward = other_reward or bool(other_files)
     if other_reward and pairs:
         why_not.append("the reward is not compared, because the runs are paid differently")
     for how in HOWS if pairs else ():

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..runtime.answers import ANSWERS
 from ..runtime.flags import ConfigError, flag
+from ..runtime.resume import changed
 from ..runtime.settings import RECORD
 from ..runtime.toml_files import read_toml
 from .records import Record, is_number, read_lines
@@ -43,6 +44,11 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What its results depend on, besides the seed."""
         return {name: x for name, x in self.data.settings.items() if name not in BESIDE}
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The digests of its files of --task, --rewards and --data, by flag and name."""
+        return {name: x for name, x in self.versions.items() if name.startswith("--")}
 
     @property
     def examples(self) -> list[str]:
@@ -122,7 +128,9 @@ def grouped(runs: Sequence[Run]) -> list[Setting]:
         fitting = (
             group
             for group in found
-            if group[0].settings == run.settings and run.seed not in {x.seed for x in group}
+            if group[0].settings == run.settings
+            and not changed(group[0].files, run.files)
+            and run.seed not in {x.seed for x in group}
         )
         if (group := next(fitting, None)) is None:
             found.append([run])
