@@ -24,7 +24,7 @@ from .runtime.logging import PhaseTimer
 from .runtime.loss_arguments import FLOAT32_UP_TO, LARGEST_REWARD
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
-from .runtime.rollout_metrics import has_ended, has_zero_variance
+from .runtime.rollout_metrics import decoding_metrics, has_ended, has_zero_variance
 from .sampling.generate import SamplingParams
 from .sampling.sampler import Sampler
 from .types import Completions, Example, RewardTable, RolloutBatch
@@ -104,7 +104,7 @@ class RolloutBatches:
             advantages=self._advantages(rollout, rewards, ref_logp, step),
             ref_logp=ref_logp,
             loss_mask=has_ended(rollout.completions, stops) if mask_overlong else None,
-            metrics=metrics | self._work(),
+            metrics=metrics | decoding_metrics(self.sampler.work, self.sampler.sources),
         )
 
     # --- sampling and scoring -------------------------------------------------------------------
@@ -124,6 +124,7 @@ class RolloutBatches:
             u=uniforms(self.config.run.seed, "sample", step, rows, *size),
             params=SamplingParams.of(sampling),
             batch_size=self.config.memory.rollout_batch_size,
+            remember=True,
         )
 
     def roll_out(self, examples: list[Example], step: int) -> Rollout:
@@ -213,15 +214,6 @@ class RolloutBatches:
         rewards_of_all = total.float() if small else total
         everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()
         return everyone[self.dist.rank * share :][:share]
-
-    def _work(self) -> dict[str, float]:
-        """Decoding rounds of the batch and per completion, and the tokens that the model ran."""
-        work = self.sampler.work
-        return {
-            "rollout/rounds": float(work["rounds"]),
-            "rollout/rounds_each": work["row_rounds"] / max(1, work["rows"]),
-            "rollout/tokens": float(work["tokens"]),
-        }
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:

@@ -84,6 +84,7 @@ class Trainer:
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
         self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
+        self.run_dir.history = self.sampler.history
         self.timer = PhaseTimer(self.device)
         judge = getattr(self.task, "judged_by", "")
         self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint, judge)  # steps done

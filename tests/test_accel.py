@@ -207,7 +207,7 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     announce.introduce(Screen(), here, 10, {})
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
+        "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculate auto"
         in said
     )
 
@@ -349,7 +349,7 @@ def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_s
 
     monkeypatch.setattr(KVCache, "resize", small)
     trainer = Trainer(
-        options_of(tmp_path / "small", cuda_graphs=True, speculative_decoding=False, group_size=8),
+        options_of(tmp_path / "small", cuda_graphs=True, speculate="none", group_size=8),
         quiet=True,
     )
     batch = trainer.source.batch(0)

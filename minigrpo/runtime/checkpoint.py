@@ -27,7 +27,7 @@ State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"
 # what a state holds, each a dict by text
 PLAIN = ("config", "guard", "shape", "made_by", "files", "tokenizer")
-WITH_TENSORS = ("model", "optimizer", "scaler")
+WITH_TENSORS = ("model", "optimizer", "scaler", "history")
 FORMAT = 1  # raised when an older version of the library could misread a checkpoint
 
 

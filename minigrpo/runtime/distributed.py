@@ -132,6 +132,15 @@ class DistContext:
             dist.all_gather(shares, x.contiguous())
         return torch.cat(shares)
 
+    def gather_objects(self, x: T) -> list[T]:
+        """The object of each process, in order of rank."""
+        if self.world_size == 1:
+            return [x]
+        own = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
+        longest = int(self.max(torch.tensor(len(own))))
+        rows = self.gather(nn.functional.pad(own, (0, longest - len(own)))[None])
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
     def broadcast(self, x: T) -> T:
         """The main process's object, which may hold host tensors. What others pass is ignored."""
         if self.world_size == 1:

@@ -19,6 +19,7 @@ from ..tasks.chess_files import WANTED as CHESS_TASKS
 from ..types import Task
 from .fast import BFLOAT16_AND_TF32, LAYERS, cuda_capability, device_kind
 from .flags import flag
+from .speculation import NONE
 
 FIRST_EXAMPLES = 16  # that show whether a user's task has messages
 MOVES_IN_PROMPTS = (".pgn", ".pgn.gz")  # data from which chess prompts are made, with their history
@@ -195,7 +196,8 @@ TABLE: dict[str, Row] = {
         (lambda s: not s.has_tf32, "TF32 needs a card of compute capability 8.0"),
     ),
     "num_speculative_tokens": (
-        (lambda s: not s.config.speed.speculative_decoding, "--no-speculative-decoding"),
+        SAMPLES_NOTHING,
+        (lambda s: s.config.speed.speculate == NONE, "--speculate none"),
     ),
     "skip_zero_variance_groups": (
         (lambda s: s.supervised, "--loss nll has no groups"),

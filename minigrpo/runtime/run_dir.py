@@ -17,6 +17,7 @@ from ..learner import Learner
 from ..model.lora import PEFT_WEIGHTS, adapters, peft_files
 from ..model.transformer import Transformer
 from ..model.weight_files import WEIGHTS
+from ..sampling.drafts import new_history
 from ..types import RolloutBatch
 from . import resume as resuming
 from .bad_batches import keep_bad_batch
@@ -61,6 +62,8 @@ class RunDir:
         self.earlier_seconds = 0.0  # that the parts before a resume took; NaN: not known
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self.listeners: list[Listener] = []  # of the logs, in the main process
+        self.history = new_history()  # in place of the sampler's; saved, and loaded by `open`
+        self.histories: list[State] = []  # of all processes, when they were saved last
         self._lock: IO[str] | None = None
 
     @property
@@ -126,6 +129,8 @@ class RunDir:
         saved, if the folder was removed or renamed.
         """
 
+        self.histories = self.dist.gather_objects(self.history.state_dict())
+
         def save() -> None:
             if gone := said_gone(self.path):
                 self.saved_step = -1
@@ -152,6 +157,7 @@ class RunDir:
         """
         if not self.dist.is_main or step == max(self.saved_step, 0):
             return
+        self.histories = [self.history.state_dict()]
         try:
             self._save(step, learner)
             self.screen.warn(f"{why}; its {step} steps are in {self.path}")
@@ -182,6 +188,7 @@ class RunDir:
         state["made_by"] = made_by(self.dist.world_size, learner.device)
         state |= {"files": self.files, "base": self.base, "tokenizer": dict(self.tokenizer)}
         state["judge"] = self.judge
+        state["history"] = {str(rank): own for rank, own in enumerate(self.histories)}
         keep_last, warn = self.config.run.keep_last, self.screen.warn
         save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
@@ -238,6 +245,8 @@ class RunDir:
         state = self.dist.broadcast(found)
         try:
             learner.load_state_dict(state)
+            histories = state.get("history") or {}
+            self.history.load_state_dict(histories.get(str(self.dist.rank)) or {})
         # the state of another version raises whatever its reader stumbles on
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())

@@ -80,8 +80,14 @@ class CachedDecoder(ABC):
         logits = self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
         return logits.repeat_interleave(num_samples, dim=0)
 
-    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-        """Run W tokens of every slot.
+    def step(
+        self,
+        tokens: Tensor,
+        columns: Tensor,
+        num_columns: int,
+        counts: np.ndarray | None = None,
+    ) -> Tensor:
+        """Run up to W tokens of every slot.
 
         Args:
             tokens: `[B, W]`.
@@ -89,17 +95,25 @@ class CachedDecoder(ABC):
                 what a slot wrote there before (a rejected proposal) is overwritten.
             num_columns: more than any column that a slot has written so far or writes in this step.
                 An int, so that the host need not wait for the device.
+            counts: `[B]`, how many of the W tokens of each slot to run, from the first; None: all.
+                Linear layers run these alone; attention runs rows of W.
 
         Returns:
-            `[B, W, V]`, the logits that follow each token.
+            `[M, V]`, the logits that follow each token that was run, slot by slot.
         """
-        self.tokens_run += tokens.numel()
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         self.columns = columns[:, None] + offsets  # [B, W]
         num_columns = self._cache_columns(num_columns)
         self._make_room(self.num_slots, num_columns)
         self.cache.extend(self.num_slots, num_columns)
-        return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
+        ragged = None
+        if counts is not None and (counts < tokens.shape[1]).any():
+            rows, unpad = pad_rows(counts.cumsum() - counts, counts)
+            ragged = torch.from_numpy(rows).to(tokens.device), torch.from_numpy(unpad).to(
+                tokens.device
+            )
+        self.tokens_run += tokens.numel() if ragged is None else len(ragged[1])
+        return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns, ragged)
 
     def _make_room(self, num_slots: int, num_columns: int) -> None:
         """Let the cache hold so many slots and columns.
@@ -116,15 +130,21 @@ class CachedDecoder(ABC):
     def _resize(self, capacity: int, length: int) -> None:
         self.cache.resize(capacity, length)
 
-    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `[B, W, V]` that follow tokens `[B, W]` at positions `[B, W]`."""
-        self.positions = positions
+    def _run(
+        self, tokens: Tensor, positions: Tensor, ragged: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Logits `[M, V]` that follow tokens `[B, W]` at positions `[B, W]`.
+
+        `ragged`: rows `[B, W]` and indices `[M]` as `pad_rows` returns them; None: all are run.
+        """
+        self.positions, self.ragged = positions, ragged
         # proposals may go past the context; they are never kept, but their positions must exist
         positions = positions.clamp(max=self.model.shape.context - 1)
-        hidden = self.model.forward_hidden(
-            PackedTokens(tokens.flatten(), positions.flatten()), self
-        )
-        return self.model.lm_head(hidden).unflatten(0, tokens.shape)
+        tokens, positions = tokens.flatten(), positions.flatten()
+        if ragged is not None:
+            tokens, positions = tokens[ragged[1]], positions[ragged[1]]
+        hidden = self.model.forward_hidden(PackedTokens(tokens, positions), self)
+        return self.model.lm_head(hidden)
 
     def layer(self, number: int) -> Attend:
         return partial(self._attend_packed, number)
@@ -133,8 +153,18 @@ class CachedDecoder(ABC):
         if number == 0:  # all layers share the mask
             share = q.shape[1] // k.shape[1]
             self.mask = additive_mask(self._visible_keys(), q.dtype, share)
-        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H or K, E]
-        return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
+        if self.ragged is None:
+            q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))
+        else:
+            # Padding repeats a slot's first token. The cache has it in columns behind those that
+            # the slot has run, which are written again before anything attends to them.
+            rows = self.ragged[0]
+            q, k, v = (
+                x.index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in (q, k, v)
+            )
+        # q, k and v are [B, W, H or K, E]
+        out = self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
+        return out if self.ragged is None else out.index_select(0, self.ragged[1])
 
     def reorder(self, sources: np.ndarray) -> None:
         """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`."""

@@ -28,7 +28,9 @@ class Decoder(Protocol):
 
     def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor: ...
 
-    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor: ...
+    def step(
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
+    ) -> Tensor: ...
 
     def reorder(self, sources: np.ndarray) -> None: ...
 
@@ -179,11 +181,16 @@ class UncachedDecoder:
         self.prompt_len = torch.cat([self.prompt_len, new_len])
         return self._logits_after(self.prompt_len[:, None] - 1)[first:, 0]
 
-    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
+    def step(
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
+    ) -> Tensor:
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         places = (self.prompt_len + columns)[:, None] + offsets
         self.ids.scatter_(1, places, tokens)
-        return self._logits_after(places)
+        logits = self._logits_after(places)
+        if counts is None:
+            return logits.flatten(0, 1)
+        return logits[offsets < torch.from_numpy(counts).to(tokens.device)[:, None]]
 
     def _logits_after(self, places: Tensor) -> Tensor:
         """Logits `[B, W, V]` that follow the tokens in columns `places [B, W]` of `ids`."""

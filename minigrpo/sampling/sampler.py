@@ -4,6 +4,7 @@
 splits the batch if memory runs out.
 """
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +19,11 @@ from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime import accel
 from ..runtime.oom import OOMBackoff
+from ..runtime.speculation import parse_sources
 from ..types import Completions, Example
 from .cuda_graphs import CUDAGraphCache
 from .decoders import Decoder, ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
+from .drafts import new_history
 from .generate import SamplingParams, generate_parts
 
 GREEDY = SamplingParams()  # with u=None; with u it samples from the model's own distribution
@@ -48,6 +51,8 @@ class Sampler:
             lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
         )
         self.work = Counter[str]()  # `generate` adds to it; the rollout clears it
+        self.sources = parse_sources(config.speed.speculate)
+        self.history = new_history()  # of what `complete` is told to remember
 
     def _choose_decoder(self) -> Callable[..., Decoder]:
         if self.config.speed.cuda_graphs:
@@ -65,6 +70,7 @@ class Sampler:
         u: np.ndarray | None = None,
         params: SamplingParams = GREEDY,
         batch_size: int = 0,
+        remember: bool = False,
         watch: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Iterator[Completions]:
         """Complete each example `num_samples` times; yield parts of the batch, on the host.
@@ -72,6 +78,7 @@ class Sampler:
         Args:
             u: uniform numbers `[P, G, S]`; None picks the most likely token each time.
             batch_size: prompts decoded together, 0: all. It affects memory and time only.
+            remember: keep the completions for the proposals of later calls. It affects time only.
             watch: called with `ids [R, S]` and `lengths [R]` on the model's device after each
                 decoding round: see `generate_parts`.
 
@@ -81,12 +88,15 @@ class Sampler:
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
         drafts = None
-        if self.config.speed.speculative_decoding:
+        if "answer" in self.sources:
             # what lies far beyond the longest completion is never proposed, and costs memory
             drafts = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
         accel.refresh(self.low_precision, self.model)
+        # what is not to be remembered leaves no trace, so that evaluations do not change a run
+        history = self.history if remember else copy.copy(self.history)
         done = 0
         parts: Iterator[Completions] = iter(())  # the examples from `done` on
+        completed = list[Completions]()
 
         def generate_rest(size: int) -> Iterator[Completions]:
             rest = slice(done, None)
@@ -103,6 +113,8 @@ class Sampler:
                 params=params,
                 decoder=self.decoder,
                 drafts=None if drafts is None else drafts[rest],
+                sources=self.sources,
+                history=history,
                 num_speculative_tokens=self.config.speed.num_speculative_tokens,
                 work=self.work,
                 watch=watch,
@@ -122,4 +134,9 @@ class Sampler:
         while done < total:
             part = backoff.run(next_part, min(batch_size or total, total), self.graphs.reset)
             done += len(part)
-            yield part.to("cpu")
+            part = part.to("cpu")
+            if remember and "history" in self.sources:
+                completed.append(part)
+            yield part
+        for part in completed:
+            history.add(part)
