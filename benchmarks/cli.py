@@ -19,6 +19,7 @@ from .plan import Plan
 from .precision import Precision
 from .report import RESULTS
 from .rewards import Rewards
+from .rollout import Rollout
 from .scaling import Scaling
 from .steps import Steps
 
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "precision": Precision,
     "peers": Peers,
     "length": Length,
+    "rollout": Rollout,
 }
 
 

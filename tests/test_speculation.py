@@ -13,7 +13,7 @@ from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rng import uniforms
 from minigrpo.runtime.rollout_metrics import decoding_metrics
 from minigrpo.runtime.speculation import SOURCES, parse_sources
-from minigrpo.sampling.contexts import ContextTable, hash_contexts, hash_recent
+from minigrpo.sampling.contexts import TOKEN_BITS, ContextTable, hash_contexts, hash_recent
 from minigrpo.sampling.cuda_graphs import CUDAGraphCache
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from minigrpo.sampling.drafts import KINDS, LONGEST, NUM_CLASSES, new_history
@@ -202,7 +202,7 @@ def test_metrics_of_decoding_are_shares_and_means_per_completion_and_round() -> 
 
 
 def test_a_proposal_is_the_token_at_its_share_of_those_that_followed_the_context() -> None:
-    context, other, unknown = (np.uint64(number << 40) for number in (5, 6, 7))
+    context, other, unknown = (np.uint64(number << TOKEN_BITS) for number in (5, 6, 7))
     table = ContextTable(np.array([context] * 4 + [other]), np.array([9, 2, 9, 2, 3]))
     contexts = np.array([[context, other, unknown]] * 4)
     found = table.find(contexts, np.array([0.0, 0.49, 0.51, 0.999]))

@@ -94,9 +94,8 @@ class ContextTable:
         places = 1 << int(2 * len(self.contexts)).bit_length()
         self.place_mask = np.uint64(places - 1)
         self.at_place = np.zeros(places, dtype=np.int64)
-        self.at_place[(self.contexts & self.place_mask).view(np.int64)] = np.arange(
-            len(self.contexts)
-        )
+        places_of = (self.contexts & self.place_mask).view(np.int64)
+        self.at_place[places_of[:-1]] = np.arange(len(self.contexts) - 1)
 
     def find(self, contexts: np.ndarray, u: np.ndarray) -> Candidates:
         """The tokens at the share `u [N]` of those that followed `contexts [N, K]`."""
