@@ -16,7 +16,7 @@ from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
 from minigrpo.sampling.params import SamplingParams, pick_token, truncate
-from minigrpo.sampling.running import assign_slots
+from minigrpo.sampling.slots import assign_slots
 from minigrpo.tools.loading import Loaded, config_of
 from minigrpo.tools.sample import Arguments, complete
 from minigrpo.types import Completions, Example

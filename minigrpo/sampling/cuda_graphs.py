@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..model.transformer import Transformer
 from .decoders import ReplicatedPrefixDecoder
 from .kv_cache import KVCache
-from .running import round_up_window
+from .slots import round_up_window
 
 SLOT_MULTIPLE, COLUMN_MULTIPLE = 16, 32  # numbers of slots and columns are rounded up to these
 

@@ -22,39 +22,7 @@ from .decoders import Decoder
 from .drafts import Texts
 from .params import SamplingParams, pick_token, truncate
 from .proposer import Proposer
-
-
-def assign_slots(slot: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Assign one slot to each set of running sequences that are equal so far.
-
-    Slots keep their place where possible, so that little of the cache is copied.
-
-    Args:
-        slot: `[N]`, the current slot of each running sequence.
-        states: `[K, N]`, K numbers in which sequences of a slot may differ; those that agree in
-            all of them keep sharing a slot.
-
-    Returns:
-        `[B]`, the old slot that each new slot continues; `[N]`, the new slot of each sequence;
-        `[B]`, the representative of each new slot, as an index into the N sequences.
-    """
-    # one number per (slot, state 1, .., state K), ordered by slot first
-    key = slot
-    for state in states:
-        key = key * (state.max() + 1) + state
-    _, representative, group = np.unique(key, return_index=True, return_inverse=True)
-    old, places = slot[representative], np.arange(len(representative))  # `old` is sorted
-    # of the groups from one old slot, the first stays there if that place still exists
-    stays = np.append(True, old[1:] != old[:-1]) & (old < len(old))
-    new = np.empty_like(places)
-    new[stays], new[~stays] = old[stays], np.setdiff1d(places, old[stays])
-    order = np.argsort(new)
-    return old[order], new[group], representative[order]
-
-
-def round_up_window(tokens: int) -> int:
-    """The next power of 2: rounds of few widths, where each is captured (cuda_graphs.py)."""
-    return 1 << (tokens - 1).bit_length()
+from .slots import assign_slots, round_up_window
 
 
 # Fields of RunningSequences with a row for every sequence that has joined and was not taken
@@ -211,12 +179,15 @@ class RunningSequences:
         proposals = self._proposals()
         sources, chosen = left, left  # none if no sequence is left
         if len(left):
-            # Sequences of a slot were equal before this round and got the same proposals. So they
-            # are equal now if they have the same length and the same last token.
-            states = [lengths_left, last_left]
-            if proposals.size:
-                states.append(np.unique(proposals, axis=0, return_inverse=True)[1].ravel())
-            sources, slot, chosen = assign_slots(slot, np.stack(states))
+            states = np.zeros((0, len(left)), dtype=np.int64)
+            if self.num_slots < len(self.running):
+                # Sequences of a slot were equal before this round and got the same proposals. So
+                # they are equal now if they have the same length and the same last token.
+                states = np.stack([lengths_left, last_left])
+                if proposals.size:
+                    kinds = np.unique(proposals, axis=0, return_inverse=True)[1].ravel()
+                    states = np.append(states, kinds[None], axis=0)
+            sources, slot, chosen = assign_slots(slot, states)
         self.length_bound = int(lengths_left.max(initial=0))
         joined = torch.from_numpy(np.concatenate([left, slot, chosen])).to(self.device)
         still_running, self.slot, representatives = joined.split([len(left)] * 2 + [len(chosen)])
