@@ -101,17 +101,19 @@ class CachedDecoder(ABC):
         Returns:
             `[M, V]`, the logits that follow each token that was run, slot by slot.
         """
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        device = tokens.device
+        offsets = torch.arange(tokens.shape[1], device=device)
         self.columns = columns[:, None] + offsets  # [B, W]
         num_columns = self._cache_columns(num_columns)
         self._make_room(self.num_slots, num_columns)
         self.cache.extend(self.num_slots, num_columns)
         ragged = None
         if counts is not None and (counts < tokens.shape[1]).any():
-            rows, unpad = pad_rows(counts.cumsum() - counts, counts)
-            ragged = torch.from_numpy(rows).to(tokens.device), torch.from_numpy(unpad).to(
-                tokens.device
-            )
+            real = np.arange(tokens.shape[1]) < counts[:, None]
+            places = (real.ravel().cumsum() - 1).reshape(real.shape)
+            rows = np.where(real, places, places[:, :1])
+            run = np.flatnonzero(real)
+            ragged = torch.from_numpy(rows).to(device), torch.from_numpy(run).to(device)
         self.tokens_run += tokens.numel() if ragged is None else len(ragged[1])
         return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns, ragged)
 
@@ -135,7 +137,10 @@ class CachedDecoder(ABC):
     ) -> Tensor:
         """Logits `[M, V]` that follow tokens `[B, W]` at positions `[B, W]`.
 
-        `ragged`: rows `[B, W]` and indices `[M]` as `pad_rows` returns them; None: all are run.
+        Args:
+            ragged: `[B, W]`, the place of each token among the M that are run, where one that is
+                not has the place of its slot's first; `[M]`, where these stand in the flattened
+                `tokens`. None: all are run.
         """
         self.positions, self.ragged = positions, ragged
         # proposals may go past the context; they are never kept, but their positions must exist
