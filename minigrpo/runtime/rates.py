@@ -27,6 +27,7 @@ from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..sampling.drafts import Texts
 from ..sampling.params import SamplingParams
+from ..sampling.proposer import Round
 from ..sampling.running import RunningSequences
 from ..sampling.sampler import Sampler
 from ..types import Completions
@@ -71,7 +72,7 @@ class AlwaysProposes:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
 
-    def update(self, texts: Texts, numbers: np.ndarray, rounds: int) -> np.ndarray:
+    def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
         return np.zeros((len(numbers), self.max_tokens), dtype=np.int64)
 
     def wake(self) -> None: ...

@@ -21,6 +21,10 @@ from ..model.packing_rows import pad_rows
 from ..model.transformer import PackedTokens, Transformer
 from .kv_cache import BLOCK, KVCache
 
+# How many times as many slots a cache gets that is full. A CPU's memory is taken page by page when
+# it is written, so that slots which are never used cost nothing there.
+SLOTS_AHEAD, MOST_AHEAD = {"cuda": 2}, 16
+
 
 class CachedDecoder(ABC):
     """Runs every prompt once, then a few tokens of every slot per round."""
@@ -158,25 +162,27 @@ class CachedDecoder(ABC):
         if number == 0:  # all layers share the mask
             share = q.shape[1] // k.shape[1]
             self.mask = additive_mask(self._visible_keys(), q.dtype, share)
+            self.cells = self._cells(self._written_columns())
         if self.ragged is None:
-            q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))
+            q = q.unflatten(0, self.positions.shape).transpose(1, 2)  # [B, H, W, E]
         else:
-            # Padding repeats a slot's first token. The cache has it in columns behind those that
-            # the slot has run, which are written again before anything attends to them.
-            rows = self.ragged[0]
-            q, k, v = (
-                x.index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in (q, k, v)
-            )
-        # q, k and v are [B, W, H or K, E]
-        out = self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
+            q = rows_of(q, self.ragged[0])
+        out = self._attend(number, q, k, v).transpose(1, 2).flatten(0, 1)
         return out if self.ragged is None else out.index_select(0, self.ragged[1])
+
+    def _cells(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Slot and column `[M]` of each token that is run, from the columns `[B, W]` of all."""
+        slots = torch.arange(len(columns), device=columns.device)[:, None].expand_as(columns)
+        both = slots.flatten(), columns.flatten()
+        return both if self.ragged is None else (both[0][self.ragged[1]], both[1][self.ragged[1]])
 
     def reorder(self, sources: np.ndarray) -> None:
         """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`."""
         capacity = self.cache.capacity
         if len(sources) > capacity:
-            # twice as many, because slots separate one by one
-            self._make_room(max(len(sources), 2 * capacity), self.cache.num_columns)
+            # many more, because slots separate one by one
+            more = SLOTS_AHEAD.get(self.model.device.type, MOST_AHEAD) * capacity
+            self._make_room(max(len(sources), more), self.cache.num_columns)
         self.cache.reorder(sources)
         self._set_prompts(self.prompt_of_slot[sources], self.prompt_len_of_slot[sources])
 
@@ -191,12 +197,16 @@ class CachedDecoder(ABC):
         """How many columns of the cache prompts and `num_columns` columns of new tokens take."""
 
     @abstractmethod
+    def _written_columns(self) -> Tensor:
+        """`[B, W]`, the columns of the cache into which the tokens are written."""
+
+    @abstractmethod
     def _visible_keys(self) -> Tensor:
         """`[B, 1, W, keys]` bool: what each token may attend to; `self.mask` is additive."""
 
     @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend: `q [B, H, W, E]`, new keys and values `[B, W, K, E]` -> `[B, H, W, E]`."""
+        """Attend: `q [B, H, W, E]`, new keys and values `[M, K, E]` -> `[B, H, W, E]`."""
 
 
 class PromptAttention:

@@ -17,7 +17,7 @@ to be worth another token.
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -28,9 +28,10 @@ from .history import History
 
 MIN_TOKENS_PER_ROUND = 1.2  # accepted per sequence and round; fewer do not pay
 FIRST_PAUSE = 8  # in rounds; each further pause is twice as long
-# The cost of a round in tokens that the model runs, and that of each slot besides its tokens: a
-# proposal is worth its token if the chance that it saves a slot's share of a round is large enough.
-ROUND_COST, SLOT_COST = 100, 2.0
+# What a round costs, in tokens that the model runs: the round itself; each slot; and each place that
+# a slot leaves empty, because another one runs more tokens.
+ROUND_COST, SLOT_COST, EMPTY_COST = 400.0, 2.0, 0.25
+SMOOTHING = 0.3  # share of the last round in the cost of a token
 PRIOR_RATE, PRIOR_COUNT = 0.5, 2.0  # of a class that was not compared yet
 MOST_COMPARED = 4000.0  # comparisons of a class; older ones count less and less
 SOURCE_OF_CLASS = np.repeat([kind.source for kind in KINDS], NUM_MARGINS)
@@ -63,12 +64,20 @@ class ProposalPauses:
             self.paused = False
 
 
+class Round(NamedTuple):
+    """The size of a round."""
+
+    number: int
+    slots: int
+    tokens: int  # that the model ran
+
+
 class Proposer(Protocol):
     """What `RunningSequences` asks of a source of proposals."""
 
     max_tokens: int
 
-    def update(self, texts: Texts, numbers: np.ndarray, rounds: int) -> np.ndarray:
+    def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
         """Learn what became of the last proposals; propose what follows completions `numbers [N]`.
 
         Returns:
@@ -131,14 +140,20 @@ class TextProposer:
         self.u = np.full((rows, 1), 0.5) if u is None else u.cpu().flatten(0, 1).numpy()
         self.hits = history.hits.copy()  # [2, NUM_CLASSES], right candidates, and all compared
         self.pauses = ProposalPauses()
+        # of a sampled token, in tokens that the model runs; slots of a completion: 1 if not shared
+        self.token_cost, self.slots_per_row = ROUND_COST / rows + SLOT_COST + 1, 1.0
         self.last: Proposals | None = None
         self.work = Counter[str]()  # proposed/<source>, accepted/<source>: tokens
 
-    def update(self, texts: Texts, numbers: np.ndarray, rounds: int) -> np.ndarray:
-        accepted, proposed = 0.0, self.last is not None
+    def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
+        accepted, proposed = 1.0, self.last is not None
         if self.last is not None:
             accepted = self._learn(self.last, texts)
-        self.pauses.update(rounds, accepted, proposed=proposed)
+            rows = len(self.last.numbers)
+            cost = (ROUND_COST + SLOT_COST * last.slots + last.tokens) / rows / accepted
+            self.token_cost += SMOOTHING * (cost - self.token_cost)
+            self.slots_per_row = last.slots / rows
+        self.pauses.update(last.number, accepted, proposed=proposed)
         self.last = None
         if self.pauses.paused or not len(numbers) or not len(self.drafts.kinds):
             return np.empty((len(numbers), 0), dtype=np.int64)
@@ -156,7 +171,6 @@ class TextProposer:
         classes = np.zeros_like(tokens)
         hits, compared = self.hits
         rates = (hits + PRIOR_RATE * PRIOR_COUNT) / (compared + PRIOR_COUNT)
-        worth = 1 / (1 + SLOT_COST + ROUND_COST / len(numbers))
         recent, where = self.drafts.recent(texts, numbers), self.drafts.where(numbers)
         left, chance = np.arange(len(numbers)), np.ones(len(numbers))
         for ahead in range(self.max_tokens):
@@ -168,11 +182,13 @@ class TextProposer:
             rated = np.where(found >= 0, rates[found_classes], 0.0)
             every, best = np.arange(len(left)), rated.argmax(1)
             token, chance = found[every, best], chance * rated[every, best]
+            # what the token saves if it is right, less what it costs to run it
+            gain = chance * self.token_cost - self.slots_per_row
             # a stop token is not run: nothing follows it
-            goes_on = (chance >= worth) & (ahead < most[left]) & ~np.isin(token, self.stops)
-            left, token, chance = left[goes_on], token[goes_on], chance[goes_on]
-            if not len(left):
+            goes_on = (gain >= 0) & (ahead < most[left]) & ~np.isin(token, self.stops)
+            if gain[goes_on].sum() < EMPTY_COST * self.slots_per_row * len(numbers):
                 break
+            left, token, chance = left[goes_on], token[goes_on], chance[goes_on]
             tokens[left, ahead] = token
             classes[left, ahead] = found_classes[every, best][goes_on]
             recent = np.hstack([recent[goes_on, 1:], token[:, None]])

@@ -21,7 +21,7 @@ from ..types import Completions
 from .decoders import Decoder
 from .drafts import Texts
 from .params import SamplingParams, pick_token, truncate
-from .proposer import Proposer
+from .proposer import Proposer, Round
 from .slots import assign_slots, round_up_window
 
 
@@ -206,7 +206,8 @@ class RunningSequences:
         ids = self.ids.cpu().numpy()
         texts = Texts(ids, self.lengths_on_host, self.rows_taken, self.tokens_taken)
         numbers = self.running_on_host + self.rows_taken
-        return self.proposer.update(texts, numbers, self.rounds)
+        tokens = self.num_slots if self.counts is None else int(self.counts.sum())
+        return self.proposer.update(texts, numbers, Round(self.rounds, self.num_slots, tokens))
 
     def _set_proposals(self, proposals: np.ndarray, slot: np.ndarray, chosen: np.ndarray) -> None:
         """Run proposals `[N, W - 1]` in the next round, where `chosen [B]` represent the slots."""
