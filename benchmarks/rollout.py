@@ -96,7 +96,7 @@ class Rollout(BenchmarkFlags):
         config = config.replace(max_steps=max(steps, config.run.max_steps), device="cpu")
         trainer = Trainer(config, quiet=True)
         if self.examples:
-            trainer.task = Repeated(trainer.task, self.examples)  # type: ignore[assignment]
+            trainer.task = Repeated(trainer.task, self.examples)
             trainer.source = trainer._make_source(0)
         return trainer
 

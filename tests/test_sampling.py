@@ -117,7 +117,8 @@ def test_drafts_change_the_number_of_rounds_and_not_the_tokens(
         assert torch.equal(again.completion_ids[0, 0], alone.completion_ids[0, 0, :length])
         # without proposals, the host checks less often and sees the end later
         late = ROUNDS_BETWEEN_CHECKS - 1 if window == 1 else 0
-        assert len(rounds) <= -(-(length - 1) // window) + 1 + late
+        # and the first rounds propose few tokens, until a source has been right
+        assert len(rounds) <= -(-(length - 1) // window) + 4 + late
 
 
 def test_a_round_of_several_tokens_at_different_columns_equals_the_full_forward(

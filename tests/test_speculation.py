@@ -242,11 +242,7 @@ def test_the_table_of_contexts_covers_the_sources() -> None:
 
 @pytest.mark.parametrize(
     ("text", "sources"),
-    [
-        ("auto", tuple(SOURCES)),
-        ("none", ()),
-        ("history,answer", ("answer", "history")),
-    ],
+    [("auto", tuple(SOURCES)), ("none", ()), ("history,answer", ("answer", "history"))],
 )
 def test_sources_are_read_in_any_order(text: str, sources: tuple[str, ...]) -> None:
     assert parse_sources(text) == sources

@@ -66,11 +66,11 @@ class Rates:
 Work = Callable[[int], Callable[[], object]]  # work of a size, to be timed
 
 
+@dataclass(frozen=True)
 class AlwaysProposes:
     """Random models accept no proposals, but rounds that propose must be timed."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    max_tokens: int
 
     def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
         return np.zeros((len(numbers), self.max_tokens), dtype=np.int64)
@@ -275,13 +275,12 @@ class Probe:
         length, device = done + (ROUNDS + 2) * window, self.device
         prompt_len = torch.tensor([max(1, round(counts.prompt_len))], device=device)
         prompt_ids = torch.zeros(1, int(prompt_len), dtype=torch.int64, device=device)
-        sampling = self.config.sampling
         sequences = RunningSequences(
             slots,
             1,
             max_new_tokens=length,
             stops=(),
-            params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
+            params=SamplingParams.of(self.config.sampling),
             u=torch.rand(slots, 1, length, device=device),
             proposer=AlwaysProposes(window - 1) if window > 1 else None,
             device=device,
@@ -290,15 +289,9 @@ class Probe:
             decoder = sampler.decoder(sampler.low_precision, sequences.width)
             decoder.prefill(prompt_ids, prompt_len, slots)
 
-        def restart() -> None:
-            sequences.lengths.fill_(done)
-            sequences.length_bound = done
-
-        restart()
-        sequences.update_slots(decoder)  # so that the first round has proposals
-
         def run() -> None:
-            restart()
+            sequences.lengths.fill_(done)
+            sequences.update_slots(decoder)  # so that the first round has proposals, too
             with torch.no_grad(), self._autocast():
                 for _ in range(ROUNDS):
                     sequences.accept(decoder.step(*sequences.next_inputs()))

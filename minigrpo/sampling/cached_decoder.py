@@ -85,11 +85,7 @@ class CachedDecoder(ABC):
         return logits.repeat_interleave(num_samples, dim=0)
 
     def step(
-        self,
-        tokens: Tensor,
-        columns: Tensor,
-        num_columns: int,
-        counts: np.ndarray | None = None,
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
     ) -> Tensor:
         """Run up to W tokens of every slot.
 

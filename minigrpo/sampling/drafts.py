@@ -174,9 +174,7 @@ class Drafts:
         """`[R, K]`, what tells contexts of other kinds, prompts and rows apart in their hashes."""
         of_prompt, of_row = self.scopes
         row = prompts + (numbers.astype(np.uint64) + np.uint64(1)) * FACTOR
-        where: np.ndarray = (
-            SALTS[self.kinds] + prompts[:, None] * of_prompt + row[:, None] * of_row
-        )
+        where: np.ndarray = SALTS[self.kinds] + prompts[:, None] * of_prompt + row[:, None] * of_row
         return where
 
     def where(self, numbers: np.ndarray) -> np.ndarray:

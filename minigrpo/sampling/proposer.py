@@ -28,8 +28,8 @@ from .history import History
 
 MIN_TOKENS_PER_ROUND = 1.2  # accepted per sequence and round; fewer do not pay
 FIRST_PAUSE = 8  # in rounds; each further pause is twice as long
-# What a round costs, in tokens that the model runs: the round itself; each slot; and each place that
-# a slot leaves empty, because another one runs more tokens.
+# What a round costs, in tokens that the model runs: the round itself; each slot; and each place
+# that a slot leaves empty, because another one runs more tokens.
 ROUND_COST, SLOT_COST, EMPTY_COST = 400.0, 2.0, 0.25
 SMOOTHING = 0.3  # share of the last round in the cost of a token
 PRIOR_RATE, PRIOR_COUNT = 0.5, 2.0  # of a class that was not compared yet

@@ -24,7 +24,6 @@ from .params import SamplingParams, pick_token, truncate
 from .proposer import Proposer, Round
 from .slots import assign_slots, round_up_window
 
-
 # Fields of RunningSequences with a row for every sequence that has joined and was not taken
 PER_SEQUENCE = ("lengths", "ended", "ids", "logp", "log_kept_mass", "u")
 
