@@ -27,7 +27,6 @@ from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..sampling.drafts import Texts
 from ..sampling.params import SamplingParams
-from ..sampling.proposer import Round
 from ..sampling.running import RunningSequences
 from ..sampling.sampler import Sampler
 from ..types import Completions
@@ -66,13 +65,13 @@ class Rates:
 Work = Callable[[int], Callable[[], object]]  # work of a size, to be timed
 
 
-@dataclass(frozen=True)
+@dataclass
 class AlwaysProposes:
     """Random models accept no proposals, but rounds that propose must be timed."""
 
     max_tokens: int
 
-    def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
+    def update(self, texts: Texts, numbers: np.ndarray, *of_round: object) -> np.ndarray:
         return np.zeros((len(numbers), self.max_tokens), dtype=np.int64)
 
     def wake(self) -> None: ...

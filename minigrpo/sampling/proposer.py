@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from .contexts import NUM_MARGINS
-from .drafts import KINDS, NUM_CLASSES, Drafts, Texts
+from .contexts import FACTOR, NUM_MARGINS
+from .drafts import KINDS, NUM_CLASSES, SALTS, Drafts, Texts
 from .history import History
 
 MIN_TOKENS_PER_ROUND = 1.2  # accepted per sequence and round; fewer do not pay
@@ -34,6 +34,7 @@ ROUND_COST, SLOT_COST, EMPTY_COST = 400.0, 2.0, 0.25
 SMOOTHING = 0.3  # share of the last round in the cost of a token
 PRIOR_RATE, PRIOR_COUNT = 0.5, 2.0  # of a class that was not compared yet
 MOST_COMPARED = 4000.0  # comparisons of a class; older ones count less and less
+LONGEST_TEXT = 1 << 20  # tokens; tells apart the numbers of slots, columns and tokens
 SOURCE_OF_CLASS = np.repeat([kind.source for kind in KINDS], NUM_MARGINS)
 
 
@@ -77,8 +78,13 @@ class Proposer(Protocol):
 
     max_tokens: int
 
-    def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
+    def update(
+        self, texts: Texts, numbers: np.ndarray, slots: np.ndarray, last: Round
+    ) -> np.ndarray:
         """Learn what became of the last proposals; propose what follows completions `numbers [N]`.
+
+        Completions in one of the `slots [N]` that are equal so far cost a round no more than one of
+        them, if the same is proposed for all.
 
         Returns:
             `[N, W - 1]`, -1 behind the last proposal of each.
@@ -99,6 +105,22 @@ class Proposals:
     # the first token of every kind of context, to be compared with what is sampled
     first: np.ndarray  # [N, K], -1 where the context is not known
     first_classes: np.ndarray  # [N, K]
+
+
+def sharing(path: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """How many of N completions would run the same token of a kind of contexts, in one slot.
+
+    Counted in a hash table, so that it is sometimes too many.
+
+    Args:
+        path: `[N]` uint64, equal for those that would run the same tokens before.
+        tokens: `[N, K]`.
+    """
+    kinds = SALTS[: tokens.shape[1]]
+    keys = (path[:, None] + tokens.astype(np.uint64)) * FACTOR + kinds
+    places = ((keys * FACTOR) >> np.uint64(48)).astype(np.int64)
+    counts: np.ndarray = np.bincount(places.ravel(), minlength=1 << 16)[places]
+    return counts
 
 
 class TextProposer:
@@ -141,11 +163,16 @@ class TextProposer:
         self.hits = history.hits.copy()  # [2, NUM_CLASSES], right candidates, and all compared
         self.pauses = ProposalPauses()
         # of a sampled token, in tokens that the model runs; slots of a completion: 1 if not shared
-        self.token_cost, self.slots_per_row = ROUND_COST / rows + SLOT_COST + 1, 1.0
+        self.token_cost, self.slots_per_row = (
+            (ROUND_COST + (SLOT_COST + 1) * len(prompt_ids)) / rows,
+            1.0,
+        )
         self.last: Proposals | None = None
         self.work = Counter[str]()  # proposed/<source>, accepted/<source>: tokens
 
-    def update(self, texts: Texts, numbers: np.ndarray, last: Round) -> np.ndarray:
+    def update(
+        self, texts: Texts, numbers: np.ndarray, slots: np.ndarray, last: Round
+    ) -> np.ndarray:
         accepted, proposed = 1.0, self.last is not None
         if self.last is not None:
             accepted = self._learn(self.last, texts)
@@ -158,13 +185,13 @@ class TextProposer:
         if self.pauses.paused or not len(numbers) or not len(self.drafts.kinds):
             return np.empty((len(numbers), 0), dtype=np.int64)
         self.drafts.index(texts)
-        self.last = self._propose(texts, numbers)
+        self.last = self._propose(texts, numbers, slots)
         return self.last.tokens
 
     def wake(self) -> None:
         self.last, self.pauses.paused = None, False
 
-    def _propose(self, texts: Texts, numbers: np.ndarray) -> Proposals:
+    def _propose(self, texts: Texts, numbers: np.ndarray, slots: np.ndarray) -> Proposals:
         columns = texts.lengths[numbers - texts.first]
         most = np.minimum(self.max_tokens, self.longest - 1 - columns)  # the last one is not run
         tokens = np.full((len(numbers), self.max_tokens), -1)
@@ -173,22 +200,27 @@ class TextProposer:
         rates = (hits + PRIOR_RATE * PRIOR_COUNT) / (compared + PRIOR_COUNT)
         recent, where = self.drafts.recent(texts, numbers), self.drafts.where(numbers)
         left, chance = np.arange(len(numbers)), np.ones(len(numbers))
+        # equal where the same tokens would be run, in one slot
+        path = ((slots * LONGEST_TEXT + columns) * LONGEST_TEXT + recent[:, -1]).astype(np.uint64)
         for ahead in range(self.max_tokens):
             column = columns[left] + ahead
             u = self.u[numbers[left], np.minimum(column, self.u.shape[1] - 1)]
             found, found_classes = self.drafts.find(recent, column, where, u)
             if not ahead:
                 first, first_classes = found, found_classes
-            rated = np.where(found >= 0, rates[found_classes], 0.0)
-            every, best = np.arange(len(left)), rated.argmax(1)
-            token, chance = found[every, best], chance * rated[every, best]
-            # what the token saves if it is right, less what it costs to run it
-            gain = chance * self.token_cost - self.slots_per_row
+            # what a token saves if it is right, less a completion's share of the cost to run it
+            right = chance[:, None] * rates[found_classes]
+            alone, shared = 1 / sharing(path, found), 1 / sharing(path, np.zeros_like(found[:, :1]))
+            gains = right * self.token_cost - alone - SLOT_COST * (alone - shared)
+            gains[found < 0] = -np.inf
+            every, best = np.arange(len(left)), gains.argmax(1)
+            token, chance, gain = (x[every, best] for x in (found, right, gains))
             # a stop token is not run: nothing follows it
             goes_on = (gain >= 0) & (ahead < most[left]) & ~np.isin(token, self.stops)
             if gain[goes_on].sum() < EMPTY_COST * self.slots_per_row * len(numbers):
                 break
-            left, token, chance = left[goes_on], token[goes_on], chance[goes_on]
+            left, token, chance, path = (x[goes_on] for x in (left, token, chance, path))
+            path = path * FACTOR + token.astype(np.uint64)
             tokens[left, ahead] = token
             classes[left, ahead] = found_classes[every, best][goes_on]
             recent = np.hstack([recent[goes_on, 1:], token[:, None]])

@@ -175,7 +175,7 @@ class RunningSequences:
         left = np.flatnonzero(on_host[3])
         slot, lengths_left, last_left, _ = on_host[:, left]
         self.running_on_host = self.running_on_host[left]
-        proposals = self._proposals()
+        proposals = self._proposals(slot)
         sources, chosen = left, left  # none if no sequence is left
         if len(left):
             states = np.zeros((0, len(left)), dtype=np.int64)
@@ -198,7 +198,7 @@ class RunningSequences:
         if len(left) and not np.array_equal(sources, np.arange(decoder.num_slots)):
             decoder.reorder(sources)
 
-    def _proposals(self) -> np.ndarray:
+    def _proposals(self, slot: np.ndarray) -> np.ndarray:
         """`[N, W - 1]`, the tokens that are proposed next, -1 behind the last of each sequence."""
         if self.proposer is None:
             return np.empty((len(self.running_on_host), 0), dtype=np.int64)
@@ -206,7 +206,9 @@ class RunningSequences:
         texts = Texts(ids, self.lengths_on_host, self.rows_taken, self.tokens_taken)
         numbers = self.running_on_host + self.rows_taken
         tokens = self.num_slots if self.counts is None else int(self.counts.sum())
-        return self.proposer.update(texts, numbers, Round(self.rounds, self.num_slots, tokens))
+        return self.proposer.update(
+            texts, numbers, slot, Round(self.rounds, self.num_slots, tokens)
+        )
 
     def _set_proposals(self, proposals: np.ndarray, slot: np.ndarray, chosen: np.ndarray) -> None:
         """Run proposals `[N, W - 1]` in the next round, where `chosen [B]` represent the slots."""
