@@ -30,7 +30,7 @@ MIN_TOKENS_PER_ROUND = 1.2  # accepted per sequence and round; fewer do not pay
 FIRST_PAUSE = 8  # in rounds; each further pause is twice as long
 # What a round costs, in tokens that the model runs: the round itself; each slot; and each place
 # that a slot leaves empty, because another one runs more tokens.
-ROUND_COST, SLOT_COST, EMPTY_COST = 400.0, 2.0, 0.25
+ROUND_COST, SLOT_COST, EMPTY_COST = 800.0, 2.0, 0.25
 SMOOTHING = 0.3  # share of the last round in the cost of a token
 PRIOR_RATE, PRIOR_COUNT = 0.5, 2.0  # of a class that was not compared yet
 MOST_COMPARED = 4000.0  # comparisons of a class; older ones count less and less
@@ -210,8 +210,7 @@ class TextProposer:
                 first, first_classes = found, found_classes
             # what a token saves if it is right, less a completion's share of the cost to run it
             right = chance[:, None] * rates[found_classes]
-            alone, shared = 1 / sharing(path, found), 1 / sharing(path, np.zeros_like(found[:, :1]))
-            gains = right * self.token_cost - alone - SLOT_COST * (alone - shared)
+            gains = right * self.token_cost - 1 / sharing(path, found)
             gains[found < 0] = -np.inf
             every, best = np.arange(len(left)), gains.argmax(1)
             token, chance, gain = (x[every, best] for x in (found, right, gains))
