@@ -2,9 +2,8 @@
 
 In Python a setting is `config.sampling.group_size`; flags and `Config.of(...)` leave the group out:
 `--group-size 8`, `Config.of(group_size=8)`. The docstring under a field is its --help text. How
-groups become flags and TOML is in runtime/settings.py.
-Precedence: the defaults below, then the settings of the task (tasks/registry.py), then
-`--config FILE.toml`, then the command line.
+groups become flags and TOML is in runtime/settings.py. Precedence: the defaults below, the settings
+of the task (tasks/registry.py), `--config FILE.toml`, the command line; the last one wins.
 """
 
 from collections.abc import Collection, Mapping

@@ -88,7 +88,7 @@ def test_a_run_on_messages_resumes_to_the_bit_and_answers_a_prompt(
         assert torch.equal(tensor, states[1]["model"][name]), name
     # its tools find the tokenizer, and so does a run that is made from it
     call(evaluate, whole, "--n", 4)
-    assert "step_000002: 1 held-out examples" in capsys.readouterr().out
+    assert "step_000002: 4 held-out examples" in capsys.readouterr().out
     assert tomllib.loads((whole / "config.toml").read_text())["model"]["tokenizer"] == str(model)
     assert own_tokenizer(str(whole)) == (str(model), "")
 

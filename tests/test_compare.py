@@ -264,9 +264,9 @@ def test_seeds_of_other_files_are_another_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = (make_run(tmp_path / f"a-{i}", [1, 0] * 20, seed=i, rewards="r.py") for i in (0, 1))
-    for run, digest in ((a, "12"), (b, "34")):
+    for run, found in ((a, "12"), (b, "34")):
         with open(run / "config.toml", "a") as file:
-            file.write(f'\n"--rewards r.py" = "{digest}"\n')
+            file.write(f'\n"--rewards r.py" = "{found}"\n')
     out = output(capsys, a, b)
     assert "--rewards r.py" in out and "the reward is not compared" in out
 

@@ -26,7 +26,14 @@ class OnlyScore:
 
 Settings = dict[str, Any]
 SUPERVISED: Settings = {"loss": "nll"}
+
+
 # setting -> [(settings with which it has no effect, what is changed so that it has one), ...]
+@pytest.fixture(autouse=True)
+def _on_a_cpu_for_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigrpo.runtime.no_effect.onednn_is_faster", lambda: True)
+
+
 # `device`, `processes` and `own` (a task without score_batch) are of the situation
 CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "difficulty": [
@@ -95,6 +102,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "fast": [({"fast": True, "device": CPU}, {"device": CUDA})],
     "amp_dtype": [({"amp_dtype": "bfloat16"}, {"use_amp": True})],
     "use_tf32": [({"use_tf32": True}, {"device": CUDA})],
+    "onednn": [({"onednn": False, "device": CUDA}, {"device": CPU})],
     "num_speculative_tokens": [
         (
             {"num_speculative_tokens": 3, "speculative_decoding": False},
@@ -238,6 +246,8 @@ def test_every_reason_of_a_row_has_a_case() -> None:
         said = {reason(name, situation(idle)) for idle, _ in CASES[name]}
         if name == "use_tf32":
             said.add("TF32 needs a card of compute capability 8.0")  # in test_fast.py
+        if name == "onednn":
+            said.add("this CPU has no AVX-512, or is Intel's")  # in test_onednn.py
         if name == "sampler_correction_cap":
             said.add(reason(name, situation({**SUPERVISED, "sampler_correction": True})))
         if name == "overlap_rewards":

@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from minigrpo import Config
 from minigrpo.model import linear as products
 from minigrpo.model.linear import Linear, by_onednn, linear, onednn_is_faster, use_onednn
 from minigrpo.model.logprobs import token_logprobs
+from minigrpo.runtime.no_effect import Situation, without_effect
+from minigrpo.tasks.registry import load_task
+
+from .conftest import SHAPES
 
 pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="this torch has no oneDNN")
 
@@ -105,4 +110,7 @@ def test_it_is_chosen_by_the_processor(
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     onednn_is_faster.cache_clear()
     assert onednn_is_faster() == faster
+    config = Config.of(onednn=False)
+    situation = Situation(config, torch.device("cpu"), 1, SHAPES["gpt2"], load_task("math", seed=0))
+    assert ("--no-onednn (this CPU" in without_effect(situation)) == (not faster)
     onednn_is_faster.cache_clear()

@@ -118,7 +118,7 @@ NO_ADVANTAGE: Row = ((lambda s: s.supervised, "--loss nll has no advantages"),)
 # setting -> when it has no effect, and the words that say so; the first that is true is given
 TABLE: dict[str, Row] = {
     "difficulty": (
-        (lambda s: not makes_problems(s.config), "--task countdown makes problems by it"),
+        (lambda s: s.config.task.name[:9] != "countdown", "--task countdown makes problems by it"),
         (lambda s: s.config.task.data, "the problems are those of --data"),
     ),
     "history": (
@@ -262,11 +262,6 @@ TABLE: dict[str, Row] = {
     ),
     "pg_timeout": ((lambda s: s.processes == 1, "one process"),),
 }
-
-
-def makes_problems(config: Config) -> bool:
-    """Whether the task is countdown, in one of its forms."""
-    return config.task.name.startswith("countdown")
 
 
 def reads_games(config: Config) -> bool:

@@ -39,7 +39,8 @@ NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]])-)?[$€£¥]?{DECIMAL}(?:/{INTEGE
 # what makes a number a part of something else: an operator or a digit before it, a function or a
 # word that changes its value; a letter after it that multiplies it
 GOES_ON_FROM = re.compile(
-    r"""(?:[\d)\]!]\s*[-+*/^\u00d7\u00b7\u00f7\u2212\u2013]+|\b[a-z]\s*[*^/+]+|[\^\u00d7\u00f7\u221a]
+    r"""(?:[\d)\]!]\s*[-+*/^\u00d7\u00b7\u00f7\u2212\u2013]+|\b[a-z]\s*[*^/+]+
+      |[\^\u00d7\u00f7\u221a]
       |\d\s+|[\w\u221a]\(
       |\b(?:plus|minus|times|negative|half|twice|double|triple|sqrt|root|or|by)\b(?:\s+(?:of|the))*)
     [\s(]*$
