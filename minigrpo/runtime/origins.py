@@ -66,7 +66,9 @@ def versions_of(run: Path) -> dict[str, Any]:
 
 def recorded_files(files: Mapping[str, str]) -> dict[str, str]:
     """The digests of a run's files as entries of the table `versions`."""
-    return {name: digest[:SHOWN_DIGITS] for name, digest in files.items()}
+    # TOML has no room for half of a surrogate pair, which stands for a byte of a file's name
+    named = {name.encode(errors="backslashreplace").decode(): x for name, x in files.items()}
+    return {name: digest[:SHOWN_DIGITS] for name, digest in named.items()}
 
 
 def other_files(run: Path, config: Config) -> str:
