@@ -4,7 +4,6 @@ Checkpoints record the commits of models on the Hugging Face Hub and a fingerpri
 because a name, as well as a folder, may stand for something else later.
 """
 
-import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from .failures import reason_of
 from .files import write_whole
 from .flags import ConfigError, flag
 from .resume import changed, contents_of_files
-from .settings import RECORD, toml_lines
+from .settings import RECORD, toml_lines, toml_value
 
 NAMES = ("init_from", "tokenizer", "student")  # the settings that may name a model on the Hub
 SHOWN_DIGITS = 16  # of a file's sha256 in config.toml
@@ -109,7 +108,7 @@ def check_same_tokenizer(name: str, now: Mapping[str, str], then: Mapping[str, s
 
 
 def _toml_key(name: str) -> str:
-    return name if name.replace("_", "").isalnum() and name.isascii() else json.dumps(name)
+    return name if name.replace("_", "").isalnum() and name.isascii() else toml_value(name)
 
 
 def write_record(folder: Path, config: Config, found: Mapping[str, str]) -> None:
@@ -123,7 +122,7 @@ def write_record(folder: Path, config: Config, found: Mapping[str, str]) -> None
     lines += [
         "",
         "[versions]",
-        *(f"{_toml_key(name)} = {json.dumps(x)}" for name, x in found.items()),
+        *(f"{_toml_key(name)} = {toml_value(x)}" for name, x in found.items()),
     ]
     text = "\n".join(lines) + "\n"
     try:

@@ -270,11 +270,11 @@ def toml_lines(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
         if table != group:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
             group = table
-        lines.append(f"{field} = {_toml_value(value)}")
+        lines.append(f"{field} = {toml_value(value)}")
     return lines
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A plain value as TOML. JSON's escapes of characters beyond the basic plane are not TOML."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
