@@ -63,10 +63,10 @@ _enabled: list[bool] = []  # what `use_onednn` was told last
 def onednn_is_faster() -> bool:
     """Whether the processor has AVX-512 and is not Intel's, and this torch can call oneDNN."""
     try:
-        vendor = "GenuineIntel" in CPU_INFO.read_text()
+        intel = "GenuineIntel" in CPU_INFO.read_text()
     except OSError:
         return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not vendor and has_onednn()
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not intel and has_onednn()
 
 
 def has_onednn() -> bool:
@@ -93,8 +93,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x [.., in] @ weight.T + bias` by oneDNN, without a gradient."""
     shape = x.shape[:-1]
     rows = _rounded(x.reshape(shape.numel(), -1))
-    out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    out = _onednn(rows, weight, bias)
     return out[: shape.numel()].view(*shape, -1)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -119,7 +124,7 @@ class _OneDNN(torch.autograd.Function):
             grad_x = product(grad, weight.t())
         if ctx.needs_input_grad[1]:
             columns = (_rounded(a.reshape(-1, a.shape[-1])).t() for a in (grad, x))
-            grad_weight = torch.ops.mkldnn._linear_pointwise(*columns, None, "none", [], "")
+            grad_weight = _onednn(*columns)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_weight, grad_bias
