@@ -97,6 +97,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: shape.numel()].view(*shape, -1)
 
 
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`grad [rows, out].T @ x [rows, in]`, by oneDNN where `by_onednn` chooses it."""
+    out, rows = grad.t(), x.t()
+    return _onednn(out, rows) if by_onednn(out, rows) else out @ x
+
+
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
@@ -123,8 +129,8 @@ class _OneDNN(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = product(grad, weight.t())
         if ctx.needs_input_grad[1]:
-            columns = (_rounded(a.reshape(-1, a.shape[-1])).t() for a in (grad, x))
-            grad_weight = _onednn(*columns)
+            rows = (_rounded(a.reshape(-1, a.shape[-1])) for a in (grad, x))
+            grad_weight = weight_gradient(*rows)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_weight, grad_bias

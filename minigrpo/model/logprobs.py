@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import by_onednn, linear, product
+from .linear import by_onednn, linear, product, round_number, weight_gradient
 
 CHUNK = 1024  # most tokens whose logits are in memory at once
 # Fewest tokens per chunk, however many their logits: each chunk reads the whole output head and
@@ -27,6 +27,15 @@ MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 def chunk_size(vocab_size: int, device: str) -> int:
     """Tokens per chunk; `device` is a type, such as cuda."""
     return min(CHUNK, max(SMALLEST_CHUNK, MAX_LOGITS[device] // vocab_size))
+
+
+def block_size(chunk: int, width: int, size: int) -> int:
+    """Tokens whose slopes are in memory at once, a multiple of `chunk`; `size` is a slope's bytes.
+
+    Each block makes a whole gradient of the head, `[V, width]`. The slopes of so many tokens take
+    half the memory of that gradient in float32.
+    """
+    return max(1, 2 * width // size // chunk) * chunk
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -98,28 +107,44 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, targets, lse = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        # a head that is frozen under adapters has no gradient
-        grad_head = torch.zeros_like(head, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
-        buffer = lse.new_empty(ctx.chunk, len(head))
-        for part in _parts(len(hidden), ctx.chunk):
-            logits = _logits(hidden[part], head, ctx.temperature, buffer)
-            slope = logits.sub_(lse[part, None]).exp_().neg_()
-            slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
-            slope = slope.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
-            by = product if by_onednn(slope, head) else F.linear
-            grad_hidden[part] = by(slope, head.t())
+        hidden, head, _, lse = ctx.saved_tensors
+        grad_hidden, grad_head = torch.empty_like(hidden), None
+        learns = ctx.needs_input_grad[1]  # not a head that is frozen under adapters
+        rows = block_size(ctx.chunk, head.shape[1], head.element_size()) if learns else ctx.chunk
+        all_slopes = hidden.new_empty(round_number(min(rows, len(hidden))), len(head))
+        by = product if by_onednn(all_slopes, head) else F.linear
+        for block in _parts(len(hidden), rows):
+            size = len(hidden[block])
+            slopes = all_slopes[: round_number(size)]  # oneDNN keeps a kernel for each size
+            _fill_slopes(slopes[:size], ctx, grad, block.start)
+            slopes[size:] = 0
+            grad_hidden[block] = by(slopes, head.t())[:size]
+            if not learns:
+                continue
+            x = F.pad(hidden[block], (0, 0, 0, len(slopes) - size))
             if grad_head is None:
-                pass
-            elif slope.dtype == grad_head.dtype:
-                grad_head.addmm_(slope.t(), hidden[part])  # in place: no second [V, D]
+                grad_head = weight_gradient(slopes, x)
+            elif hidden.dtype == lse.dtype and by is F.linear:
+                grad_head.addmm_(slopes.t(), x)  # in place: no second [V, D]
             else:
-                grad_head += slope.t() @ hidden[part]
+                grad_head = grad_head.to(lse.dtype).add_(weight_gradient(slopes, x))
         hidden_dtype, head_dtype = ctx.dtypes
         if grad_head is not None:
             grad_head = grad_head.to(head_dtype)
         return grad_hidden.to(hidden_dtype), grad_head, None, None, None
+
+
+def _fill_slopes(slopes: Tensor, ctx: Any, grad: Tensor, start: int) -> None:
+    """Compute the gradient by the logits of a block of tokens, from `start`, into `slopes`."""
+    hidden, head, targets, lse = ctx.saved_tensors
+    same = hidden.dtype == lse.dtype
+    wide = slopes if same else lse.new_empty(min(ctx.chunk, len(slopes)), len(head))
+    for part in _parts(len(slopes), ctx.chunk):
+        tokens = slice(start + part.start, start + part.stop)
+        logits = _logits(hidden[tokens], head, ctx.temperature, slopes[part] if same else wide)
+        slope = logits.sub_(lse[tokens, None]).exp_().neg_()
+        slope.scatter_add_(-1, targets[tokens, None], torch.ones_like(slope[:, :1]))
+        torch.mul(slope, grad[tokens, None] / ctx.temperature, out=slopes[part])
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, buffer: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import Config
-from ..model.logprobs import chunk_size
+from ..model.logprobs import block_size, chunk_size
 from ..model.shape import ModelShape
 from .kept_activations import FLOAT, LOW, KeptByBlock
 from .step_counts import StepCounts
@@ -210,7 +210,13 @@ class StepMemory:
 
     def _logits(self, shape: ModelShape) -> float:
         tokens = self.counts.predictions * self._share
-        copies = tokens * LOGIT_COPIES
-        if self.config.memory.chunked_logprobs:
-            copies = min(chunk_size(shape.vocab_size, self.device), tokens) * 2
-        return FLOAT * copies * shape.vocab_size
+        if not self.config.memory.chunked_logprobs:
+            return FLOAT * LOGIT_COPIES * tokens * shape.vocab_size
+        chunk = chunk_size(shape.vocab_size, self.device)
+        size = LOW if self.config.speed.use_amp else FLOAT
+        trained = bool(self.weights.head_gradient)
+        block = block_size(chunk, shape.width, size) if trained else chunk
+        # the slopes of a block, and, of each block but the first, a second gradient of the head
+        rows = min(block, tokens) + shape.width * trained * (tokens > block)
+        chunk_logits = FLOAT * min(chunk, tokens)
+        return shape.vocab_size * (chunk_logits + max(chunk_logits, size * rows))
