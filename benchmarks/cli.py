@@ -9,7 +9,12 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from minigrpo.runtime.flags import ConfigError, exit_with, parse
-from minigrpo.runtime.outputs import check_output_file, check_output_folder, write_output
+from minigrpo.runtime.outputs import (
+    check_is_not_read,
+    check_output_file,
+    check_output_folder,
+    write_output,
+)
 
 from .code import Code
 from .gap import Gap
@@ -73,6 +78,9 @@ def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
             check_output_folder("--out-dir", out_dir or RESULTS)
         if benchmark.json:
             check_output_file("--json", benchmark.json)
+            config = getattr(benchmark, "config", None) or ()  # a file, or several
+            files = config if isinstance(config, tuple) else (config,)
+            check_is_not_read("--json", benchmark.json, map(str, files))
         result = benchmark.run(console)
         if benchmark.json:
             text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"

@@ -473,6 +473,10 @@ def test_gap_measures_each_precision_with_each_packing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text("prompts_per_step = 2\ngroup_size = 3\nmax_new_tokens = 24\n")
+    before = Path("job.toml").read_text()
+    with pytest.raises(SystemExit):  # its own input
+        cli.main(["gap", "--config", "job.toml", "--steps", "2", "--json", "job.toml"])
+    assert Path("job.toml").read_text() == before
     cli.main(["gap", "--config", "job.toml", "--steps", "2", "--json", "gap.json"])
     rows = json.loads(Path("gap.json").read_text())["rows"]
     assert len(rows) == 9 and all(0 <= row["mean"] <= row["max"] for row in rows)

@@ -129,9 +129,21 @@ def test_a_difference_is_shown_with_what_was_won_and_lost(
     assert "p = 0.0034, 12 won and 1 lost" in out
     assert "won by b, greedy: 12 examples, such as\n  prompt: question 30\n" in out
     assert "question 31" not in out and "lost by b, greedy: 1 examples" in out
+    assert "  truth: yes\n" in out
     (record,) = json.loads(file.read_text())["comparisons"]
     assert [x["prompt"] for x in record["lost"]] == ["question 29"] and len(record["won"]) == 12
     assert record["measures"][0]["is_shown"] is True
+
+
+def test_an_answer_is_called_the_truth_only_where_a_right_completion_equals_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of countdown is a random attempt, and that of code one program of many."""
+    a, b = make_run(tmp_path / "a", [0] * 9), make_run(tmp_path / "b", [1] * 9)
+    for file in (*a.glob("*.jsonl"), *b.glob("*.jsonl")):
+        file.write_text(file.read_text().replace('"exact', '"solved'))
+    out = output(capsys, a, b, "--examples", 1)
+    assert "  answer for --loss nll: yes\n" in out and "truth" not in out
 
 
 def test_no_difference_is_said_where_the_examples_could_show_none(

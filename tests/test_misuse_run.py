@@ -1322,6 +1322,54 @@ def test_auto_continues_a_run_that_was_killed_before_its_first_save(tmp_path: Pa
     trainer.run_dir.close()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "samples.jsonl"])
+def test_auto_never_replaces_the_logs_of_another_job_that_was_killed_before_its_first_save(
+    run: Path, name: str
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    for file in run.glob("*"):
+        if file.name not in ("config.toml", name) and file.is_file():
+            file.unlink()
+    content = (run / name).read_bytes()
+    options = {"max_steps": 4, "eval_every": 2, "save_every": 9, "resume": "auto"}
+    for changes, said in (
+        ({"learning_rate": 7e-4}, "--learning-rate was .*, is 0.0007"),
+        ({"seed": 7}, "--seed was 0, is 7"),
+        ({"loss": "dapo"}, "--loss was 'grpo', is 'dapo'"),
+    ):
+        with pytest.raises(ConfigError, match=f"made with another config: .*{said}"):
+            make(run, **{**options, **changes}).fit()
+        assert (run / name).read_bytes() == content
+    (run / name).write_bytes(b"")  # nothing is lost
+    make(run, **options, learning_rate=7e-4).run_dir.close()
+
+
+def test_a_folder_stays_locked_when_its_user_deletes_the_file_of_the_lock(tmp_path: Path) -> None:
+    """Two runs wrote into one folder."""
+    first = make(tmp_path / "run", max_steps=1)
+    (tmp_path / "run" / ".lock").unlink()
+    for _ in range(2):  # the second finds a new file
+        with pytest.raises(ConfigError, match="another run is writing to it"):
+            make(tmp_path / "run", max_steps=1, resume="auto")
+    first.run_dir.close()
+    make(tmp_path / "run", max_steps=1, resume="auto").run_dir.close()
+
+
+@pytest.mark.parametrize("max_steps", [4, 2])
+def test_a_run_that_ends_where_it_resumes_is_evaluated_on_all_examples(
+    tmp_path: Path, max_steps: int
+) -> None:
+    """Its last evaluation was the one during the run, and was compared with a larger first one."""
+    options = {"eval_size": 8, "eval_size_during": 4, "eval_every": 2}
+    make(tmp_path / "run", max_steps=8, stop_after=4, **options).fit()
+    for _ in range(2):  # it is not evaluated twice
+        summary = make(tmp_path / "run", max_steps=max_steps, resume="auto", **options).fit()
+        found = [(x["step"], x["n"]) for x in records(tmp_path / "run" / "eval.jsonl")]
+        assert found == [(0, 8), (2, 4), (4, 8)] and summary["last_evaluation"]["n"] == 8
+        answers = records(tmp_path / "run" / "held_out.jsonl")
+        assert len(answers) == 8 and {x["step"] for x in answers} == {4}
+
+
 def test_auto_never_removes_checkpoints_of_another_program(tmp_path: Path) -> None:
     """They have no state.pt, so each looked like a save that a kill had interrupted."""
     others = [tmp_path / "run" / "checkpoints" / f"step_000{n}00" for n in (1, 2, 3)]

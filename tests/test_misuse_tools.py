@@ -391,15 +391,29 @@ def test_annotate_refuses_a_path_before_it_starts_an_engine(
 
 
 @pytest.mark.parametrize(
-    "name", ["eval.jsonl", "model.safetensors", "checkpoints/step_000002/state.pt", "config.toml"]
+    "name",
+    [
+        *("eval.jsonl", "model.safetensors", "checkpoints/step_000002/state.pt", "config.toml"),
+        *("track_id", "job_summary.txt", "tensorboard/events", "profile/a/trace.json", ".lock"),
+        *("tokenizer_config.json", "merges.txt"),
+    ],
 )
+@pytest.mark.parametrize("is_there", [True, False])
 def test_evaluate_does_not_write_onto_a_file_of_the_run(
-    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+    run: Path, name: str, is_there: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (run / name).read_bytes()
-    words = f"--json run/{name}: is a file of a run or a model; take another name"
-    assert words in refused(capsys, evaluate, run, "--n", "2", "--json", run / name)
-    assert (run / name).read_bytes() == before
+    """Not where one will be, either: a run that continues would take it for its own."""
+    file = run / name
+    if is_there and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("precious")
+    if not is_there:
+        file = run / name.replace("config.toml", "summary.json")
+        file.unlink(missing_ok=True)
+    before = file.read_bytes() if is_there else b""
+    said = refused(capsys, evaluate, run, "--n", "2", "--json", file)
+    assert f"--json {file}: is " in said and ("of a run or a model" in said or not is_there)
+    assert (file.read_bytes() == before) if is_there else not file.exists()
 
 
 def test_a_link_to_a_file_of_a_run_is_not_written_through(
@@ -422,6 +436,16 @@ def test_evaluate_does_not_write_onto_a_file_that_it_reads(
     mine.write_text("mine")
     words = f"--json {mine}: is a file that this command reads; take another"
     assert words in refused(capsys, evaluate, run, flag, mine, "--json", mine)
+    assert mine.read_text() == "mine"
+
+
+def test_annotate_does_not_write_onto_the_positions_that_it_reads(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = here / "mine.jsonl"
+    mine.write_text("mine")
+    words = f"--out {mine}: is a file that this command reads; take another"
+    assert words in refused(capsys, annotate, "--positions", mine, "--out", mine)
     assert mine.read_text() == "mine"
 
 

@@ -128,6 +128,18 @@ def data_of(html: str) -> Any:
     return json.loads(found[1])
 
 
+def test_an_answer_is_called_the_truth_only_where_a_right_completion_equals_it(
+    html: str, tmp_path: Path
+) -> None:
+    (found,) = data_of(html)
+    assert found["answer"] == "truth"
+    evaluations = write_run(tmp_path / "run") / "eval.jsonl"
+    evaluations.write_text(evaluations.read_text().replace('"exact', '"solved'))
+    report.main([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])
+    (found,) = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert found["answer"] == "answer for --loss nll"
+
+
 def test_the_page_has_its_parts_and_is_small(html: str) -> None:
     for words in (
         "25.0% [17.5, 34.3]",

@@ -123,6 +123,24 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     assert torch.equal(trainer.model.wte.weight, before)
 
 
+def test_replacements_are_those_of_a_run_with_more_steps_and_no_regular_ones(
+    tmp_path: Path,
+) -> None:
+    """A run that is resumed with another --max-steps asked others, and some of them twice."""
+    short, long = (make_trainer(tmp_path / str(n), max_steps=n) for n in (2, 9))
+    sources = [trainer.source.examples for trainer in (short, long)]  # type: ignore[attr-defined]
+    drawn = [
+        [x.index for x in source.replacements(step, attempt, [0, 1])]
+        for source in sources
+        for step in (0, 1)
+        for attempt in (0, 1)
+    ]
+    assert drawn[:4] == drawn[4:]
+    replaced = {index for pair in drawn for index in pair}
+    regular = {x.index for step in range(9) for x in sources[1].take(step)}
+    assert len(replaced) == 8 and len(regular) == 54 and not replaced & regular
+
+
 def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     tmp_path, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]

@@ -356,6 +356,38 @@ def test_answers_that_a_test_cannot_go_through_fail_alone() -> None:
     assert run_tests(code, [*tests, "assert max(f(10000)) == 9999"]) == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    "argument", ["lambda x: x + k", "[object()]", "functools.partial(max, k)", "Own()"]
+)
+def test_an_argument_that_cannot_cross_is_no_error_of_the_code(argument: str) -> None:
+    """Tests that expect one passed for code that raises none."""
+    test = f"""import functools
+class Own: pass
+def check(k):
+    try:
+        f({argument}, 2)
+    except {{}}:
+        return
+    assert False
+check(1)"""
+    expecting = [test.format(kind) for kind in ("TypeError", "Exception", "BaseException")]
+    # the next test has nothing to do with it
+    tests = [*expecting, "assert f(1, 2) == 0"]
+    assert run_tests("def f(g, x): return 0", tests) == [False, False, False, True]
+
+
+def test_functions_keep_all_kinds_of_defaults() -> None:
+    tests = ["assert f(lambda x, y=(1, 2), *, z={3}: [x, y, z]) == [0, (1, 2), {3}]"]
+    assert run_tests("def f(g): return g(0)", tests) == [True]
+
+
+def test_an_object_that_is_returned_twice_is_one() -> None:
+    code = "def one(): return f\ndef f(n): return lambda x: x + n"
+    tests = ["assert one() is one()", "assert one() is not one()", "assert one() != one()"]
+    tests += ["assert f(1) is not f(1)", "assert f(1)(2) == 3", "assert f(1)(2) == 4"]
+    assert run_tests(code, tests) == [True, False, False, True, True, False]
+
+
 def test_errors_keep_their_arguments_and_the_builtin_kind_that_they_derive_from() -> None:
     code = "import json\ndef f(x):\n    return json.loads(x)\ndef g(x):\n    raise KeyError(x)"
     tests = [

@@ -252,7 +252,7 @@ def test_a_run_pays_the_three_terms_and_reports_what_the_student_solves(
         capsys.readouterr()
         sample.main([str(tmp_path / "run"), "--examples", "2", *more])
         said = capsys.readouterr().out
-        assert said.count("truth       ") == 2 and re.search("right|exact", said)
+        assert said.count("answer for --loss nll ") == 2 and re.search("right|exact", said)
 
 
 @pytest.mark.slow

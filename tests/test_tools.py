@@ -18,8 +18,10 @@ from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
 from minigrpo.model.weights import export_model
 from minigrpo.runtime.checkpoint import path_of
 from minigrpo.runtime.logging import Screen
+from minigrpo.runtime.measures import answer_in_words
 from minigrpo.tools import boards, curves, evaluate, export, sample
 from minigrpo.tools.loading import ModelSelection, load
+from minigrpo.types import Example
 
 from . import bpe
 from .chat_model import QWEN2
@@ -150,6 +152,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and not out
     assert words in err and err.count("\n") == 1
+
+
+def test_a_random_attempt_is_neither_called_the_truth_nor_right_where_it_is_repeated() -> None:
+    """What --loss nll learns from in the task countdown reaches the target only by chance."""
+    console, example = Console(width=100), Example("7 3 -> 4", "7+3")
+    with console.capture() as capture:
+        sample.show(
+            *(console, example, ["7+3", "7-3"], {"7-3"}),
+            answer=answer_in_words("solved"),
+            boards=False,
+        )
+    assert capture.get().splitlines()[:4] == [
+        "prompt      7 3 -> 4",
+        "answer for --loss nll 7+3",
+        "completion  7+3   wrong   1 of 2",
+        "completion  7-3   right   1 of 2",
+    ]
 
 
 def render(truth: str, text: str, **options: bool) -> str:

@@ -1,6 +1,7 @@
 """--track: a tracker gets what the JSONL files get, and cannot end a run."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -39,14 +40,18 @@ class Recorder(ModuleType):
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.ended = 0
         self.trouble: Exception | None = None
+        self.refused, self.asked = "", 0
 
     def init(self, **options: Any) -> "Recorder":
         self.began = options
         return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
+        self.asked += 1
         if self.trouble:
             raise self.trouble
+        if self.refused in values:
+            raise TypeError("no such data type")
         self.logged.append((step, values))
 
     def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
@@ -146,7 +151,31 @@ def test_a_damaged_name_is_made_anew(tmp_path: Path, tracker: Recorder, damage: 
     log_of(tmp_path, config, 5, []).close()
     name, _, digits = tracker.began["name"].rpartition("-")
     assert name == tmp_path.name and len(digits) == 8
-    assert (tmp_path / "track_id").read_text() == digits
+    assert (tmp_path / "track_id").read_text() == f"{digits}\n{tmp_path}\n"
+
+
+def test_a_copy_of_a_run_beside_it_is_another_one_in_the_tracker(
+    tmp_path: Path, tracker: Recorder
+) -> None:
+    """Both wrote into one, because only the folder's own name told them apart."""
+    config, said = Config.of(track=tracker.__name__), list[str]()
+
+    def resumed(folder: Path, step: int = 5) -> str:
+        start_trackers(config, folder, step, said.append)
+        return str(tracker.began["name"])
+
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    first = resumed(tmp_path / "a" / "run", 0)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    second = resumed(tmp_path / "b" / "run")
+    assert [f"b/run/{trackers.ID}: is a copy of {tmp_path}/a/run/" in x for x in said] == [True]
+    assert second != first == resumed(tmp_path / "a" / "run")
+    assert resumed(tmp_path / "b" / "run") == second and len(said) == 1
+    # one that was moved, or that an older version wrote, goes on
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert resumed(tmp_path / "c" / "run") == first
+    (tmp_path / "c" / "run" / trackers.ID).write_text(first[-8:])
+    assert resumed(tmp_path / "c" / "run") == first and len(said) == 1
 
 
 def test_parts_named_as_a_column_leave_the_column(tmp_path: Path, tracker: Recorder) -> None:
@@ -173,8 +202,35 @@ def test_trouble_while_the_run_goes_is_said_once_and_does_not_end_it(
     for step in (1, 2, 3):
         log.step(step, METRICS)
     log.close()
-    assert said == [f"--track {tracker.__name__}: no route to host; training continues untracked"]
+    assert said == [
+        f"--track {tracker.__name__}: metrics of step {step} not logged (no route to host); {end}"
+        for step, end in (
+            (1, "the rest is tracked, and this is not said twice"),
+            (3, "training continues untracked"),
+        )
+    ]
+    assert tracker.asked == 3  # each failure may take long
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("kind", ["samples", "rewards/exact/mean", "eval/reward"])
+def test_what_a_tracker_refuses_is_lost_alone_and_said_once(
+    tmp_path: Path, tracker: Recorder, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One table ended all tracking. One that cannot be made is as bad as one that is refused."""
+    said: list[str] = []
+    log = log_of(tmp_path, Config.of(track=tracker.__name__), said=said)
+    tracker.refused = kind
+    if kind == "samples":
+        monkeypatch.delattr(Recorder, "Table")
+    for step in range(1, 6):
+        log.evaluation(step, {"reward": 0.1})
+        log.step(step, METRICS)
+        log.sample(step, SAMPLE)
+    log.close()
+    assert len(said) == 1 and "of step 1 not logged" in said[0] and "the rest is tracked" in said[0]
+    assert tracker.ended == 1 and len(tracker.logged) == 10
+    assert not any(kind in values for _, values in tracker.logged)
 
 
 def test_what_cannot_start_is_one_line(

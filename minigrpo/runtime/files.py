@@ -54,10 +54,10 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def lock_file(file: IO[Any]) -> bool:
+def lock_file(file: IO[Any] | int) -> bool:
     """Lock a file for as long as it is open; False if another process has locked it.
 
-    On a file system without locks the answer is True.
+    `file` may be the descriptor of a folder. On a file system without locks the answer is True.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,9 +3,9 @@
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
 
 from ..config import Config
 from ..model.lora import PEFT_CONFIG, PEFT_WEIGHTS
@@ -120,19 +120,24 @@ def said_gone(folder: Path) -> str:
     )
 
 
-def lock(folder: Path) -> IO[str]:
-    """Keep other processes out of a folder for as long as the returned file is open.
+def lock(folder: Path) -> ExitStack:
+    """Keep other processes out of a folder until the returned stack is closed.
 
     Raises ConfigError if another run holds the lock. The lock ends with the process in any case.
     """
+    held = ExitStack()
     try:
-        file = open(folder / LOCK, "a")
+        file = held.enter_context(open(folder / LOCK, "a"))
+        place = os.open(folder, os.O_RDONLY)
     except OSError as error:
+        held.close()
         raise ConfigError(f"{folder / LOCK}: cannot be written ({reason_of(error)})") from None
-    if not lock_file(file):
-        file.close()
+    held.callback(os.close, place)
+    # both: who deletes the file does not unlock the folder, and some file systems lock files alone
+    if not (lock_file(file) and lock_file(place)):
+        held.close()
         raise ConfigError(
             f"--out-dir {folder}: another run is writing to it; "
             "wait until it ends, or choose another folder"
         )
-    return file
+    return held

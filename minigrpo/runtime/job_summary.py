@@ -11,6 +11,7 @@ from .failures import reason_of
 from .files import write_whole
 from .measures import SAMPLED, headline, in_words
 
+JOB_SUMMARY = "job_summary.txt"
 JOB, NODES, RESTARTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"
 
 
@@ -35,7 +36,7 @@ def write_job_summary(
         **_change(summary["first_evaluation"], summary["last_evaluation"]),
     }
     text = "".join(f"{name:<10} {value}\n" for name, value in rows.items())
-    file = folder / "job_summary.txt"
+    file = folder / JOB_SUMMARY
     try:
         write_whole(file, lambda aside: aside.write_text(text, "utf-8"))
     except OSError as error:

@@ -128,10 +128,17 @@ class JSONLines:
     """A file of records with a `step`; a resume keeps those up to its own step."""
 
     def __init__(
-        self, path: Path, trouble: LogTrouble, *, up_to_step: int, only_numbers: bool = True
+        self,
+        path: Path,
+        trouble: LogTrouble,
+        *,
+        up_to_step: int,
+        only_numbers: bool = True,
+        but: Mapping[str, float] | None = None,
     ) -> None:
         """Reopen the file and remove lines of later steps, which a lost run wrote.
 
+        `but`: records with these values are removed, too.
         `only_numbers`: all values of a record are numbers or null; other records are damaged.
 
         A damaged line is left out with a warning that names it. Raises ConfigError if the file
@@ -141,7 +148,8 @@ class JSONLines:
             raise ConfigError(f"{path}: is not a file, but a log of the run goes there")
         try:
             old = path.read_bytes() if path.exists() else b""
-            self.kept = records_of(old, up_to_step, path, trouble.warn, only_numbers=only_numbers)
+            kept = records_of(old, up_to_step, path, trouble.warn, only_numbers=only_numbers)
+            self.kept = [x for x in kept if but is None or not but.items() <= x.items()]
             new = "".join(map(to_json, self.kept)).encode()
             if new != old:
                 write_whole(path.resolve(), lambda aside: aside.write_bytes(new))

@@ -40,6 +40,14 @@ def in_words(name: str) -> str:
     return "exactly right" if name == EXACT else name.replace("_", " ")
 
 
+def answer_in_words(success: str) -> str:
+    """What an example's answer is called: the truth only where a right completion equals it.
+
+    Elsewhere it may be one of many right ones, or a random attempt: what --loss nll learns from.
+    """
+    return "truth" if success == EXACT else "answer for --loss nll"
+
+
 # --- intervals --------------------------------------------------------------------------------
 
 

@@ -7,18 +7,21 @@ turns that into the same one line, and keeps the file that was there before.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..model.tokenizer_files import TOKENIZER
+from ..model.tokenizer_files import FILES
 from ..model.weight_files import CONFIG
 from .checkpoint import MANIFEST
 from .flags import ConfigError
-from .folder import LOCK, OF_A_MODEL, OF_A_RUN, check_home, check_not_among_checkpoints
+from .folder import FOLDERS, LOCK, OF_A_MODEL, OF_A_RUN, check_home, check_not_among_checkpoints
+from .job_summary import JOB_SUMMARY
+from .settings import is_run
+from .trackers import ID
 
 # A figure or table written onto one of them would lose what training has made.
-OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, TOKENIZER}
+OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, *FILES, JOB_SUMMARY, ID}
 
 
 def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ()) -> None:
@@ -39,15 +42,23 @@ def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ())
     if suffixes and path.suffix.lower() not in suffixes:
         raise ConfigError(f"{flag} must end with {', '.join(suffixes)}, got {text}")
     with one_line(flag, path):
-        if not _is_there(path):
-            _check_can_make(flag, path, path.parent)
-        elif path.is_dir():
+        there = _is_there(path)
+        if path.is_dir():
             raise ConfigError(f"{flag} {text}: is a folder, not a file")
-        elif any(map(_is_of_a_run, (path, Path(os.path.realpath(path))))):
+        if any(map(_is_of_a_run, (path, Path(os.path.realpath(path))))):
             raise ConfigError(f"{flag} {text}: is a file of a run or a model; take another name")
+        if not there:
+            _check_can_make(flag, path, path.parent)
         elif not os.access(path, os.W_OK):
             raise ConfigError(f"{flag} {text}: cannot be written (no permission)")
         check_not_among_checkpoints(flag, path)
+
+
+def check_is_not_read(flag: str, path: Path, read: Iterable[str]) -> None:
+    """Raise ConfigError if a file to write is one of those that are read, and would be lost."""
+    for name in map(str.strip, read):
+        if name and Path(name).is_file() and path.exists() and path.samefile(name):
+            raise ConfigError(f"{flag} {path}: is a file that this command reads; take another")
 
 
 def check_output_folder(flag: str, path: str | Path) -> None:
@@ -108,7 +119,14 @@ def _checked(flag: str, path: str | Path) -> str:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    return path.name in OF_A_RUN_OR_MODEL or path.suffix in (".pt", ".safetensors")
+    """Whether a path is that of a file of a run or a model, in a run's folder also of one to come.
+
+    A run that continues would take what it finds there for its own.
+    """
+    if any(above.name in FOLDERS and is_run(above.parent) for above in path.parents):
+        return True
+    own = path.name in OF_A_RUN_OR_MODEL or path.suffix in (".pt", ".safetensors")
+    return own and (is_run(path.parent) or _is_there(path))
 
 
 def _is_there(path: Path) -> bool:

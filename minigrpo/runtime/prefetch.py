@@ -8,6 +8,7 @@ from .distributed import DistContext
 from .pool import Job, WorkerPool
 
 STEPS_AHEAD = 8
+MOST_STEPS = 2**20  # of a longer run, a number may serve twice
 
 
 class ExamplePrefetcher:
@@ -28,8 +29,11 @@ class ExamplePrefetcher:
         return examples
 
     def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
-        """New examples for some places of the share, from numbers that no regular step uses."""
-        block = self.last_step + (step + attempt * self.last_step)
+        """New examples for some places of the share, from numbers that no regular step uses.
+
+        They do not depend on --max-steps: a run that is resumed with another one goes on as it was.
+        """
+        block = (attempt + 1) * MOST_STEPS + step
         return [self.task.train(block * self.per_step + self.share[place]) for place in places]
 
     def _submit(self, step: int) -> None:

@@ -1,6 +1,5 @@
 """What may differ between a checkpoint and the run that resumes it, and what is said about it."""
 
-import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -177,10 +176,11 @@ def check_same_shape(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
         )
 
 
-def check_nothing_trained(folder: Path, save_every: int) -> None:
+def check_nothing_trained(folder: Path, config: Config) -> None:
     """Raise ConfigError if a folder without checkpoints has the logs of a run that had some.
 
-    Also if it has files that no run wrote, and that a run would replace: a user's eval.jsonl, say.
+    Also if it has files that no run wrote, and that a run would replace: a user's eval.jsonl, say;
+    or the logs of a run with another config.
     """
     there = [name for name in (RECORD, *LOGS, SUMMARY) if (folder / name).exists()]
     if there and (not is_run(folder) or damage_of_record(folder)):
@@ -188,15 +188,16 @@ def check_nothing_trained(folder: Path, save_every: int) -> None:
             f"--resume auto: {folder} has no checkpoint, and {there[0]} that no run wrote, which "
             "this run would replace; take another folder"
         )
+    saved = Config.of(**read_record(Config, folder)) if there else config
+    if any((folder / name).exists() and (folder / name).stat().st_size for name in LOGS):
+        check_same_run(config, saved.flat(), folder)
     try:
         last = (folder / "metrics.jsonl").read_bytes().strip().rpartition(b"\n")[2]
         steps = parse_json(last)["step"] if last else 0
     except (OSError, ValueError, TypeError, KeyError):  # none, or cut off when the process died
         return
     # a run that was killed may have logged steps that it had not saved yet
-    with contextlib.suppress(ConfigError):
-        save_every = min(save_every, Config.of(**read_record(Config, folder)).run.save_every)
-    if type(steps) is int and steps > save_every:
+    if type(steps) is int and steps > min(config.run.save_every, saved.run.save_every):
         raise ConfigError(
             f"--resume auto: {folder} has metrics of {steps} steps, but no checkpoint; bring the "
             "checkpoints back, or take another folder"

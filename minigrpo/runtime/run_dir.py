@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..config import Config
 from ..learner import Learner
@@ -61,7 +61,7 @@ class RunDir:
         self.earlier_seconds = 0.0  # that the parts before a resume took; NaN: not known
         self.later: list[Path] = []  # checkpoints of later steps than the one resumed from
         self.listeners: list[Listener] = []  # of the logs, in the main process
-        self._lock: IO[str] | None = None
+        self._lock = contextlib.ExitStack()
 
     @property
     def checkpoints(self) -> Path:
@@ -100,7 +100,11 @@ class RunDir:
             listeners += start_trackers(self.config, self.path, 0 if abandons else step, warn)
             self._write_config()
             self.earlier_seconds = take_earlier_seconds(self.path, step)
-            logs.append(RunLog(self.path, warn, start_step=step, listeners=listeners))
+            run = self.config.run
+            # a last evaluation has --eval-size examples, also where there was one during the run
+            ends_here = step >= run.max_steps and run.eval_size_during < run.eval_size
+            few = run.eval_size_during if ends_here else 0
+            logs.append(RunLog(self.path, warn, start_step=step, listeners=listeners, but_of=few))
             self._set_later_aside()
 
         try:
@@ -114,8 +118,7 @@ class RunDir:
 
     def close(self) -> None:
         """Unlock the folder."""
-        if self._lock:
-            self._lock.close()
+        self._lock.close()
 
     def _make_and_lock(self) -> Path:
         shown = make_folder(self.config, self.start)
@@ -234,7 +237,7 @@ class RunDir:
                     "checkpoint; take another folder"
                 )
             elif resume:
-                resuming.check_nothing_trained(self.path, self.config.run.save_every)
+                resuming.check_nothing_trained(self.path, self.config)
             return bool(found)
 
         if not self.dist.on_main(find):

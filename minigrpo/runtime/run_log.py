@@ -27,9 +27,17 @@ class RunLog:
     """The logs in a run's folder: metrics, evaluations, samples, TensorBoard."""
 
     def __init__(
-        self, folder: Path, warn: Say, *, start_step: int, listeners: Sequence[Listener] = ()
+        self,
+        folder: Path,
+        warn: Say,
+        *,
+        start_step: int,
+        listeners: Sequence[Listener] = (),
+        but_of: int = 0,
     ) -> None:
         """`start_step` steps are done; lines of later steps, from a lost run, are dropped.
+
+        So is the evaluation at `start_step` if it was one of `but_of` examples.
 
         Raises ConfigError if a file is in the way or cannot be written.
         """
@@ -38,7 +46,8 @@ class RunLog:
         last = start_step or -1
         trouble = LogTrouble(warn)
         self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
-        self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last)
+        again = {"step": last, "n": but_of}
+        self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last, but=again)
         samples = folder / "samples.jsonl"
         self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
         drop_later_answers(folder, last)

@@ -5,6 +5,7 @@ evaluation the completions of the same held-out prompts (`held_out`), so that on
 answers to a prompt change. All lines have these keys:
 
     step, source, index, kind, prompt (and messages), truth, completion, parts, reward
+    truth: the example's answer; the truth only where a right completion equals it
     explained: what is wrong with the completion, where the task can tell
     train: advantage, prompt_tokens (their number), token_ids, tokens (their texts)
     held_out: decoding (greedy or sampled), right (1, 0, or null where that is not known)
@@ -21,6 +22,7 @@ from ..model.tokenizer import Tokenizer
 from ..types import Example, RewardTable, RolloutBatch, Task
 from .flags import ConfigError
 from .graded import Graded
+from .measures import answer_in_words, success_of
 from .run_log import NoLog, RunLog
 
 STEPS_BETWEEN = 10
@@ -38,7 +40,8 @@ def log_group(
     for record in group(batch, tokenizer, task):
         log.sample(step, record)
     example = batch.examples[0]
-    shown = [f"prompt      {example.prompt}", f"truth       {example.answer}"]
+    answer = f"{answer_in_words(success_of(task)):<11} {example.answer}"
+    shown = [f"prompt      {example.prompt}", answer]
     shown += [f"completion  {text}" for text in batch.texts[0][:SHOWN]]
     log.sample_text(step, "\n".join(f"    {line}" for line in shown))
 

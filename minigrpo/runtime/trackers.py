@@ -2,8 +2,8 @@
 
 Both have the same interface: init, log, Table, finish. Metrics keep their names in metrics.jsonl;
 those of evaluations get the prefix `eval/`, as in TensorBoard, because both have a `reward`. The
-samples of a step are a table. What the tracker raises while the run goes ends the tracking, not the
-run.
+samples of a step are a table. What the tracker refuses is lost, and the rest goes on; if it refuses
+all, the tracking ends, and not the run.
 """
 
 import importlib
@@ -24,6 +24,7 @@ from .flags import ConfigError
 NONE = "none"
 PROJECT = "minigrpo"  # unless WANDB_PROJECT or TRACKIO_PROJECT names another
 ID = "track_id"  # file in the run's folder, so that a resume continues the tracker's run
+MOST_FAILURES = 3  # in a row; then the tracking ends, because each of them may take long
 # columns of the table of samples, where a sample has them, besides its prompt and its reward parts
 COLUMNS = ("source", "decoding", "completion", "truth", "reward", "advantage", "right")
 Say = Callable[[str], object]
@@ -60,12 +61,13 @@ class Tracker:
     def __init__(self, config: Config, folder: Path, step: int, warn: Say) -> None:
         """Raises ConfigError if the tracker does not start, such as without a login."""
         name = config.run.track
-        self.name, self.warn, self.failed = name, warn, False
+        self.name, self.warn, self.failures = name, warn, 0  # failures in a row
+        self.said = set[str]()  # what kinds of records have failed
         self.rows: list[dict[str, Any]] = []  # samples of the step `rows_of`
         self.rows_of = step
         try:
             self.package = importlib.import_module(name)
-            called = _name(folder, step)
+            called = _name(folder, step, warn)
             self.run = self.package.init(
                 project=os.environ.get(f"{name.upper()}_PROJECT") or PROJECT,
                 name=called,
@@ -77,10 +79,10 @@ class Tracker:
             raise ConfigError(f"--track {name}: does not start ({reason_of(error)})") from None
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._log(step, values)
+        self._log("metrics", step, values)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        self._log(step, {f"eval/{name}": value for name, value in values.items()})
+        self._log("evaluation", step, {f"eval/{name}": value for name, value in values.items()})
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         """Keep a sample until all of its step are there: a table is logged whole."""
@@ -95,12 +97,12 @@ class Tracker:
 
     def close(self) -> None:
         self._log_samples()
-        self._try(lambda: self.package.finish())
+        self._try("end", self.rows_of, lambda: self.package.finish())
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+    def _log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if step != self.rows_of:  # trackers take steps in order
             self._log_samples()
-        self._try(lambda: self.run.log(dict(values), step=step))
+        self._try(kind, step, lambda: self.run.log(dict(values), step=step))
 
     def _log_samples(self) -> None:
         rows, self.rows = self.rows, []
@@ -108,20 +110,32 @@ class Tracker:
             return
         columns = list(dict.fromkeys(name for row in rows for name in row))
         data = [[row.get(name) for name in columns] for row in rows]
-        self._try(
-            lambda: self.run.log(
-                {"samples": self.package.Table(columns=columns, data=data)}, step=self.rows_of
-            )
-        )
 
-    def _try(self, action: Callable[[], object]) -> None:
-        if self.failed:
+        def log() -> None:
+            table = self.package.Table(columns=columns, data=data)
+            self.run.log({"samples": table}, step=self.rows_of)
+
+        self._try("samples", self.rows_of, log)
+
+    def _try(self, kind: str, step: int, action: Callable[[], object]) -> None:
+        """Have the tracker do something. A kind of record that fails is said once."""
+        if self.failures == MOST_FAILURES:
             return
         try:
             action()
+            self.failures = 0
         except (Exception, SystemExit) as error:
-            self.failed = True
-            self.warn(f"--track {self.name}: {reason_of(error)}; training continues untracked")
+            self.failures += 1
+            said = f"--track {self.name}: {kind} of step {step} not logged ({reason_of(error)})"
+            if self.failures == MOST_FAILURES:
+                self.warn(f"{said}; training continues untracked")
+            elif kind not in self.said:
+                self.warn(f"{said}; the rest is tracked, and this is not said twice")
+            self.said.add(kind)
+
+
+def _read(file: Path) -> str:
+    return file.read_text("utf-8", errors="replace") if file.is_file() else ""
 
 
 def _asked(record: Mapping[str, Any]) -> str:
@@ -129,16 +143,23 @@ def _asked(record: Mapping[str, Any]) -> str:
     return json.dumps(record["messages"]) if "messages" in record else str(record.get("prompt"))
 
 
-def _name(folder: Path, step: int) -> str:
+def _name(folder: Path, step: int, warn: Say) -> str:
     """What names this run and no other: made for one that starts, read for one that goes on.
 
-    Of the folder's name only what an id may have is kept.
+    Of the folder's name only what an id may have is kept. The file also says in which folder it
+    was written: beside its original, a copy is another run.
     """
-    file, digits = folder / ID, ""
-    if step and file.is_file():
-        digits = file.read_text(encoding="utf-8", errors="replace").strip()
+    file, found = folder / ID, ""
+    if step:
+        found = _read(file)
+    digits, _, home = found.partition("\n")
+    original = Path(home.removesuffix("\n")) / ID
+    if home and _read(original) == found and not file.samefile(original):
+        warn(f"{file}: is a copy of {original}; this run is another one in the tracker")
+        digits = ""
     if not re.fullmatch("[0-9a-f]{8}", digits):
         digits = uuid4().hex[:8]
-        write_whole(file, lambda aside: aside.write_text(digits))
+    if (text := f"{digits}\n{folder}\n") != found:
+        write_whole(file, lambda aside: aside.write_text(text, "utf-8"))
     shown = re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
     return f"{shown}-{digits}"

@@ -80,10 +80,12 @@ def _load(code: str, setup: str) -> dict[str, Any]:
 def _answer(requests: int, replies: int, namespace: dict[str, Any], names: list[str]) -> None:
     """Send the values of some names, then answer requests."""
     objects: list[Any] = []
+    places: dict[int, int] = {}  # by id, which is that of one object as long as it is kept
 
     def refer(value: Any) -> Any:
-        objects.append(value)
-        return {"object": len(objects) - 1}
+        if (place := places.setdefault(id(value), len(objects))) == len(objects):
+            objects.append(value)
+        return {"object": place}
 
     def resolve(name: str, payload: Any) -> Any:
         if name == "object":
@@ -91,7 +93,9 @@ def _answer(requests: int, replies: int, namespace: dict[str, Any], names: list[
         if name == "library":
             return wire.find(*payload)
         code, defaults = payload  # a function of the tests
-        return FunctionType(marshal.loads(bytes.fromhex(code)), namespace, None, tuple(defaults))
+        function = FunctionType(marshal.loads(bytes.fromhex(code)), namespace)
+        function.__defaults__, function.__kwdefaults__ = wire.decode(defaults, resolve)
+        return function
 
     known = {name: wire.encode(namespace[name], refer) for name in names if name in namespace}
     wire.send(replies, known)

@@ -32,6 +32,8 @@ class Channel:
         """The descriptors of two pipes: to write to, and to read from."""
         self.requests, self.replies = requests, replies
         self.broken = False  # the candidate has ended, or sends what is no reply
+        self.refused = False  # an argument could not cross, so that the candidate was not asked
+        self.objects: dict[int, Remote] = {}  # so that one object is one stand-in
 
     def load(self, code: str, setup: str, names: set[str], cpu_s: int) -> dict[str, Any]:
         """Have the candidate run its code; return those of some names that it then defines."""
@@ -42,7 +44,11 @@ class Channel:
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Have the candidate do something; return the value. Raises what the candidate raised."""
         # before anything is sent: an argument that cannot cross breaks nothing
-        request = [operation, *(wire.encode(x, _refer) for x in arguments)]
+        try:
+            request = [operation, *(wire.encode(x, _refer) for x in arguments)]
+        except Exception:
+            self.refused = True  # a test may expect an error: it would take this one for it
+            raise
         reply = self._exchange(request)
         try:
             if "error" not in reply:
@@ -71,7 +77,7 @@ class Channel:
     def _resolve(self, name: str, payload: Any) -> "Remote":
         if name != "object" or type(payload) is not int:
             raise ValueError("not a value")
-        return Remote(self, payload)
+        return self.objects.setdefault(payload, Remote(self, payload))
 
 
 class Remote:
@@ -129,7 +135,7 @@ def _refer(value: Any) -> Any:
     if path[0] in sys.stdlib_module_names and wire.find(*path) is value:  # len, str.upper, math.gcd
         return {"library": path}
     if type(value) is FunctionType and not value.__code__.co_freevars:
-        defaults = wire.encode(list(value.__defaults__ or ()), _refer)
+        defaults = wire.encode([value.__defaults__, value.__kwdefaults__], _refer)
         return {"function": [marshal.dumps(value.__code__).hex(), defaults]}
     raise TypeError(f"a test may not pass a {type(value).__name__} to the candidate")
 
@@ -191,8 +197,9 @@ def run_tests(
     if not _passes(ast.Module(own, []), namespace):
         return
     for tree in trees.tests:
+        channel.refused = False
         passed = not channel.broken and tree is not None and _passes(tree, namespace)
-        yield passed and not channel.broken
+        yield passed and not (channel.broken or channel.refused)
 
 
 def _passes(tree: ast.Module, namespace: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ from rich.progress import (
 from ..runtime.files import lock_file
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
-from ..runtime.outputs import check_output_file, one_line
+from ..runtime.outputs import check_is_not_read, check_output_file, one_line
 from ..runtime.text import parse_json
 from ..tasks.best_move import MATE, PROMPT_PREFIX, write
 from ..tasks.chess_env import ChessEnv
@@ -82,6 +82,7 @@ class Arguments:
         if self.workers > MOST_WORKERS:
             raise ConfigError(f"--workers must be at most {MOST_WORKERS}, got {self.workers}")
         check_output_file("--out", self.out, (".jsonl",))
+        check_is_not_read("--out", self.out, [self.positions])
 
     @property
     def limit(self) -> chess.engine.Limit:

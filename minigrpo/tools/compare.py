@@ -18,7 +18,7 @@ import tyro
 from ..runtime.files import to_json
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
-from ..runtime.measures import SAMPLED, in_words
+from ..runtime.measures import SAMPLED, answer_in_words, in_words
 from ..runtime.outputs import check_output_file, write_output
 from ..runtime.text import printable
 from . import curve_tables, curves
@@ -155,7 +155,7 @@ def show_example(screen: Screen, pair: Pair, i: int) -> None:
     first, second = pair.first.answers[i], pair.second.answers[i]
     for name, text in (
         ("prompt", first.get("prompt")),
-        ("truth", first.get("truth")),
+        (answer_in_words(pair.first.data.success), first.get("truth")),
         (pair.first.name, first.get("completion")),
         (pair.second.name, second.get("completion")),
     ):

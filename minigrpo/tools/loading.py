@@ -16,6 +16,7 @@ from ..runtime.build import make_task, make_tokenizer, match_vocab
 from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.origins import check_tokenizer_of_run, other_files
+from ..runtime.outputs import check_is_not_read
 from ..runtime.settings import is_run, places, read_record
 from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, warn_of_other_tokenizer, with_own_tokenizer
@@ -141,10 +142,7 @@ def check_is_no_input(name: str, path: Path, selection: ModelSelection) -> None:
     config = config_of(selection)
     task, model = config.task, config.model
     read = [selection.run, *task.data.split(","), task.rewards, task.name, task.student]
-    for source in (*read, model.tokenizer, model.chat_template):
-        file = Path(source.strip())
-        if source and file.is_file() and path.exists() and path.samefile(file):
-            raise ConfigError(f"{name} {path}: is a file that this command reads; take another")
+    check_is_not_read(name, path, (*read, model.tokenizer, model.chat_template))
 
 
 def _check(selection: ModelSelection, files: Mapping[str, Sequence[str]]) -> None:

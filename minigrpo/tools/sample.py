@@ -23,7 +23,7 @@ from ..rewards import RewardScorer
 from ..runtime.build import make_token_scoring
 from ..runtime.flags import ConfigError, flag, parse, shown
 from ..runtime.logging import Screen
-from ..runtime.measures import EXACT
+from ..runtime.measures import EXACT, answer_in_words
 from ..runtime.rng import uniforms
 from ..runtime.text import has_lone_surrogate
 from ..sampling.generate import SamplingParams
@@ -161,8 +161,8 @@ def right_texts(
     *,
     temperature: float,
     screen: Screen,
-) -> list[set[str]]:
-    """The right completions of each example: by the success of the run, else its true answer.
+) -> tuple[str, list[set[str]]]:
+    """The success of the run, and by it the right completions of each example.
 
     Of --rewards only the function that is the success is asked.
     """
@@ -176,24 +176,30 @@ def right_texts(
         token_scoring=make_token_scoring(config, sampler.tokenizer, sampler.model.device, warn),
     )
     if scorer.success == EXACT:
-        return [{example.answer} for example in examples]
+        return EXACT, [{example.answer} for example in examples]
     with closing(scorer):
         table = scorer.submit(examples, texts).result()
         table = scorer.with_token_parts(table, examples, texts, completions, temperature)
     right = table.parts[scorer.success] == 1
-    return [set(compress(*row)) for row in zip(texts, right, strict=True)]
+    return scorer.success, [set(compress(*row)) for row in zip(texts, right, strict=True)]
 
 
 def show(
-    console: Console, example: Example, texts: Sequence[str], right: set[str], *, boards: bool
+    console: Console,
+    example: Example,
+    texts: Sequence[str],
+    right: set[str],
+    *,
+    answer: str,
+    boards: bool,
 ) -> None:
-    """Print a prompt, its true answer, and each distinct completion with its count."""
+    """Print a prompt, its answer, called `answer`, and each distinct completion with its count."""
     kind = f"   ({example.kind})" if example.kind else ""
     console.print(Text(f"prompt      {plain(example.prompt)}{kind}"))
-    console.print(Text(f"truth       {plain(example.answer)}"))
+    console.print(Text(f"{answer:<11} {plain(example.answer)}"))
     for text, count in Counter(texts).most_common():
         is_right, is_exact = text in right, text == example.answer
-        verdict = "exact" if is_exact else "right" if is_right else "wrong"
+        verdict = "wrong" if not is_right else "exact" if is_exact else "right"
         colour = "green" if is_right else "red"
         line = Text(f"completion  {plain(text)}").append(f"   {verdict}", style=f"bold {colour}")
         console.print(line.append(f"   {count} of {len(texts)}" if len(texts) > 1 else ""))
@@ -236,11 +242,11 @@ def run(arguments: Arguments) -> None:
         texts = [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
         params = loaded.config.sampling if arguments.n else GREEDY
         asked = loaded, examples, Completions.join(parts), texts
-        right = right_texts(*asked, temperature=params.temperature, screen=screen)
+        success, right = right_texts(*asked, temperature=params.temperature, screen=screen)
     screen.say(f"{loaded.name}, {how(arguments.n, loaded.config)}\n")
-    boards = isinstance(loaded.task, ChessEnv)
+    answer, boards = answer_in_words(success), isinstance(loaded.task, ChessEnv)
     for example, group, found in zip(examples, texts, right, strict=True):
-        show(screen.console, example, group, found, boards=boards)
+        show(screen.console, example, group, found, answer=answer, boards=boards)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,10 @@ const plain = (x) => (x === null ? "?" : String(Math.round(x * 1000) / 1000));
 const many = (n, what) => n + " " + what + (n === 1 ? "" : "s");
 const chip = (text, kind) => el("span", { className: "chip " + (kind || "") }, text);
 
+let answer = "truth"; // what the answers of the run that is shown are called
+
 function asked(one) {
-  const rows = [["prompt", one.prompt], ["truth", one.truth]];
+  const rows = [["prompt", one.prompt], [answer, one.truth]];
   if (one.kind) rows.push(["kind", one.kind]);
   return el("dl", { className: "asked" }, ...rows.filter(([, text]) => text).flatMap(
     ([name, text]) => [el("dt", {}, name), el("dd", { className: "mono text" }, text)]));
@@ -360,6 +362,7 @@ function course(prompt, name) {
 }
 
 function showSamples(run) {
+  answer = run.answer;
   const kind = (items) => ["kind", [ALL, ...kindsOf(items)], (item, x) => x === ALL || item.kind === x];
   browser($("train"), "step", run.train, [kind(run.train)], (group) => "step " + group.step,
     (group) => showGroup(group, run.pieces));

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...runtime.answers import ANSWERS
 from ...runtime.flags import ConfigError
+from ...runtime.measures import answer_in_words
 from ..curve_tables import names_of
 from ..diagnosis import NOTES, RULES, diagnose, not_judged
 from ..records import is_number, read_lines
@@ -109,7 +110,8 @@ def _named(run: RunData, name: str) -> RunData:
 
 
 def _samples(source: Source, num_runs: int) -> dict[str, Any]:
-    return samples(source.folder, source.notices.append, ROOM // num_runs)
+    found = samples(source.folder, source.notices.append, ROOM // num_runs)
+    return {"answer": answer_in_words(source.run.success), **found}
 
 
 def evaluated(source: Source) -> Answers | None:
