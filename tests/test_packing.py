@@ -138,7 +138,8 @@ def test_chunks_have_the_log_probs_and_entropies_of_all_at_once(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     # blocks of 20 slopes, and one of 17, which is rounded up to 18
-    assert block_size(1, 80, 8) == block_size(4, 80, 8) == 20 and round_number(17) == 18
+    assert [block_size(chunk, 80, 8, "cpu") for chunk in (1, 4, 7, 100)] == [20, 20, 14, 100]
+    assert round_number(17) == 18
     hidden, head = (
         torch.randn(n, 80, generator=generator, dtype=torch.float64, requires_grad=True)
         for n in (37, VOCAB)

@@ -29,13 +29,13 @@ def chunk_size(vocab_size: int, device: str) -> int:
     return min(CHUNK, max(SMALLEST_CHUNK, MAX_LOGITS[device] // vocab_size))
 
 
-def block_size(chunk: int, width: int, size: int) -> int:
-    """Tokens whose slopes are in memory at once, a multiple of `chunk`; `size` is a slope's bytes.
+def block_size(chunk: int, width: int, size: int, device: str) -> int:
+    """Tokens whose slopes, of `size` bytes each, are in memory at once, for a head `[V, width]`.
 
-    Each block makes a whole gradient of the head, `[V, width]`. The slopes of so many tokens take
-    half the memory of that gradient in float32.
+    Each block makes a whole gradient of the head. On a CPU, where chunks are small, a block is a
+    multiple of `chunk` whose slopes take at most half the memory of that gradient in float32.
     """
-    return max(1, 2 * width // size // chunk) * chunk
+    return max(1, 2 * width // size // chunk) * chunk if device == "cpu" else chunk
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -110,7 +110,8 @@ class _Chunked(torch.autograd.Function):
         hidden, head, _, lse = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), None
         learns = ctx.needs_input_grad[1]  # not a head that is frozen under adapters
-        rows = block_size(ctx.chunk, head.shape[1], head.element_size()) if learns else ctx.chunk
+        (_, width), kind = head.shape, head.device.type
+        rows = block_size(ctx.chunk, width, head.itemsize, kind) if learns else ctx.chunk
         all_slopes = hidden.new_empty(round_number(min(rows, len(hidden))), len(head))
         by = product if by_onednn(all_slopes, head) else F.linear
         for block in _parts(len(hidden), rows):

@@ -215,7 +215,7 @@ class StepMemory:
         chunk = chunk_size(shape.vocab_size, self.device)
         size = LOW if self.config.speed.use_amp else FLOAT
         trained = bool(self.weights.head_gradient)
-        block = block_size(chunk, shape.width, size) if trained else chunk
+        block = block_size(chunk, shape.width, size, self.device) if trained else chunk
         # the slopes of a block, and, of each block but the first, a second gradient of the head
         rows = min(block, tokens) + shape.width * trained * (tokens > block)
         chunk_logits = FLOAT * min(chunk, tokens)
