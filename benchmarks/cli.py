@@ -18,6 +18,7 @@ from minigrpo.runtime.outputs import (
 
 from .code import Code
 from .gap import Gap
+from .groups import Groups
 from .length import Length
 from .memory import Memory
 from .peers import Peers
@@ -51,6 +52,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "peers": Peers,
     "length": Length,
     "gap": Gap,
+    "groups": Groups,
 }
 
 

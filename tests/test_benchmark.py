@@ -489,6 +489,23 @@ def test_gap_measures_each_precision_with_each_packing(
     assert not list(tmp_path.glob("runs*"))
 
 
+def test_groups_run_the_same_completions_with_each_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = "--group-sizes 2 4 --prompts 2 --repeats 1 --json groups.json".split()
+    cli.main(["groups", "--tasks", "hidden-digit", *sizes])
+    rows = json.loads(Path("groups.json").read_text())["rows"]
+    assert [row["group_size"] for row in rows] == [2, 2, 2, 4, 4, 4]
+    for group in rows[:3], rows[3:]:
+        tokens = {row["packing"]: row["tokens"] for row in group}
+        assert tokens["repeated"] > tokens["shared-prompt"] >= tokens["prefix-tree"] > 0
+        assert all(row["share"] == row["tokens"] / tokens["repeated"] for row in group)
+        assert group[0]["verdict"] == "" and "x" in group[2]["verdict"]
+    assert rows[3]["tokens"] > rows[0]["tokens"]
+    assert not list(tmp_path.glob("runs*"))
+
+
 def test_rows_run_one_after_the_other_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
