@@ -25,6 +25,7 @@ from .plan import Plan
 from .precision import Precision
 from .report import RESULTS
 from .rewards import Rewards
+from .rollout import Rollout
 from .scaling import Scaling
 from .steps import Steps
 
@@ -51,6 +52,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "peers": Peers,
     "length": Length,
     "gap": Gap,
+    "rollout": Rollout,
 }
 
 

@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {
     "share_prompt_kv": False,
     "cuda_graphs": False,
     "low_precision_weights": False,
-    "speculative_decoding": False,
+    "speculate": "none",
     "fused_optimizer": False,
     "parallel_rewards": False,
     "overlap_rewards": False,
@@ -71,7 +71,7 @@ LAYERS = (
     Layer("zero-variance groups skipped", {"skip_zero_variance_groups": True}),
     Layer("shared-prompt packing", {"packing": "shared-prompt"}),
     Layer("shared prompt KV", {"share_prompt_kv": True}, not_kept_on=EVERYWHERE),
-    Layer("speculative decoding", {"speculative_decoding": True}),
+    Layer("speculative decoding", {"speculate": "auto"}),
     Layer("prefix-tree packing", {"packing": "prefix-tree"}),
     Layer("TF32", {"use_tf32": True}, needs_cuda=True),
     # not kept on CPU, so that the rows below sample the same completions as grpo.py

@@ -256,7 +256,7 @@ def _measure(
 ) -> tuple[dict[str, Any], list[tuple[float, float, str]]]:
     """A row, and the memory over time of one step; a row that runs out of memory says so."""
     sampler, flags = WAYS[way]
-    changes = {"chunked_logprobs": chunked, "speculative_decoding": False}
+    changes = {"chunked_logprobs": chunked, "speculate": "none"}
     config = work.config.replace(**flags, **changes, learning_rate=FROZEN_LR)
     row: dict[str, Any] = {
         "name": way,

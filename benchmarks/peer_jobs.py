@@ -48,7 +48,7 @@ class Job:
 LARGE: Settings = {  # every way; a few steps on random text: there is nothing to compare after them
     "ways": tuple(WAYS),
     # no true answer is known that completions resemble, so nothing is worth proposing
-    "flags": {"chunked_logprobs": True, "speculative_decoding": False},
+    "flags": {"chunked_logprobs": True, "speculate": "none"},
     "steps": 4,
     "probe_steps": 2,
     "warm_up": 1,

@@ -129,6 +129,10 @@ def _of_tasks() -> str:
 def _old_names() -> str:
     rows = []
     for old, now in NAMES.items():
+        if now.kinds == (bool,):
+            values = {flag(old): now.value(True), flag(f"no_{old}"): now.value(False)}
+            rows += [f"| `{on}` | `{flag(now.name)} {x}` |" for on, x in values.items()]
+            continue
         changed = now.value(SAMPLE) != SAMPLE
         before, after = (f" {SAMPLE}", f" {now.value(SAMPLE)}") if changed else ("", "")
         rows.append(f"| `{flag(old)}{before}` | `{flag(now.name)}{after}` |")

@@ -195,10 +195,10 @@ class SpeedConfig(Group):
     """What runs only once: nothing, each prompt and distinct completion, or each prefix."""
     kv_cache: bool = True
     """Cache keys and values while sampling."""
-    speculative_decoding: bool = True
-    """Propose tokens from the known answer while sampling: same tokens, fewer rounds."""
-    num_speculative_tokens: Few = 7
-    """Tokens proposed per completion and decoding round."""
+    speculate: str = "auto"
+    """Propose tokens while sampling, from auto, none, or any of answer,siblings,lookup."""
+    num_speculative_tokens: Few = 15
+    """Tokens proposed per completion and decoding round, at most."""
     cuda_graphs: bool = False
     """Capture decoding rounds as CUDA graphs, and replay them."""
     fused_optimizer: bool = True

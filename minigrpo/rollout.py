@@ -25,7 +25,7 @@ from .runtime.logging import PhaseTimer
 from .runtime.loss_arguments import FLOAT32_UP_TO, LARGEST_REWARD
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
-from .runtime.rollout_metrics import has_ended, has_zero_variance
+from .runtime.rollout_metrics import decoding_metrics, has_ended, has_zero_variance
 from .sampling.generate import SamplingParams
 from .sampling.sampler import Sampler
 from .types import Completions, Example, RewardTable, RolloutBatch
@@ -105,7 +105,7 @@ class RolloutBatches:
             advantages=self._advantages(rollout, rewards, ref_logp, step),
             ref_logp=ref_logp,
             loss_mask=has_ended(rollout.completions, stops) if mask_overlong else None,
-            metrics=metrics | self._work(),
+            metrics=metrics | decoding_metrics(self.sampler.work, self.sampler.sources),
         )
 
     # --- sampling and scoring -------------------------------------------------------------------
@@ -217,15 +217,6 @@ class RolloutBatches:
         except ValueError as error:  # a negative reward with --scale mean; all processes see it
             raise ConfigError(str(error)) from None
         return everyone[self.dist.rank * share :][:share]
-
-    def _work(self) -> dict[str, float]:
-        """Decoding rounds of the batch and per completion, and the tokens that the model ran."""
-        work = self.sampler.work
-        return {
-            "rollout/rounds": float(work["rounds"]),
-            "rollout/rounds_each": work["row_rounds"] / max(1, work["rows"]),
-            "rollout/tokens": float(work["tokens"]),
-        }
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:

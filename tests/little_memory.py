@@ -33,7 +33,7 @@ def little_memory(mib: int) -> Iterator[None]:
 def main(folder: Path) -> None:
     sizes = {"prompts_per_step": 8, "group_size": 16, "max_new_tokens": 16, "width": 128}
     # no reward threads: the stack of a thread needs address space
-    trainer = make_trainer(folder, parallel_rewards=False, speculative_decoding=False, **sizes)
+    trainer = make_trainer(folder, parallel_rewards=False, speculate="none", **sizes)
     learner, backoffs = trainer.learner, trainer.sampler.backoffs
     sizes_found = {}
     with little_memory(ROLLOUT_MIB):

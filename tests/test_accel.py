@@ -206,10 +206,7 @@ def test_fast_turns_on_what_helps_here_but_not_what_is_given(
     here = Situation(config, torch.device("cpu"), 1, shape, ChessEnv(0))
     announce.introduce(Screen(), here, 10, {})
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculative-decoding"
-        in said
-    )
+    assert "--fast on cpu with bfloat16: --packing prefix-tree --kv-cache --speculate auto" in said
 
 
 def test_profile_writes_a_trace_with_the_phases_named(tmp_path: Path) -> None:
@@ -349,8 +346,7 @@ def test_captured_rounds_follow_the_guard_to_float32_and_shrink_when_memory_is_s
 
     monkeypatch.setattr(KVCache, "resize", small)
     trainer = Trainer(
-        options_of(tmp_path / "small", cuda_graphs=True, speculative_decoding=False, group_size=8),
-        quiet=True,
+        options_of(tmp_path / "small", cuda_graphs=True, speculate="none", group_size=8), quiet=True
     )
     batch = trainer.source.batch(0)
     assert len(batch) == 4 and capacities[0] == 32 and trainer.sampler.backoffs[8].size == 2

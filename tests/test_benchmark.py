@@ -71,7 +71,7 @@ def test_the_step_of_grpo_py_is_the_librarys_step(options: dict[str, object]) ->
     plain = {**PLAIN, "learning_rate": 1e-30}
     fast = plain | {
         "packing": "prefix-tree",
-        "speculative_decoding": True,
+        "speculate": "auto",
         "skip_zero_variance_groups": True,
     }
     theirs = GrpoPyStep(work.config.replace(**plain), work)

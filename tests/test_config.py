@@ -219,7 +219,8 @@ def test_several_files_are_laid_over_each_other(tmp_path: Path) -> None:
     [
         (["--layout", "repeated"], {"packing": "repeated"}),
         (["--layout=shared"], {"packing": "shared-prompt"}),
-        (["--no-draft-answers"], {"speculative_decoding": False}),
+        (["--no-draft-answers"], {"speculate": "none"}),
+        (["--no-speculative-decoding"], {"speculate": "none"}),
         (["--draft-window", "5"], {"num_speculative_tokens": 4}),
         (["--no-skip-dead-groups"], {"skip_zero_variance_groups": False}),
         (["--resample-dead-groups", "2"], {"dynamic_sampling": 2}),

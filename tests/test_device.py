@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {
         "packing": "repeated",
         "kv_cache": False,
-        "speculative_decoding": False,
+        "speculate": "none",
         "num_iterations": 2,
         "loss": "gspo",
     },

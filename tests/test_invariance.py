@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "packing": "repeated",
     },
     "no cache": {"kv_cache": False},
-    "no drafts": {"speculative_decoding": False},
+    "no drafts": {"speculate": "none"},
     "rollout batches of 1": {"rollout_batch_size": 1},
     "serial rewards": {"parallel_rewards": False},
     "overlapped rewards": {"overlap_rewards": True, "rollout_batch_size": 2},
@@ -344,7 +344,7 @@ def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:
         "plain": {
             "packing": "repeated",
             "kv_cache": False,
-            "speculative_decoding": False,
+            "speculate": "none",
             "micro_batch_size": 1,
         },
         "fast": {

@@ -76,6 +76,11 @@ FLAGS = {
     "a file name with a line break": (["--config", "a\nb"], "no such file or preset"),
     "a file name with a NUL byte": (["--config", "a\0b.toml"], "--config a\\x00b.toml: cannot be"),
     "short flag": (["-c", "x"], "'-c' belongs to no flag"),
+    "sources": (
+        ["--speculate", "answer,oracle"],
+        "--speculate must be auto, none or a comma-separated list of answer, siblings, lookup, "
+        "history, got 'oracle'",
+    ),
     "an old name": (
         ["--draft-window", "0"],
         "--draft-window 0: --num-speculative-tokens must be at least 0 and at most 1024, got -1",

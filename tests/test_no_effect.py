@@ -104,10 +104,8 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "use_tf32": [({"use_tf32": True}, {"device": CUDA})],
     "onednn": [({"onednn": False, "device": CUDA}, {"device": CPU})],
     "num_speculative_tokens": [
-        (
-            {"num_speculative_tokens": 3, "speculative_decoding": False},
-            {"speculative_decoding": True},
-        )
+        ({"num_speculative_tokens": 3, "speculate": "none"}, {"speculate": "auto"}),
+        ({**SUPERVISED, "num_speculative_tokens": 3}, {"loss": "grpo"}),
     ],
     "skip_zero_variance_groups": [
         ({"skip_zero_variance_groups": False, "kl_coef": 0.1}, {"kl_coef": 0.0}),
@@ -196,7 +194,7 @@ ALWAYS = {
     "compile_model": "every run updates",
     "packing": "also with --loss nll, which attends by other code with each packing",
     "kv_cache": "evaluations sample too",
-    "speculative_decoding": "evaluations sample too, and uncached rounds get fewer as well",
+    "speculate": "evaluations sample too, and uncached rounds get fewer as well",
     "cuda_graphs": "on CPU it is slower, and a warning says so; without a cache it is an error",
     "fused_optimizer": "CPU and CUDA have a fused AdamW",
     "parallel_rewards": "evaluations are scored too",

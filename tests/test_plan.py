@@ -60,7 +60,7 @@ PRETENDED = Rates(
 
 def job(**settings: Any) -> Config:
     sizes = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 8, "init_from": "scratch"}
-    return Config.of(**{**sizes, "speculative_decoding": False, **settings})
+    return Config.of(**{**sizes, "speculate": "none", **settings})
 
 
 def counts_of(config: Config) -> StepCounts:
@@ -97,8 +97,8 @@ def test_rounds_propose_less_and_less_if_nothing_is_accepted() -> None:
     # round 1 proposes, the next after a pause of 8 is round 10, the next after one of 16 round 27
     found = [rounds_that_propose(rounds) for rounds in (0, 1, 9, 10, 26, 27)]
     assert found == [0, 1, 1, 2, 2, 3]
-    proposed = counts_of(job(speculative_decoding=True)).decoded - counts_of(job()).decoded
-    assert proposed == 12 * 1 * 7
+    proposed = counts_of(job(speculate="auto")).decoded - counts_of(job()).decoded
+    assert proposed == 12 * 1
 
 
 @pytest.mark.parametrize("packing", list(PACKINGS))
@@ -138,8 +138,8 @@ def test_memory_of_a_step_by_hand() -> None:
     weights = 4 * SHAPE.num_parameters
     assert found["weights"] == found["gradients"] == found["reference"] == weights
     assert found["Adam"] == 2 * weights
-    # keys and values of 12 slots: the prompt, 8 new tokens, 7 proposals and one more
-    assert found["KV cache"] == 2 * 2 * 8 * 4 * 12 * (10 + 16)
+    # keys and values of 12 slots: the prompt, 8 new tokens, 15 proposals and one more
+    assert found["KV cache"] == 2 * 2 * 8 * 4 * 12 * (10 + 24)
     # a round runs 12 tokens, the prompts 40; 4 copies of the logits
     assert found["decoding round"] == 4 * (12 * 8 * 40 + 4 * 12 * 50)
     assert found["logits"] == 3.5 * 4 * 60 * 50
@@ -247,7 +247,7 @@ def test_seconds_are_the_sums_of_their_parts() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_decoding": True},
+        {"speculate": "auto"},
         {"packing": "repeated", "kv_cache": False, "use_amp": True, "low_precision_weights": True},
         {"gradient_checkpointing": True, "chunked_logprobs": True, "share_prompt_kv": True},
         {"loss": "nll"},
@@ -260,7 +260,7 @@ def test_every_kind_of_step_is_probed(
     monkeypatch.setattr(rates, "MOST_PARAMETERS", 1 << 11)
     config = job(**settings)
     counts = counts_of(config)
-    if config.speed.speculative_decoding:
+    if config.speed.speculate == "auto":
         counts = replace(counts, window=8)
     probe = Probe(config, SHAPE, load_tokenizer("chess"), CPU)
     found = probe.rates(counts, made_up_completions(counts, SHAPE.vocab_size))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..model.architectures import shape_from_scratch
 from .flags import ConfigError, flag, shown
+from .speculation import parse_sources
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -84,6 +85,7 @@ def check(c: "Config", spec: "LossSpec") -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     c.task.weights()
+    parse_sources(c.speed.speculate)
 
 
 def check_divides(name: str, size: int, prompts: int, of_what: str) -> None:

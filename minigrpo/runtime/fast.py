@@ -16,7 +16,7 @@ FLOAT16: Capability = (7, 0)  # Volta, the first tensor cores; below, float16 is
 ALWAYS = {
     "packing": "prefix-tree",
     "kv_cache": True,
-    "speculative_decoding": True,
+    "speculate": "auto",
     "fused_optimizer": True,
     "skip_zero_variance_groups": True,
 }

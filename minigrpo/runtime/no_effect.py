@@ -20,6 +20,7 @@ from ..tasks.chess_files import WANTED as CHESS_TASKS
 from ..types import Task
 from .fast import BFLOAT16_AND_TF32, LAYERS, cuda_capability, device_kind
 from .flags import flag
+from .speculation import NONE
 
 FIRST_EXAMPLES = 16  # that show whether a user's task has messages
 MOVES_IN_PROMPTS = (".pgn", ".pgn.gz")  # data from which chess prompts are made, with their history
@@ -201,7 +202,8 @@ TABLE: dict[str, Row] = {
         (lambda s: not onednn_is_faster(), "this CPU has no AVX-512, or is Intel's"),
     ),
     "num_speculative_tokens": (
-        (lambda s: not s.config.speed.speculative_decoding, "--no-speculative-decoding"),
+        SAMPLES_NOTHING,
+        (lambda s: s.config.speed.speculate == NONE, "--speculate none"),
     ),
     "skip_zero_variance_groups": (
         (lambda s: s.supervised, "--loss nll has no groups"),

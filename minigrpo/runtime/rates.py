@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +25,7 @@ from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..sampling.drafts import ProposalPauses
+from ..sampling.drafts import Texts
 from ..sampling.params import SamplingParams
 from ..sampling.running import RunningSequences
 from ..sampling.sampler import Sampler
@@ -64,10 +65,16 @@ class Rates:
 Work = Callable[[int], Callable[[], object]]  # work of a size, to be timed
 
 
-class AlwaysProposes(ProposalPauses):
+@dataclass
+class AlwaysProposes:
     """Random models accept no proposals, but rounds that propose must be timed."""
 
-    def update(self, rounds: int, tokens_per_sequence: float, *, proposed: bool) -> None: ...
+    max_tokens: int
+
+    def update(self, texts: Texts, numbers: np.ndarray, *of_round: object) -> np.ndarray:
+        return np.zeros((len(numbers), self.max_tokens), dtype=np.int64)
+
+    def wake(self) -> None: ...
 
 
 class Probe:
@@ -267,26 +274,23 @@ class Probe:
         length, device = done + (ROUNDS + 2) * window, self.device
         prompt_len = torch.tensor([max(1, round(counts.prompt_len))], device=device)
         prompt_ids = torch.zeros(1, int(prompt_len), dtype=torch.int64, device=device)
-        sampling = self.config.sampling
         sequences = RunningSequences(
             slots,
             1,
             max_new_tokens=length,
             stops=(),
-            params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
+            params=SamplingParams.of(self.config.sampling),
             u=torch.rand(slots, 1, length, device=device),
-            drafts=prompt_ids.expand(slots, -1) if window > 1 else None,
-            num_speculative_tokens=window - 1,
+            proposer=AlwaysProposes(window - 1) if window > 1 else None,
             device=device,
         )
-        sequences.pauses = AlwaysProposes()
         with torch.no_grad(), self._autocast():
-            decoder = sampler.decoder(sampler.low_precision, length + window)
+            decoder = sampler.decoder(sampler.low_precision, sequences.width)
             decoder.prefill(prompt_ids, prompt_len, slots)
 
         def run() -> None:
             sequences.lengths.fill_(done)
-            sequences.length_bound = done
+            sequences.update_slots(decoder)  # so that the first round has proposals, too
             with torch.no_grad(), self._autocast():
                 for _ in range(ROUNDS):
                     sequences.accept(decoder.step(*sequences.next_inputs()))

@@ -13,6 +13,7 @@ class Renamed:
 
     name: str
     value: Callable[[Any], Any] = lambda value: value
+    kinds: tuple[type, ...] = ()  # types of the old values; (): those of the current ones
 
 
 def _one_less(window: Any) -> Any:
@@ -20,9 +21,15 @@ def _one_less(window: Any) -> Any:
     return window - 1 if type(window) is int else window
 
 
+def _auto_or_none(on: Any) -> Any:
+    """Proposals were on or off. What is neither stays, to be refused."""
+    return {True: "auto", False: "none"}[on] if type(on) is bool else on
+
+
 NAMES = {
     "layout": Renamed("packing"),
-    "draft_answers": Renamed("speculative_decoding"),
+    "draft_answers": Renamed("speculate", _auto_or_none, (bool,)),
+    "speculative_decoding": Renamed("speculate", _auto_or_none, (bool,)),
     "draft_window": Renamed("num_speculative_tokens", _one_less),
     "skip_dead_groups": Renamed("skip_zero_variance_groups"),
     "resample_dead_groups": Renamed("dynamic_sampling"),

@@ -14,6 +14,7 @@ from .flags import ConfigError, flag
 from .folder import LOGS
 from .renamed import modern
 from .settings import RECORD, is_run, places, read_record
+from .speculation import NONE
 from .summary import SUMMARY
 from .text import parse_json
 
@@ -36,7 +37,7 @@ LIBRARY = Path(__file__).parent.parent
 ONLY_WITH = {
     "amp_dtype": "use_amp",
     "low_precision_weights": "use_amp",
-    "num_speculative_tokens": "speculative_decoding",
+    "num_speculative_tokens": "speculate",
 }
 
 
@@ -248,7 +249,7 @@ def may_differ(name: str) -> bool:
 def changes_bits(name: str, config: Config, saved: Mapping[str, Any]) -> bool:
     """Whether a setting that may differ is one that changes results, if only by rounding."""
     needs = ONLY_WITH.get(name)
-    if needs and not (config.flat()[needs] or modern(saved).get(needs)):
+    if needs and {config.flat()[needs], modern(saved).get(needs)} <= {False, None, NONE}:
         return False
     in_group = places(Config)[name][0] in ("speed", "memory") and name not in SAME_BITS
     return in_group or name == "max_steps"

@@ -1,7 +1,7 @@
 """The metrics of a batch of completions, before the processes' are combined."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -39,6 +39,22 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, fl
         **values,
         **batch.metrics,
     }
+
+
+def decoding_metrics(work: Mapping[str, int], sources: Collection[str]) -> dict[str, float]:
+    """What decoding took: the counts of `generate_parts`, by round and by source of proposals."""
+    row_rounds = max(1, work["row_rounds"])
+    found = {
+        "rollout/rounds": float(work["rounds"]),
+        "rollout/rounds_each": work["row_rounds"] / max(1, work["rows"]),
+        "rollout/tokens": float(work["tokens"]),
+        "rollout/kept_per_round": work["kept"] / row_rounds,
+    }
+    for source in sources:
+        accepted = work[f"accepted/{source}"]
+        found[f"speculation/{source}/accepted"] = accepted / max(1, work[f"proposed/{source}"])
+        found[f"speculation/{source}/kept_per_round"] = accepted / row_rounds
+    return found
 
 
 def mean_of(scores: np.ndarray) -> float:

@@ -56,7 +56,7 @@ def kinds(config: type) -> dict[str, tuple[type, ...]]:
         hint = typing.get_type_hints(groups[group])[field]
         options = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
         found[name] = tuple(str if typing.get_args(x) else x for x in options)
-    return found | {old: found[now.name] for old, now in NAMES.items()}
+    return found | {old: now.kinds or found[now.name] for old, now in NAMES.items()}
 
 
 def current(config: type, settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:

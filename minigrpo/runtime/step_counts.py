@@ -13,8 +13,9 @@ import torch
 from ..config import Config
 from ..model.packed_attention import Packing, SharedPrefixPacking
 from ..model.packing import PACKINGS
-from ..sampling.drafts import MIN_TOKENS_PER_ROUND, ProposalPauses
+from ..sampling.proposer import ProposalPauses
 from ..types import Completions
+from .speculation import NONE
 
 MOST_PROMPTS, MOST_TOKENS = 16, 512  # of made-up completions; tokens per prompt
 
@@ -78,11 +79,9 @@ def nothing_shared(
     if not config.supervised:
         rounds = (longest - 1) * (prompts / at_once)
         decoded = completions * (completion_len - 1)
-        if config.speed.speculative_decoding:
-            proposing = rounds_that_propose(int(longest) - 1)
-            decoded += (
-                completions * min(proposing, completion_len) * config.speed.num_speculative_tokens
-            )
+        if config.speed.speculate != NONE and config.speed.num_speculative_tokens:
+            # of proposals that are hardly ever right, no more than one is worth its token
+            decoded += completions * min(rounds_that_propose(int(longest) - 1), completion_len)
     return StepCounts(
         prompts=prompts,
         samples=samples,
@@ -108,7 +107,7 @@ def rounds_that_propose(rounds: int) -> int:
     pauses, proposing = ProposalPauses(), 0
     for done in range(1, rounds + 1):
         proposing += not pauses.paused
-        pauses.update(done, 1.0, proposed=not pauses.paused)
+        pauses.update(done, proposed=not pauses.paused, pays=False)
     return proposing
 
 
@@ -146,11 +145,10 @@ def as_sampled(
         rounds=work["rounds"] * batches,
         decoded=(work["tokens"] - float(completions.prompt_len.sum())) * scale,
     )
-    if not config.speed.speculative_decoding:
+    if config.speed.speculate == NONE:
         return counts
-    rounds_each = work["row_rounds"] / max(1, work["rows"])
-    accepted = length >= MIN_TOKENS_PER_ROUND * rounds_each  # otherwise proposing pauses
-    counts = replace(counts, window=1 + config.speed.num_speculative_tokens * accepted)
+    own = work["tokens"] - float(completions.prompt_len.sum())
+    counts = replace(counts, window=max(1, round(own / max(1, work["slot_rounds"]))))
     # slots separate when their completions do, and the cache grows by doubling
     slots = worst.prompts
     while slots < distinct_completions(completions) * scale:

@@ -80,8 +80,10 @@ class CachedDecoder(ABC):
         logits = self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
         return logits.repeat_interleave(num_samples, dim=0)
 
-    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-        """Run W tokens of every slot.
+    def step(
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
+    ) -> Tensor:
+        """Run up to W tokens of every slot.
 
         Args:
             tokens: `[B, W]`.
@@ -89,17 +91,27 @@ class CachedDecoder(ABC):
                 what a slot wrote there before (a rejected proposal) is overwritten.
             num_columns: more than any column that a slot has written so far or writes in this step.
                 An int, so that the host need not wait for the device.
+            counts: `[B]`, how many of the W tokens of each slot to run, from the first; None: all.
+                Linear layers run these alone; attention runs rows of W.
 
         Returns:
-            `[B, W, V]`, the logits that follow each token.
+            `[M, V]`, the logits that follow each token that was run, slot by slot.
         """
-        self.tokens_run += tokens.numel()
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        device = tokens.device
+        offsets = torch.arange(tokens.shape[1], device=device)
         self.columns = columns[:, None] + offsets  # [B, W]
         num_columns = self._cache_columns(num_columns)
         self._make_room(self.num_slots, num_columns)
         self.cache.extend(self.num_slots, num_columns)
-        return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns)
+        ragged = None
+        if counts is not None and (counts < tokens.shape[1]).any():
+            real = np.arange(tokens.shape[1]) < counts[:, None]
+            places = (real.ravel().cumsum() - 1).reshape(real.shape)
+            rows = np.where(real, places, places[:, :1])
+            run = np.flatnonzero(real)
+            ragged = torch.from_numpy(rows).to(device), torch.from_numpy(run).to(device)
+        self.tokens_run += tokens.numel() if ragged is None else len(ragged[1])
+        return self._run(tokens, self.prompt_len[self.prompt, None] + self.columns, ragged)
 
     def _make_room(self, num_slots: int, num_columns: int) -> None:
         """Let the cache hold so many slots and columns.
@@ -116,15 +128,24 @@ class CachedDecoder(ABC):
     def _resize(self, capacity: int, length: int) -> None:
         self.cache.resize(capacity, length)
 
-    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `[B, W, V]` that follow tokens `[B, W]` at positions `[B, W]`."""
-        self.positions = positions
+    def _run(
+        self, tokens: Tensor, positions: Tensor, ragged: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Logits `[M, V]` that follow tokens `[B, W]` at positions `[B, W]`.
+
+        Args:
+            ragged: `[B, W]`, the place of each token among the M that are run, where one that is
+                not has the place of its slot's first; `[M]`, where these stand in the flattened
+                `tokens`. None: all are run.
+        """
+        self.positions, self.ragged = positions, ragged
         # proposals may go past the context; they are never kept, but their positions must exist
         positions = positions.clamp(max=self.model.shape.context - 1)
-        hidden = self.model.forward_hidden(
-            PackedTokens(tokens.flatten(), positions.flatten()), self
-        )
-        return self.model.lm_head(hidden).unflatten(0, tokens.shape)
+        tokens, positions = tokens.flatten(), positions.flatten()
+        if ragged is not None:
+            tokens, positions = tokens[ragged[1]], positions[ragged[1]]
+        hidden = self.model.forward_hidden(PackedTokens(tokens, positions), self)
+        return self.model.lm_head(hidden)
 
     def layer(self, number: int) -> Attend:
         return partial(self._attend_packed, number)
@@ -133,8 +154,19 @@ class CachedDecoder(ABC):
         if number == 0:  # all layers share the mask
             share = q.shape[1] // k.shape[1]
             self.mask = additive_mask(self._visible_keys(), q.dtype, share)
-        q, k, v = (x.unflatten(0, self.positions.shape) for x in (q, k, v))  # [B, W, H or K, E]
-        return self._attend(number, q.transpose(1, 2), k, v).transpose(1, 2).flatten(0, 1)
+            self.cells = self._cells(self._written_columns())
+        if self.ragged is None:
+            q = q.unflatten(0, self.positions.shape).transpose(1, 2)  # [B, H, W, E]
+        else:
+            q = rows_of(q, self.ragged[0])
+        out = self._attend(number, q, k, v).transpose(1, 2).flatten(0, 1)
+        return out if self.ragged is None else out.index_select(0, self.ragged[1])
+
+    def _cells(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Slot and column `[M]` of each token that is run, from the columns `[B, W]` of all."""
+        slots = torch.arange(len(columns), device=columns.device)[:, None].expand_as(columns)
+        both = slots.flatten(), columns.flatten()
+        return both if self.ragged is None else (both[0][self.ragged[1]], both[1][self.ragged[1]])
 
     def reorder(self, sources: np.ndarray) -> None:
         """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`."""
@@ -156,12 +188,16 @@ class CachedDecoder(ABC):
         """How many columns of the cache prompts and `num_columns` columns of new tokens take."""
 
     @abstractmethod
+    def _written_columns(self) -> Tensor:
+        """`[B, W]`, the columns of the cache into which the tokens are written."""
+
+    @abstractmethod
     def _visible_keys(self) -> Tensor:
         """`[B, 1, W, keys]` bool: what each token may attend to; `self.mask` is additive."""
 
     @abstractmethod
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend: `q [B, H, W, E]`, new keys and values `[B, W, K, E]` -> `[B, H, W, E]`."""
+        """Attend: `q [B, H, W, E]`, new keys and values `[M, K, E]` -> `[B, H, W, E]`."""
 
 
 class PromptAttention:

@@ -9,12 +9,15 @@ to capture, the same code runs every round: slower, but tests can cover it.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..model.transformer import Transformer
 from .decoders import ReplicatedPrefixDecoder
 from .kv_cache import KVCache
+from .slots import round_up_window
 
 SLOT_MULTIPLE, COLUMN_MULTIPLE = 16, 32  # numbers of slots and columns are rounded up to these
 
@@ -73,7 +76,7 @@ class CapturedStep:
         run: Callable[[Tensor, Tensor], Tensor],
         graphs: CUDAGraphCache,
     ) -> None:
-        """Capture `run(tokens [B, W], positions [B, W]) -> logits [B, W, V]`."""
+        """Capture `run(tokens [B, W], positions [B, W]) -> logits [B * W, V]`."""
         self.tokens, self.positions = tokens.clone(), positions.clone()
         kind, call = tokens.device.type, lambda: run(self.tokens, self.positions)
         # Disable autocast's cache of cast weights: a replay would read casts from the time of the
@@ -138,16 +141,31 @@ class GraphedDecoder(ReplicatedPrefixDecoder):
     def _cache_columns(self, num_columns: int) -> int:
         return round_up(super()._cache_columns(num_columns), COLUMN_MULTIPLE)
 
-    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def step(
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
+    ) -> Tensor:
+        """As in CachedDecoder, with W rounded up: `generate` leaves columns for it."""
+        num_tokens = tokens.shape[1]
+        more = round_up_window(num_tokens) - num_tokens
+        if more and counts is None:
+            counts = np.full(len(tokens), num_tokens)
+        num_columns = min(num_columns + more, self.length)
+        return super().step(pad(tokens, (0, more)), columns, num_columns, counts)
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, ragged: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Always runs all W tokens of each slot, so that few shapes are captured."""
         num_slots, num_columns = round_up(len(tokens), SLOT_MULTIPLE), self.cache.num_columns
         key = (num_slots, tokens.shape[1], num_columns)
         # surplus slots write to the first columns of cache rows that no sequence uses
         surplus = (0, 0, 0, num_slots - len(tokens))
-        tokens, positions = (torch.nn.functional.pad(x, surplus) for x in (tokens, positions))
+        tokens, positions = pad(tokens, surplus), pad(positions, surplus)
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
-            return super(GraphedDecoder, self)._run(tokens, positions)
+            return super(GraphedDecoder, self)._run(tokens, positions, None)
 
         if key not in self.graphs.captured:
             self.graphs.captured[key] = CapturedStep(tokens, positions, run, self.graphs)
-        return self.graphs.captured[key](tokens, positions)[: self.num_slots]
+        logits = self.graphs.captured[key](tokens, positions)
+        return logits[: self.num_slots * tokens.shape[1]] if ragged is None else logits[ragged[1]]

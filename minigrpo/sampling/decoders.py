@@ -28,7 +28,9 @@ class Decoder(Protocol):
 
     def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor: ...
 
-    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor: ...
+    def step(
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
+    ) -> Tensor: ...
 
     def reorder(self, sources: np.ndarray) -> None: ...
 
@@ -46,12 +48,15 @@ class ReplicatedPrefixDecoder(CachedDecoder):
     def _cache_columns(self, num_columns: int) -> int:
         return int(self.prompt_len_of_slot.max()) + num_columns
 
+    def _written_columns(self) -> Tensor:
+        return self.positions
+
     def _visible_keys(self) -> Tensor:
         columns = torch.arange(self.cache.num_columns, device=self.positions.device)
         return (columns <= self.positions[..., None])[:, None]
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = self.cache.write(number, k, v, self.positions)
+        k, v = self.cache.write(number, k, v, *self.cells, len(q))
         return sdpa(q, k, v, mask=self.mask)
 
 
@@ -119,6 +124,9 @@ class SharedPrefixDecoder(CachedDecoder):
     def _cache_columns(self, num_columns: int) -> int:
         return num_columns
 
+    def _written_columns(self) -> Tensor:
+        return self.columns
+
     def _visible_keys(self) -> Tensor:
         device = self.columns.device
         in_prompt = torch.arange(self.prompt_kv[0][0].shape[2], device=device)
@@ -129,7 +137,7 @@ class SharedPrefixDecoder(CachedDecoder):
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prompt_k, prompt_v = self.prompt_kv[number]
-        own_k, own_v = self.cache.write(number, k, v, self.columns)
+        own_k, own_v = self.cache.write(number, k, v, *self.cells, len(q))
         width = q.shape[2]
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (own_k.shape[1], -1)).flatten(2, 3)
         prompt_scores = self._to_prompts(q) @ prompt_k.transpose(-1, -2)  # [P, K, G'*R*W, Lp]
@@ -179,11 +187,16 @@ class UncachedDecoder:
         self.prompt_len = torch.cat([self.prompt_len, new_len])
         return self._logits_after(self.prompt_len[:, None] - 1)[first:, 0]
 
-    def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
+    def step(
+        self, tokens: Tensor, columns: Tensor, num_columns: int, counts: np.ndarray | None = None
+    ) -> Tensor:
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         places = (self.prompt_len + columns)[:, None] + offsets
         self.ids.scatter_(1, places, tokens)
-        return self._logits_after(places)
+        logits = self._logits_after(places)
+        if counts is None:
+            return logits.flatten(0, 1)
+        return logits[offsets < torch.from_numpy(counts).to(tokens.device)[:, None]]
 
     def _logits_after(self, places: Tensor) -> Tensor:
         """Logits `[B, W, V]` that follow the tokens in columns `places [B, W]` of `ids`."""

@@ -1,71 +1,159 @@
-"""Speculative decoding from a draft: propose the tokens that probably come next.
+"""Where proposals come from: tokens that were seen after the same context, in texts on the host.
 
-Leviathan et al. (arXiv 2211.17192) propose with a small model. Here the draft is a text, such as
-the known answer, and the proposal is read off it (as in prompt-lookup decoding), so it costs no
-forward pass. running.py accepts a proposed token only if sampling would have picked it. A draft
-therefore changes the number of rounds, never the tokens.
+`KINDS` is the table of what is looked up: the known answer, the prompt and the completion's own
+text (as in prompt-lookup decoding), the group's other completions (as in DAS, arXiv 2511.13841).
+They cost no forward pass. proposer.py decides which of them, and how many, are run.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
 
-NUM_MATCHED_TOKENS = 3  # recent tokens that must match to locate a sequence in its draft
-MIN_TOKENS_PER_ROUND = 1.5  # accepted per sequence and round; fewer do not pay
-FIRST_PAUSE = 8  # in rounds; each further pause is twice as long
+import numpy as np
+
+from .contexts import ContextTable, hash_contexts, hash_recent, powers
+
+LONGEST = 6  # tokens of a context
+GROWTH = 0.5  # share by which the completions must have grown to be indexed anew
 
 
-def propose(drafts: Tensor, recent: Tensor, columns: Tensor, num_tokens: int) -> Tensor:
-    """Propose the tokens that come next in each draft.
+class Kind(NamedTuple):
+    """Contexts that are looked up: in which texts of the prompt, and how long they are."""
 
-    Each sequence is located in its draft by its last K tokens. If they match in several places,
-    the nearest to the sequence's own column is taken; of two equally near ones, the first. If they
-    match nowhere, the draft is read at the sequence's own column.
+    source: str  # its name in --speculate
+    size: int  # in tokens; 0: the column of the next token stands for its context
 
-    Args:
-        drafts: `[R, L]` int64, a text that each sequence is likely to resemble.
-        recent: `[R, K]` int64, the last K tokens of each sequence.
-        columns: `[R]` int64, how many tokens each sequence has so far.
 
-    Returns:
-        `[R, num_tokens]` int64. Past the end of a draft, its last token is repeated.
+KINDS = (
+    *(Kind("answer", size) for size in (6, 3, 0)),
+    *(Kind("lookup", size) for size in (4, 2)),
+    *(Kind("siblings", size) for size in (6, 3, 2)),
+)
+SALTS = powers(64 + len(KINDS))[64:]  # uint64, tell the kinds of contexts apart
+COLUMN, OWNER = np.uint64(0xD1B54A32D192ED03), np.uint64(0xA24BAED4963EE407)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The completions so far, on the host."""
+
+    ids: np.ndarray  # [R, width]
+    lengths: np.ndarray  # [R]
+    first: int  # the number of row 0 among all completions of `generate`
+
+
+class Rows(NamedTuple):
+    """Texts to be indexed."""
+
+    joined: np.ndarray  # [R, LONGEST + S], what came before the text, then the text
+    lengths: np.ndarray  # [R], of the text
+    prompts: np.ndarray  # [R], the number of its prompt
+
+
+class Index:
+    """The contexts of some kinds, and what followed them."""
+
+    def __init__(self, texts: dict[str, Rows]) -> None:
+        """`texts`: by the name of the source that reads them."""
+        self.kinds = np.array([k for k, kind in enumerate(KINDS) if kind.source in texts], int)
+        self.sizes = np.array([KINDS[k].size for k in self.kinds], dtype=np.int64)  # [K]
+        contexts, tokens = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
+        for k in self.kinds:
+            kind = KINDS[k]
+            rows = texts[kind.source]
+            hashes = hash_contexts(rows.joined, kind.size, LONGEST)  # [R, S]
+            columns = np.arange(hashes.shape[1])
+            hashes += marks(np.array([k]), rows.prompts[:, None], columns)[..., 0]
+            real = columns < rows.lengths[:, None]
+            contexts.append(hashes[real])
+            tokens.append(rows.joined[:, LONGEST:][real])
+        self.table = ContextTable(np.concatenate(contexts), np.concatenate(tokens))
+
+    def find(
+        self, hashes: np.ndarray, prompts: np.ndarray, columns: np.ndarray, u: np.ndarray
+    ) -> np.ndarray:
+        """`[N, K]` tokens, as in `Drafts.find`, from `hashes [N, LONGEST + 1]` of contexts."""
+        contexts = hashes[:, self.sizes] + marks(self.kinds, prompts, columns)
+        return self.table.find(contexts, u)
+
+
+def marks(kinds: np.ndarray, prompts: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """`[.., K]`, what tells equal contexts of other kinds, prompts `[..]` or columns `[..]` apart.
+
+    Columns count for the kinds of size 0 alone.
     """
-    num_matched = recent.shape[1]
-    drafts = torch.nn.functional.pad(drafts, (0, max(0, num_matched + 1 - drafts.shape[1])))
-    length = drafts.shape[1]
-    # column a of a draft is a match if its columns a-K .. a-1 equal the recent tokens
-    places = torch.arange(num_matched, length, device=drafts.device)
-    equal = (drafts.unfold(1, num_matched, 1)[:, :-1] == recent[:, None]).all(-1)
-    # for a sequence of fewer than K tokens, `recent` is partly filler
-    matches = equal & (columns >= num_matched)[:, None]
-    no_match = 1 << 30
-    distance, nearest = torch.where(matches, (places - columns[:, None]).abs(), no_match).min(1)
-    start = torch.where(distance < no_match, places[nearest], columns)
-    following = start[:, None] + torch.arange(num_tokens, device=drafts.device)
-    return drafts.gather(1, following.clamp(max=length - 1))
+    by_column = np.array([COLUMN * (KINDS[k].size == 0) for k in kinds], dtype=np.uint64)
+    where = (prompts + 1).astype(np.uint64) * OWNER
+    column = (columns + 1).astype(np.uint64)[..., None]
+    found: np.ndarray = SALTS[kinds] + where[..., None] + column * by_column
+    return found
 
 
-class ProposalPauses:
-    """Pauses proposing while hardly any proposed token is accepted.
+class Drafts:
+    """The texts from which tokens are proposed for the completions of some prompts."""
 
-    Running W tokens per slot costs more than running one, so a bad draft would slow decoding down.
-    Each pause is twice as long as the last, so a draft that stays bad costs less and less.
-    """
+    def __init__(
+        self,
+        sources: Collection[str],
+        prompt_ids: np.ndarray,
+        prompt_len: np.ndarray,
+        *,
+        num_samples: int,
+        stops: np.ndarray,
+        answers: np.ndarray | None,
+    ) -> None:
+        """`prompt_ids [P, Lp]`, `prompt_len [P]`, `answers [P, L]`; answers end at a stop token."""
+        self.num_samples, self.num_indexed = num_samples, 0
+        columns = prompt_len[:, None] + np.arange(-LONGEST, 0)
+        ids = np.take_along_axis(prompt_ids, columns.clip(min=0), axis=1)
+        self.endings = np.where(columns >= 0, ids, -1)  # [P, LONGEST], -1 before the first token
+        prompts, nothing = np.arange(len(prompt_ids)), np.full_like(self.endings, -1)
+        texts = {"lookup": Rows(np.hstack([nothing, prompt_ids]), prompt_len, prompts)}
+        if answers is not None:
+            ends = np.isin(answers, stops)
+            lengths = np.where(ends.any(1), ends.argmax(1) + 1, answers.shape[1])
+            texts["answer"] = Rows(np.hstack([self.endings, answers]), lengths, prompts)
+        # of what does not change while the prompts are completed; and of what does
+        self.known = Index({name: rows for name, rows in texts.items() if name in sources})
+        self.growing, self.grows = Index({}), "siblings" in sources
 
-    def __init__(self) -> None:
-        self.paused = False
-        self._resume_at = 0
-        self._length = FIRST_PAUSE
+    def index(self, texts: Texts) -> None:
+        """Index what was sampled so far, if it has grown enough."""
+        total = int(texts.lengths.sum())
+        if not self.grows or self.num_indexed <= total <= (1 + GROWTH) * self.num_indexed:
+            return
+        self.num_indexed = total
+        prompts = (texts.first + np.arange(len(texts.ids))) // self.num_samples
+        joined = np.hstack([self.endings[prompts], texts.ids[:, : texts.lengths.max()]])
+        self.growing = Index({"siblings": Rows(joined, texts.lengths, prompts)})
 
-    def update(self, rounds: int, tokens_per_sequence: float, *, proposed: bool) -> None:
-        """Decide whether the next rounds propose.
+    @property
+    def kinds(self) -> np.ndarray:
+        """`[K]`, the rows of KINDS in which something is found."""
+        return np.append(self.known.kinds, self.growing.kinds)
+
+    def recent(self, texts: Texts, numbers: np.ndarray) -> np.ndarray:
+        """`[N, LONGEST]`, the last tokens of completions and their prompts, -1 before these."""
+        rows = numbers - texts.first
+        columns = texts.lengths[rows]
+        ids = texts.ids[rows, : columns.max(initial=0)]
+        joined = np.hstack([self.endings[numbers // self.num_samples], ids])
+        return np.take_along_axis(joined, columns[:, None] + np.arange(LONGEST), axis=1)
+
+    def find(
+        self, recent: np.ndarray, numbers: np.ndarray, columns: np.ndarray, u: np.ndarray
+    ) -> np.ndarray:
+        """What each kind of context proposes.
 
         Args:
-            rounds: how many rounds have been run.
-            tokens_per_sequence: tokens accepted in the last round, a mean over its sequences.
-            proposed: whether anything was proposed in the last round.
+            recent: `[N, LONGEST]`, the last tokens.
+            numbers: `[N]`, of the completions among all of `generate`.
+            columns: `[N]`, the column of the token to be proposed.
+            u: `[N]`, the uniform numbers of the tokens to be proposed.
+
+        Returns:
+            `[N, K]` tokens, one for each of `kinds`; -1 where a context is not known.
         """
-        if proposed and tokens_per_sequence < MIN_TOKENS_PER_ROUND:
-            self.paused, self._resume_at = True, rounds + self._length
-            self._length *= 2
-        elif rounds >= self._resume_at:
-            self.paused = False
+        hashes, prompts = hash_recent(recent), numbers // self.num_samples
+        parts = self.known, self.growing
+        return np.hstack([part.find(hashes, prompts, columns, u) for part in parts])

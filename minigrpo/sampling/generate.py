@@ -21,6 +21,7 @@ from ..model.transformer import Transformer
 from ..types import Completions
 from .decoders import Decoder, ReplicatedPrefixDecoder
 from .params import SamplingParams
+from .proposer import TextProposer
 from .running import RunningSequences
 
 __all__ = ["SamplingParams", "generate", "generate_parts"]
@@ -32,6 +33,7 @@ ROUNDS_BETWEEN_CHECKS = 4
 # Waiting prompts enter when there is room for this share of the prompts that are decoded together.
 # An entry costs a forward pass of its own, and a copy of what has been sampled.
 SHARE_THAT_ENTERS = 0.125
+MOST_LOGITS = 1 << 26  # of a round with proposals, of which a few copies are made
 DEFAULT_PARAMS = SamplingParams()
 
 
@@ -49,15 +51,16 @@ def generate_parts(
     params: SamplingParams = DEFAULT_PARAMS,
     decoder: Callable[[Transformer, int], Decoder] = ReplicatedPrefixDecoder,
     drafts: Tensor | None = None,
+    sources: Collection[str] = ("answer",),
     num_speculative_tokens: int = 7,
     work: Counter[str] | None = None,
     watch: Callable[[Tensor, Tensor], object] | None = None,
 ) -> Iterator[Completions]:
     """Complete each prompt `num_samples` times; yield the prompts in order, in parts.
 
-    A round runs W = 1 + `num_speculative_tokens` tokens per slot: the last token, and proposals
-    read off the draft. It keeps the picks up to and including the first that differs from its
-    proposal. Without drafts, W is 1.
+    A round runs up to W = 1 + `num_speculative_tokens` tokens per slot: the last token, and
+    proposals (drafts.py). It keeps the picks up to and including the first that differs from its
+    proposal. Without proposals, W is 1.
 
     With `prompts_at_once`, waiting prompts enter as completions end and make room (continuous
     batching, as in Orca, Yu et al., OSDI 2022). A prompt enters with all of its completions. A
@@ -75,10 +78,14 @@ def generate_parts(
         params: temperature, top-k, top-p and min-p.
         decoder: how the model is run: with or without a cache.
         drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such as
-            the known answer. Drafts change the number of rounds, not the tokens.
+            the known answer; the source `answer` proposes from it. Proposals change the number of
+            rounds, not the tokens.
+        sources: names of runtime/speculation.py.
         work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran; `rows`,
             the number of completions; `row_rounds`, the sum over completions of the rounds until
-            each was found to be finished.
+            each was found to be finished; `slot_rounds`, the sum over rounds of their slots;
+            `kept`, the tokens sampled in rounds; `proposed/<source>` and `accepted/<source>`, the
+            proposals that the model ran for a completion, and those of them that were right.
         watch: called with `ids [R, S]` and `lengths [R]` of the sequences of all prompts that have
             entered and were not yielded, after each round, on the model's device.
 
@@ -89,6 +96,20 @@ def generate_parts(
     device, total = model.device, len(prompt_ids)
     size = min(prompts_at_once or total, total)
     enough = max(1, int(size * SHARE_THAT_ENTERS))
+    proposer = None
+    if num_speculative_tokens and sources and (drafts is not None or {*sources} != {"answer"}):
+        proposer = TextProposer(
+            sources,
+            prompt_ids,
+            prompt_len,
+            num_samples=num_samples,
+            u=u,
+            stops=stops,
+            max_new_tokens=max_new_tokens,
+            max_tokens=num_speculative_tokens,
+            most_in_round=MOST_LOGITS // model.shape.vocab_size,
+            answers=drafts,
+        )
 
     def start(prompts: slice) -> RunningSequences:
         return RunningSequences(
@@ -98,8 +119,7 @@ def generate_parts(
             stops=stops,
             params=params,
             u=None if u is None else u[prompts].to(device),
-            drafts=None if drafts is None else drafts[prompts].to(device),
-            num_speculative_tokens=num_speculative_tokens,
+            proposer=proposer,
             device=device,
         )
 
@@ -117,7 +137,7 @@ def generate_parts(
                 slots = decoder(model, sequences.width)
             new = start(prompts)
             ids, lengths = prompt_ids[prompts].to(device), prompt_len[prompts].to(device)
-            new.accept(slots.prefill(ids, lengths, new.num_slots // len(ids))[:, None])
+            new.accept(slots.prefill(ids, lengths, new.num_slots // len(ids)))
             sequences.join(new)
         else:
             sequences.accept(slots.step(*sequences.next_inputs()))
@@ -129,9 +149,9 @@ def generate_parts(
         while taken < total and sequences.num_finished >= min(size, total - taken):
             prompts = slice(taken, min(taken + size, total))
             taken = prompts.stop
-            if taken == total and work is not None:  # now, because nobody asks after the last part
-                rows = {"row_rounds": sequences.sequence_rounds, "rows": total * num_samples}
-                work.update(rounds=sequences.rounds, tokens=tokens_run + slots.tokens_run, **rows)
+            if taken == total and work is not None:  # now: nobody asks after the last part
+                work.update(sequences.work | (proposer.work if proposer else Counter()))
+                work["tokens"] += tokens_run + slots.tokens_run
             yield sequences.take(prompt_ids[prompts].to(device), prompt_len[prompts].to(device))
         if taken == total:
             return

@@ -67,16 +67,17 @@ class KVCache:
             cache[:num_slots, :, self.num_columns : num_columns] = 0
         self.num_columns = num_columns
 
-    def write(self, layer: int, k: Tensor, v: Tensor, columns: Tensor) -> KeysAndValues:
-        """Write `k` and `v`, `[B, W, K, E]`, at `columns [B, W]`.
+    def write(
+        self, layer: int, k: Tensor, v: Tensor, slots: Tensor, columns: Tensor, num_slots: int
+    ) -> KeysAndValues:
+        """Write `k` and `v`, `[M, K, E]`, into `slots [M]` at `columns [M]`.
 
         Returns:
-            All keys and values in use of the B slots, `[B, K, num_columns, E]` each.
+            All keys and values in use of the first `num_slots`, `[B, K, num_columns, E]` each.
         """
-        slots = torch.arange(len(columns), device=columns.device)[:, None]
         for cache, new in zip(self.pairs[layer], (k, v), strict=True):
             cache[slots, :, columns] = new
-        keys, values = (cache[: len(columns), :, : self.num_columns] for cache in self.pairs[layer])
+        keys, values = (cache[:num_slots, :, : self.num_columns] for cache in self.pairs[layer])
         return keys, values
 
     def reorder(self, sources: np.ndarray) -> None:

@@ -18,6 +18,7 @@ from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime import accel
 from ..runtime.oom import OOMBackoff
+from ..runtime.speculation import parse_sources
 from ..types import Completions, Example
 from .cuda_graphs import CUDAGraphCache
 from .decoders import Decoder, ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
@@ -48,6 +49,7 @@ class Sampler:
             lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
         )
         self.work = Counter[str]()  # `generate` adds to it; the rollout clears it
+        self.sources = parse_sources(config.speed.speculate)
 
     def _choose_decoder(self) -> Callable[..., Decoder]:
         if self.config.speed.cuda_graphs:
@@ -81,7 +83,7 @@ class Sampler:
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
         drafts = None
-        if self.config.speed.speculative_decoding:
+        if "answer" in self.sources:
             # what lies far beyond the longest completion is never proposed, and costs memory
             drafts = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
         accel.refresh(self.low_precision, self.model)
@@ -103,6 +105,7 @@ class Sampler:
                 params=params,
                 decoder=self.decoder,
                 drafts=None if drafts is None else drafts[rest],
+                sources=self.sources,
                 num_speculative_tokens=self.config.speed.num_speculative_tokens,
                 work=self.work,
                 watch=watch,

@@ -33,7 +33,7 @@ BOXED = r"\boxed{}"
 # settings of a run on sums, from the shipped model
 SUMS = {"max_new_tokens": 32, "learning_rate": 1.5e-4, "max_steps": 200, "eval_every": 50}
 # settings of a run on word problems, from a published model
-PROBLEMS = {"max_new_tokens": 512, "learning_rate": 1e-6, "speculative_decoding": False}
+PROBLEMS = {"max_new_tokens": 512, "learning_rate": 1e-6, "speculate": "none"}
 KEYS = ("question", "answer"), ("problem", "solution")
 LINE = "must be an object with question and answer, or problem and solution"
 CALCULATION = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes for a calculator, inside the solutions

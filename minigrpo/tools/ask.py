@@ -71,7 +71,7 @@ def ask(
     config = config_of(selection)
     check_model_paths(selection, config)
     # without a true answer there is nothing to propose
-    config = config.replace(speculative_decoding=False, **({"system": ""} if raw else {}))
+    config = config.replace(speculate="none", **({"system": ""} if raw else {}))
     tokenizer = tokenizer_of(selection, config)
     name, sampler = load_sampler(selection, config, tokenizer, screen)
     is_chat = tokenizer.chat is not None and not raw
