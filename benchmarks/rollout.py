@@ -1,8 +1,7 @@
 """What proposals save while sampling: `python benchmark.py rollout`.
 
 A run of a task with its own settings. In each step every row samples the same prompts with the same
-weights, one row after another, and remembers what it has sampled; then the step's update is made.
-So proposals from earlier steps are measured on a policy that moves, as in a run.
+weights, one row after another; then the step's update is made.
 
 Seconds are CPU time of the process, in one thread unless --threads says otherwise: other programs
 on the machine disturb it less than time on the clock.
@@ -22,12 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from minigrpo import Config, Trainer
-from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.rng import uniforms
 from minigrpo.runtime.speculation import NONE
 from minigrpo.sampling.params import SamplingParams
 from minigrpo.sampling.sampler import Sampler
-from minigrpo.types import Completions, Example, Task
+from minigrpo.types import Completions, Example
 
 from . import probe
 from .flags import BenchmarkFlags, Positive, PositiveOrZero
@@ -48,8 +46,6 @@ class Rollout(BenchmarkFlags):
     """Steps that are counted."""
     warmup: PositiveOrZero = 4
     """Steps before those."""
-    examples: PositiveOrZero = 0
-    """Train on so many examples again and again, and count by epoch; 0: on new ones."""
     num_speculative_tokens: PositiveOrZero = 15
     """Tokens proposed per completion and round, at most."""
     threads: Positive = 1
@@ -63,24 +59,10 @@ class Rollout(BenchmarkFlags):
         with tempfile.TemporaryDirectory() as folder:
             trainer = self._trainer(folder)
             rows = {name: Row(name, self._sampler(trainer, name)) for name in self.speculate}
-            if self.examples % trainer.config.sampling.prompts_per_step:
-                per_step = trainer.config.sampling.prompts_per_step
-                raise ConfigError(
-                    f"--examples must be a multiple of the {per_step} prompts per step, "
-                    f"got {self.examples}"
-                )
             for step in range(self.warmup + self.steps):
                 self._step(trainer, list(rows.values()), step)
             trainer.scorer.close()
-        epochs = [""]
-        if self.examples:
-            per_epoch = self.examples // trainer.config.sampling.prompts_per_step
-            epochs = [f"epoch {n + 1}" for n in range((self.warmup + self.steps) // per_epoch)]
-        found = [
-            self._figures(row, rows[self.speculate[0]], number, epoch, len(epochs))
-            for row in rows.values()
-            for number, epoch in enumerate(epochs)
-        ]
+        found = [self._figures(row, rows[self.speculate[0]]) for row in rows.values()]
         console.print(self._table(found))
         made_by = probe.made_by(self.command())
         device = trainer.device
@@ -94,11 +76,7 @@ class Rollout(BenchmarkFlags):
             out_dir=f"{folder}/run",
         )
         config = config.replace(max_steps=max(steps, config.run.max_steps), device="cpu")
-        trainer = Trainer(config, quiet=True)
-        if self.examples:
-            trainer.task = Repeated(trainer.task, self.examples)
-            trainer.source = trainer._make_source(0)
-        return trainer
+        return Trainer(config, quiet=True)
 
     def _sampler(self, trainer: Trainer, speculate: str) -> Sampler:
         config = trainer.config.replace(speculate=speculate)
@@ -117,14 +95,9 @@ class Rollout(BenchmarkFlags):
                 raise AssertionError(f"{row.name}: {share:.1%} of the completions differ")
         trainer.learner.learn(trainer.source.batch(step), step)
 
-    def _figures(
-        self, row: "Row", over: "Row", number: int, epoch: str, epochs: int
-    ) -> dict[str, Any]:
-        """Means and sums over the steps that are counted, or over those of an epoch."""
+    def _figures(self, row: "Row", over: "Row") -> dict[str, Any]:
+        """Means over the steps that are counted."""
         steps = range(self.warmup, self.warmup + self.steps)
-        if epoch:
-            each = (self.warmup + self.steps) // epochs
-            steps = range(number * each, (number + 1) * each)
         work = Counter[str]()
         for step in steps:
             work.update(row.work[step])
@@ -133,23 +106,31 @@ class Rollout(BenchmarkFlags):
         assert faster is not None
         sources = row.sampler.sources
         return {
-            "name": f"{row.name} {epoch}".strip(),
+            "name": row.name,
             "seconds": sum(seconds.values()) / len(steps),
             "gain": faster.verdict() if row is not over else "",
             "rounds": work["rounds"] / len(steps),
             "rounds_each": work["row_rounds"] / work["rows"],
             "kept_per_round": work["kept"] / work["row_rounds"],
             "tokens": work["tokens"] / len(steps),
+            "tokens_per_kept": work["tokens"] / (work["kept"] + work["rows"]),
             "proposed": {x: work[f"proposed/{x}"] / work["row_rounds"] for x in sources},
             "accepted": {x: work[f"accepted/{x}"] / work["row_rounds"] for x in sources},
         }
 
     def _table(self, rows: Sequence[dict[str, Any]]) -> Table:
         table = Table(title=f"{self.task}, {self.threads} thread(s)", title_justify="left")
-        for name in ("row", "CPU s/rollout", "gain", "rounds", "per completion", "tokens kept"):
+        for name in (
+            "row",
+            "CPU s/rollout",
+            "gain",
+            "rounds",
+            "per completion",
+            "tokens kept each",
+        ):
             table.add_column(name, justify="right" if name != "row" else "left")
-        for name in ("tokens run", "proposed per round (right) by source"):
-            table.add_column(name, justify="right" if name == "tokens run" else "left")
+        for name in ("tokens run", "per token kept", "proposed per round (right) by source"):
+            table.add_column(name, justify="left" if "source" in name else "right")
         for row in rows:
             by_source = [
                 f"{name} {number:.2f} ({row['accepted'][name] / number:.0%})"
@@ -164,6 +145,7 @@ class Rollout(BenchmarkFlags):
                 f"{row['rounds_each']:.1f}",
                 f"{row['kept_per_round']:.2f}",
                 f"{row['tokens']:,.0f}",
+                f"{row['tokens_per_kept']:.2f}",
                 ", ".join(by_source),
             )
         return table
@@ -196,19 +178,6 @@ class Row:
         self.last = Completions.join(list(parts))
         self.seconds[step] = time.process_time() - began
         self.work[step] = sampler.work.copy()
-
-
-class Repeated:
-    """The first examples of a task, again and again."""
-
-    def __init__(self, task: Task, number: int) -> None:
-        self.task, self.number = task, number
-
-    def train(self, number: int) -> Example:
-        return self.task.train(number % self.number)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
 
 
 def differing(a: Completions | None, b: Completions | None) -> float:

@@ -85,7 +85,7 @@ def test_no_combination_of_sources_changes_a_token(
     decoder, work = DECODERS[kind](), Counter[str]()
     for name, way in ways.items():
         plain = sample(model, prompts, decoder=UncachedDecoder, sources=(), **way)
-        for number, sources in enumerate(SETS):
+        for number, sources in enumerate(SETS if name == "calm" else SETS[-1:]):
             options = {"sources": sources, "num_speculative_tokens": (15, 3, 1)[number % 3]}
             drafts = nearly_right(plain)
             found = sample(
