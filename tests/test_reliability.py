@@ -366,6 +366,7 @@ def test_an_older_run_resumes_where_newer_settings_have_their_defaults(
             del config[name]
         config["layout"] = {"prefix-tree": "tree"}[config.pop("packing")]
         config["resample_dead_groups"] = config.pop("dynamic_sampling")
+        config["speculative_decoding"] = config.pop("speculate") != "none"
         state["made_by"] = {"processes": 1, "threads": torch.get_num_threads()}
         del state["guard"]
 
