@@ -104,8 +104,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "use_tf32": [({"use_tf32": True}, {"device": CUDA})],
     "onednn": [({"onednn": False, "device": CUDA}, {"device": CPU})],
     "num_speculative_tokens": [
-        ({"num_speculative_tokens": 3, "speculate": "none"}, {"speculate": "auto"}),
-        ({**SUPERVISED, "num_speculative_tokens": 3}, {"loss": "grpo"}),
+        ({"num_speculative_tokens": 3, "speculate": "none"}, {"speculate": "auto"})
     ],
     "skip_zero_variance_groups": [
         ({"skip_zero_variance_groups": False, "kl_coef": 0.1}, {"kl_coef": 0.0}),

@@ -201,10 +201,7 @@ TABLE: dict[str, Row] = {
         (lambda s: not s.on_cpu, "it is for CPUs"),
         (lambda s: not onednn_is_faster(), "this CPU has no AVX-512, or is Intel's"),
     ),
-    "num_speculative_tokens": (
-        SAMPLES_NOTHING,
-        (lambda s: s.config.speed.speculate == NONE, "--speculate none"),
-    ),
+    "num_speculative_tokens": ((lambda s: s.config.speed.speculate == NONE, "--speculate none"),),
     "skip_zero_variance_groups": (
         (lambda s: s.supervised, "--loss nll has no groups"),
         (lambda s: s.kl, "with a KL every group has a gradient"),
