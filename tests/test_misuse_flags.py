@@ -78,8 +78,8 @@ FLAGS = {
     "short flag": (["-c", "x"], "'-c' belongs to no flag"),
     "sources": (
         ["--speculate", "answer,oracle"],
-        "--speculate must be auto, none or a comma-separated list of answer, siblings, lookup, "
-        "history, got 'oracle'",
+        "--speculate must be auto, none or a comma-separated list of answer, siblings, "
+        "lookup, got 'oracle'",
     ),
     "an old name": (
         ["--draft-window", "0"],
