@@ -191,7 +191,9 @@ SPELLINGS = {  # TeX and typography -> plain text
     "\\left": "",
     "\\right": "",
 }
-FRACTION = re.compile(r"\\frac\s*(?:\{([+-]?[0-9,]+)\}|([0-9]))\s*(?:\{([0-9,]+)\}|([0-9]))(?![0-9])")
+FRACTION = re.compile(
+    r"\\frac\s*(?:\{([+-]?[0-9,]+)\}|([0-9]))\s*(?:\{([0-9,]+)\}|([0-9]))(?![0-9])"
+)
 TEXT_MACRO = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 UNIT_LETTER = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*[mgshLNJWV]\s*\}")
 NUMBER = re.compile(
