@@ -7,7 +7,7 @@ turns that into the same one line, and keeps the file that was there before.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +59,16 @@ def check_is_not_read(flag: str, path: Path, read: Iterable[str]) -> None:
     for name in map(str.strip, read):
         if name and Path(name).is_file() and path.exists() and path.samefile(name):
             raise ConfigError(f"{flag} {path}: is a file that this command reads; take another")
+
+
+def check_apart(paths: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError if two flags name one file, of which the second would replace the first."""
+    named: dict[str, str] = {}
+    for flag, path in paths.items():
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/stdout
+            continue
+        if (first := named.setdefault(os.path.realpath(path), flag)) != flag:
+            raise ConfigError(f"{first} and {flag} name one file, {path}; take another")
 
 
 def check_output_folder(flag: str, path: str | Path) -> None:
