@@ -12,14 +12,13 @@ from typing import Protocol, runtime_checkable
 from ..config import Config
 from ..model.encoding import encode_prompt, messages_of, prompt_text
 from ..model.tokenizer import Tokenizer
-from ..tasks.splits import as_asked
 from ..types import Example, Task
 from .flags import ConfigError
 from .measures import EXACT, success_of
 from .pool import WorkerPool
 from .reward_calls import BATCHED, TOKENS, describe_failure, users_own
 from .task_sources import task_sources
-from .text import short
+from .text import as_asked, short
 
 FIRST_TRAIN, FIRST_HELD_OUT = 16, 64  # examples of each split that are always checked
 MORE = 512  # examples of each split that are checked if one of the first nearly fills the room
