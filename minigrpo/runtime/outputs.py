@@ -23,6 +23,11 @@ from .trackers import ID
 # A figure or table written onto one of them would lose what training has made.
 OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, *FILES, JOB_SUMMARY, ID}
 
+STREAMS = {f"/dev/{name}": number for number, name in ((1, "stdout"), (2, "stderr"))}
+STREAMS |= {
+    f"/{where}/{number}": number for where in ("dev/fd", "proc/self/fd") for number in (1, 2)
+}
+
 
 def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ()) -> None:
     """Check that a file can be written. The folders above it need not exist yet.
@@ -92,7 +97,14 @@ def write_output(flag: str, path: Path, write: Callable[[Path], object]) -> None
     Raises ConfigError, one line that names the flag, if the disk is full or the folder has gone.
     """
     with one_line(flag, path):
-        if path.exists() and not path.is_file():  # /dev/stdout or a pipe: there is nothing to keep
+        if (stream := STREAMS.get(str(path))) is not None:
+            # by its number: opened by its name, a file that it goes to would lose what it has
+            with tempfile.TemporaryDirectory() as folder:
+                write(aside := Path(folder, f"output{path.suffix}"))
+                with open(os.dup(stream), "wb") as file:
+                    file.write(aside.read_bytes())
+            return
+        if path.exists() and not path.is_file():  # a pipe: there is nothing to keep
             write(path)
             return
         target = Path(os.path.realpath(path))  # a link stays a link
