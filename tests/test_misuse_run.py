@@ -261,6 +261,29 @@ def test_a_resume_without_the_logs_of_the_steps_before_says_so(
     assert "held-out examples after 4 and after 6 steps" in out
 
 
+def test_a_resume_says_how_many_steps_its_log_lacks(run: Path) -> None:
+    said: list[str] = []
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:1] + lines[2:]))
+    RunLog(run, said.append, start_step=4).close()
+    assert said == [f"{file}: has 3 of the 4 steps before the resume"]
+
+
+def test_a_copy_made_of_hard_links_stays_as_it_is(run: Path) -> None:
+    """As backups are made (cp -al): the logs of a run that went on grew in its backups, too."""
+    backup = shutil.copytree(run, run.parent / "backup", copy_function=os.link)
+    names = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+    before = [(backup / name).read_bytes() for name in names]
+    log = RunLog(run, pytest.fail, start_step=4)
+    log.step(5, {"loss": 1.0})
+    log.evaluation(5, {"n": 1.0})
+    log.sample(5, {"completion": ""})
+    log.close()
+    assert [(backup / name).read_bytes() for name in names] == before
+    assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
