@@ -605,6 +605,17 @@ def test_what_users_name_is_printed_as_it_is(text: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.count(text.replace("\udcff", "\\udcff")) == 5
 
 
+def test_a_terminal_of_unknown_width_shows_what_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    screen = Screen()
+    screen.say("found")
+    screen.warn("odd")
+    out, err = capsys.readouterr()
+    assert out == "found\n" and "odd" in err
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_result_that_cannot_be_printed_is_an_error(
     code: int, monkeypatch: pytest.MonkeyPatch
