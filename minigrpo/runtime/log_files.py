@@ -148,7 +148,11 @@ class JSONLines:
             raise ConfigError(f"{path}: is not a file, but a log of the run goes there")
         try:
             old = path.read_bytes() if path.exists() else b""
-            kept = records_of(old, up_to_step, path, trouble.warn, only_numbers=only_numbers)
+            damage: list[str] = []
+            kept = records_of(old, up_to_step, path, damage.append, only_numbers=only_numbers)
+            for said in damage:
+                trouble.warn(said)
+            self.is_damaged = bool(damage)
             self.kept = [x for x in kept if but is None or not but.items() <= x.items()]
             new = "".join(map(to_json, self.kept)).encode()
             # a file with another name (cp -al) would grow in the copy, too
