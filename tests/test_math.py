@@ -146,6 +146,7 @@ LINES = {  # what stands after ####
         *("72 = 48 + 24", "72 = 6*12", "**72** clips", "Answer - 72", "Total: 72 clips", "72kg"),
         *("24 x 3 = 72 clips", "Option B: 72", "a total of 72 times", "Day 1: 72"),
         *("The answer is 72 clips (48 + 24).", "72 not 70", "not 70, 72", "The answer isn't 7, 72"),
+        *("72 quarters", "72 and that is all", "about 72", "\u221272 + 144 = 72"),
     ],
     False: [
         *("73", "72.5", "7 2", "72 million", "-72", "72/2", "72 or 73", "5", "x"),
@@ -153,6 +154,9 @@ LINES = {  # what stands after ####
         *("\\neq 72", "<answer>not 72</answer>", "70, not 72", "not 72 (48 + 24)"),
         *("6*72", "6 * 72", "10^72", "minus 72", "negative 72", "8:72", "72k", "72M", "72 pi"),
         *("It is 6*72.", "The answer is 6*72", "7-72", "1 - 72 clips", "sqrt(72)", "x*72", "72x"),
+        *("\u221272, below 0", "It is \u201072", "\uff0d72", "\u00b172", "72\u00b2"),
+        *("72 and a half", "72 halves", "72 sixteenths", "72 ten-thousands", "1 and 72"),
+        *("> 72", "\u2264 72", "less than 72", "anything other than 72", "between 4 and 72"),
         *("70 or 72", "half of 72", "7 72 clips", "72^n", "48 + 24 = 6*72", "1/2/72", "72*k"),
     ],
 }

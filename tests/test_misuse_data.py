@@ -912,6 +912,8 @@ def test_each_prompt_of_ones_own_has_its_own_random_numbers(tmp_path: Path) -> N
     ("old", "new", "words"),
     [
         (TRAIN, HELD_OUT, "256 of 256 evaluation prompts are also training prompts"),
+        (TRAIN, HELD_OUT.replace("}", "} "), "256 of 256 evaluation prompts are also training"),
+        (HELD_OUT, 'Example(f"h{number % 9}", "0")', "9 of 256 evaluation examples differ"),
         (
             TRAIN,
             "Example(str(id(object())) + str(__import__('time').time()), '')",

@@ -261,6 +261,29 @@ def test_a_resume_without_the_logs_of_the_steps_before_says_so(
     assert "held-out examples after 4 and after 6 steps" in out
 
 
+def test_a_resume_says_how_many_steps_its_log_lacks(run: Path) -> None:
+    said: list[str] = []
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:1] + lines[2:]))
+    RunLog(run, said.append, start_step=4).close()
+    assert said == [f"{file}: has 3 of the 4 steps before the resume"]
+
+
+def test_a_copy_made_of_hard_links_stays_as_it_is(run: Path) -> None:
+    """As backups are made (cp -al): the logs of a run that went on grew in its backups, too."""
+    backup = shutil.copytree(run, run.parent / "backup", copy_function=os.link)
+    names = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+    before = [(backup / name).read_bytes() for name in names]
+    log = RunLog(run, pytest.fail, start_step=4)
+    log.step(5, {"loss": 1.0})
+    log.evaluation(5, {"n": 1.0})
+    log.sample(5, {"completion": ""})
+    log.close()
+    assert [(backup / name).read_bytes() for name in names] == before
+    assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
@@ -580,6 +603,17 @@ def test_what_users_name_is_printed_as_it_is(text: str, capsys: pytest.CaptureFi
         read(3)
     screen.say(text)
     assert capsys.readouterr().out.count(text.replace("\udcff", "\\udcff")) == 5
+
+
+def test_a_terminal_of_unknown_width_shows_what_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    screen = Screen()
+    screen.say("found")
+    screen.warn("odd")
+    out, err = capsys.readouterr()
+    assert out == "found\n" and "odd" in err
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -23,6 +25,7 @@ from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoin
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.tools import (
     annotate,
+    compare,
     curve_tables,
     curves,
     doctor,
@@ -428,6 +431,28 @@ def test_a_link_to_a_file_of_a_run_is_not_written_through(
         link.unlink()
 
 
+def test_two_results_do_not_go_into_one_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figure replaced the figures."""
+    other, said = shutil.copytree(run, "other"), "--json and --plot name one file, "
+    both = ("--json", "found.png", "--plot", run / "../found.png")
+    assert said in refused(capsys, compare, run, other, *both)
+    assert said in refused(capsys, evaluate, run, *both)
+    assert not Path("found.png").exists()
+
+
+def test_a_file_that_stdout_goes_to_keeps_what_it_has(tmp_path: Path) -> None:
+    """`--json /dev/stdout >> log` replaced the log."""
+    log = tmp_path / "log"
+    log.write_text("precious\n")
+    code = (
+        "from pathlib import Path; from minigrpo.runtime.outputs import write_output; "
+        "write_output('--json', Path('/dev/stdout'), lambda path: path.write_text('{}\\n'))"
+    )
+    with log.open("a") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+    assert log.read_text() == "precious\n{}\n"
+
+
 @pytest.mark.parametrize("flag", ["--data", "--rewards", "--chat-template"])
 def test_evaluate_does_not_write_onto_a_file_that_it_reads(
     run: Path, flag: str, capsys: pytest.CaptureFixture[str]
@@ -506,6 +531,9 @@ def test_a_run_that_lost_its_record_is_not_taken_for_a_model(
         pytest.param("{}\n", "line 1: step must be a whole number, got None", id="no step"),
         pytest.param('{"step": "x"}\n', "line 1: step must be a whole number, got 'x'", id="step"),
         pytest.param('{"step": true}\n', "step must be a whole number, got True", id="bool"),
+        pytest.param(
+            f'{{"step": {"9" * 400}}}\n', "must be a whole number", id="a step of 400 digits"
+        ),
         pytest.param('{"step": 1.5}\n', "line 1: step must be a whole number, got 1.5", id="half"),
         pytest.param('{"step": 1, "exact": "hi"}\n', "line 1: 'exact' must be a number", id="text"),
         pytest.param('{"step": 1, "exact": [1]}\n', "'exact' must be a number", id="nested"),

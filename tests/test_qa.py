@@ -70,6 +70,18 @@ def test_hotpotqa_lines_become_a_user_message(context: Any) -> None:
             "context must be a text, or HotpotQA",
         ),
         ({"question": "Where?", "answer": "x", "context": [["a"]]}, "context must be a text"),
+        # what can be unpacked into two is not yet a title and its sentences
+        *(
+            ({"question": "Where?", "answer": "x", "context": context}, "context must be a text")
+            for context in (
+                [{"title": "Paris", "text": "A city."}],
+                ["Hi", "No"],
+                [["Paris", "A city."]],
+                [["Paris", {"A city.": 1}]],
+                [[1, ["A city."]]],
+                {"title": "ab", "sentences": [["x"], ["y"]]},
+            )
+        ),
         ([], "must be an object like"),
     ],
 )

@@ -18,7 +18,7 @@ from .measures import EXACT, success_of
 from .pool import WorkerPool
 from .reward_calls import BATCHED, TOKENS, describe_failure, users_own
 from .task_sources import task_sources
-from .text import short
+from .text import as_asked, short
 
 FIRST_TRAIN, FIRST_HELD_OUT = 16, 64  # examples of each split that are always checked
 MORE = 512  # examples of each split that are checked if one of the first nearly fills the room
@@ -211,22 +211,32 @@ class UsersTask(Task, Protocol):
     name: str  # how its errors begin: the flag, the file and the class
 
 
+def _said(example: Example) -> tuple[str, str]:
+    return example.prompt, example.answer
+
+
 def _check_users_task(task: UsersTask, lengths: Lengths, timeout_s: float, warn: Warn) -> None:
     """Check a user's task: examples, splits, scores. Raises ConfigError in one line."""
-    prompts: dict[str, list[str]] = {"train": [], "held_out": []}
+    found: dict[str, list[Example]] = {"train": [], "held_out": []}
     for split, number, example in _some(task, OF_USERS, OF_USERS):
         lengths.check(f"{task.name}: {split}({number})", example)
         lengths.note_answer(f"{task.name}: {split}({number})", example)
-        prompts[split].append(example.prompt)
-    trained = set(prompts["train"])
-    if both := [prompt for prompt in prompts["held_out"] if prompt in trained]:
+        found[split].append(example)
+    held_out = found["held_out"]
+    trained = {as_asked(example.prompt) for example in found["train"]}
+    if both := [x.prompt for x in held_out if as_asked(x.prompt) in trained]:
         warn(
-            f"{task.name}: {len(both)} of {len(prompts['held_out'])} evaluation prompts are also "
+            f"{task.name}: {len(both)} of {len(held_out)} evaluation prompts are also "
             f"training prompts, such as {short(both[0])}: evaluation cannot tell learning from "
             "remembering"
         )
+    if 2 * (differ := len({_said(example) for example in held_out})) < len(held_out):
+        warn(
+            f"{task.name}: {differ} of {len(held_out)} evaluation examples differ, and intervals "
+            "take all of them for independent; num_held_out is the number of distinct ones"
+        )
     for split in ("train", "held_out"):
-        if getattr(task, split)(0).prompt != prompts[split][0]:
+        if _said(getattr(task, split)(0)) != _said(found[split][0]):
             warn(
                 f"{task.name}: {split}(0) gives another example each time; it must depend on the "
                 "seed and the number only, or evaluations and resumed runs cannot be compared"

@@ -148,10 +148,15 @@ class JSONLines:
             raise ConfigError(f"{path}: is not a file, but a log of the run goes there")
         try:
             old = path.read_bytes() if path.exists() else b""
-            kept = records_of(old, up_to_step, path, trouble.warn, only_numbers=only_numbers)
+            damage: list[str] = []
+            kept = records_of(old, up_to_step, path, damage.append, only_numbers=only_numbers)
+            for said in damage:
+                trouble.warn(said)
+            self.is_damaged = bool(damage)
             self.kept = [x for x in kept if but is None or not but.items() <= x.items()]
             new = "".join(map(to_json, self.kept)).encode()
-            if new != old:
+            # a file with another name (cp -al) would grow in the copy, too
+            if new != old or (path.exists() and path.stat().st_nlink > 1):
                 write_whole(path.resolve(), lambda aside: aside.write_bytes(new))
         except OSError as error:
             reason = reason_of(error)
@@ -173,12 +178,13 @@ def records_of(
     for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
-            if not isinstance(record, dict) or type(record.get("step")) is not int:
+            step = record.get("step") if isinstance(record, dict) else None
+            if type(step) is not int or not _is_number(step):
                 raise ValueError("no object with a step")
             texts = (name for name, x in record.items() if not _is_number(x))
             if only_numbers and (name := next(texts, "")):
                 raise ValueError(f"{quoted(name)} is no number")
-            if record["step"] <= up_to_step:
+            if step <= up_to_step:
                 kept.append(record)
         except ValueError as error:
             # the last one was cut off when the process died; what it said is made again

@@ -25,6 +25,7 @@ from .flags import ConfigError
 
 SECONDS_BETWEEN_LINES = 15.0  # between progress lines, where there is no bar
 NARROW = 60  # a terminal with fewer columns has no room for a bar
+USUAL_WIDTH = 80  # of a terminal that does not say
 
 
 class PhaseTimer:
@@ -120,6 +121,11 @@ class Screen:
         out, errors = OutputStream("stdout", self.warn, required=has_result), OutputStream("stderr")
         self.console = Console(file=cast(Any, out), quiet=quiet, highlight=False, soft_wrap=True)
         self.errors = Console(file=cast(Any, errors), highlight=False, soft_wrap=True)
+        for console in (self.console, self.errors):
+            if (
+                console.width < 1
+            ):  # COLUMNS=0 says that the width is unknown; nothing would be shown
+                console.width = USUAL_WIDTH
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),

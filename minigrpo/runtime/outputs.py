@@ -7,7 +7,7 @@ turns that into the same one line, and keeps the file that was there before.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,11 @@ from .trackers import ID
 
 # A figure or table written onto one of them would lose what training has made.
 OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, *FILES, JOB_SUMMARY, ID}
+
+STREAMS = {f"/dev/{name}": number for number, name in ((1, "stdout"), (2, "stderr"))}
+STREAMS |= {
+    f"/{where}/{number}": number for where in ("dev/fd", "proc/self/fd") for number in (1, 2)
+}
 
 
 def check_output_file(flag: str, path: str | Path, suffixes: Sequence[str] = ()) -> None:
@@ -61,6 +66,16 @@ def check_is_not_read(flag: str, path: Path, read: Iterable[str]) -> None:
             raise ConfigError(f"{flag} {path}: is a file that this command reads; take another")
 
 
+def check_apart(paths: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError if two flags name one file, of which the second would replace the first."""
+    named: dict[str, str] = {}
+    for flag, path in paths.items():
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/stdout
+            continue
+        if (first := named.setdefault(os.path.realpath(path), flag)) != flag:
+            raise ConfigError(f"{first} and {flag} name one file, {path}; take another")
+
+
 def check_output_folder(flag: str, path: str | Path) -> None:
     """Check that files can be written into a folder, which need not exist yet.
 
@@ -82,7 +97,14 @@ def write_output(flag: str, path: Path, write: Callable[[Path], object]) -> None
     Raises ConfigError, one line that names the flag, if the disk is full or the folder has gone.
     """
     with one_line(flag, path):
-        if path.exists() and not path.is_file():  # /dev/stdout or a pipe: there is nothing to keep
+        if (stream := STREAMS.get(str(path))) is not None:
+            # by its number: opened by its name, a file that it goes to would lose what it has
+            with tempfile.TemporaryDirectory() as folder:
+                write(aside := Path(folder, f"output{path.suffix}"))
+                with open(os.dup(stream), "wb") as file:
+                    file.write(aside.read_bytes())
+            return
+        if path.exists() and not path.is_file():  # a pipe: there is nothing to keep
             write(path)
             return
         target = Path(os.path.realpath(path))  # a link stays a link

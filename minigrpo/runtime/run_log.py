@@ -54,6 +54,10 @@ class RunLog:
         for log in (self.metrics, self.evaluations):
             if start_step and not log.kept:
                 warn(f"{log.file.path}: has nothing of the {start_step} steps before the resume")
+        there = len({record["step"] for record in self.metrics.kept})
+        if 0 < there < start_step and not self.metrics.is_damaged:
+            file = self.metrics.file.path
+            warn(f"{file}: has {there} of the {start_step} steps before the resume")
         self.board = EventFile(folder / "tensorboard", trouble, first_step=last + 1)
 
     @property

@@ -7,6 +7,7 @@ ValueError.
 
 import json
 import os
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def has_lone_surrogate(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def as_asked(question: str) -> str:
+    """A question of a file without what copies of it differ in: white space, and Unicode's forms.
+
+    Two questions are in one split if this is equal for both.
+    """
+    return " ".join(unicodedata.normalize("NFC", question).split())
 
 
 def check_file_name(path: str | Path) -> None:

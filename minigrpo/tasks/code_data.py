@@ -101,8 +101,12 @@ def parse(line: str) -> Example:
         raise ValueError(f"{FORM}; test_list has no test")
     if not isinstance(record.get("test_setup_code") or "", str):
         raise ValueError(f"test_setup_code must be text, is {short(record['test_setup_code'])}")
+    if not isinstance(record.get("prefix", ""), str):
+        raise ValueError(f"prefix must be text, is {short(record['prefix'])}")
     for test in (*record["test_list"], *(record.get("challenge_test_list") or [])):
         _check_python("a test", test)
+        if all(isinstance(statement, ast.Pass) for statement in ast.parse(test).body):
+            raise ValueError(f"a test tests nothing: {short(test)}")
     _check_python("the setup", setup_of(record))
     prompt = PROMPT.format(text=text.strip(), tests="\n".join(record["test_list"]))
     return Example(prompt.replace("\r\n", "\n"), code.replace("\r\n", "\n"), fields=record)

@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime.text import has_lone_surrogate, short
+from ..runtime.text import as_asked, has_lone_surrogate, short
 from ..types import Example
 from .data_lines import data_lines, decode_line, parse_record
 from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
 from .math_answers import HASHES, after_hashes, boxed, final_answer, in_tags, number, stated
 from .math_judge import Judge, Numbers, make_judge
 from .scoring import BatchScored
-from .splits import PROMPTS_PER_HELD_OUT, as_asked, fingerprint, is_held_out_prompt
+from .splits import PROMPTS_PER_HELD_OUT, fingerprint, is_held_out_prompt
 from .sums import Sums
 from .task_request import TaskRequest
 

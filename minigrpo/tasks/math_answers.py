@@ -40,15 +40,23 @@ NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]])-)?[$€£¥]?{DECIMAL}(?:/{INTEGE
 # word that changes its value; a letter after it that multiplies it
 GOES_ON_FROM = re.compile(
     r"""(?:[\d)\]!]\s*[-+*/^\u00d7\u00b7\u00f7\u2212\u2013]+|\b[a-z]\s*[*^/+]+
-      |[\^\u00d7\u00f7\u221a]
-      |\d\s+|[\w\u221a]\(
-      |\b(?:plus|minus|times|negative|half|twice|double|triple|sqrt|root|or|by)\b(?:\s+(?:of|the))*)
+      |[\^<>\u00b1\u00d7\u00f7\u221a\u2264\u2265]
+      |\\pm
+      |\d\s+(?:and\s+)?|[\w\u221a]\(
+      |\b(?:plus|minus|times|negative|half|twice|double|triple|sqrt|root|or|by|than
+        |unlike)\b(?:\s+(?:of|the))*)
     [\s(]*$
     |\d:$""",
     re.IGNORECASE | re.VERBOSE,
 )
-GOES_ON = re.compile(r"(?:[kKMBbxnei\u03c0]|bn|mn)\b|\s*[\^\u00d7]|\*\w|\s+(?:pi|factorial)\b")
+GOES_ON = re.compile(
+    r"(?:[kKMBbxnei\u03c0]|bn|mn)\b|\s*[\^\u00d7]|[\u00b9\u00b2\u00b3\u2070-\u207f]|\*\w"
+    r"|\s+(?:pi|factorial|squared|cubed|halves|and\s+(?:an?|one)\s+(?:half|third|quarter))\b"
+)
+NEXT_WORD = re.compile(r"[\s-]+([A-Za-z-]+)")
 MAX_CONTEXT_CHARS = 40  # before a number
+# dashes that are read as a minus: hyphens, the figure and en dash, the minus, small and wide ones
+MINUS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\u207b\ufe63\uff0d", "-"))
 
 
 def boxed(text: str) -> str | None:
@@ -121,18 +129,20 @@ def plain_number(clause: str) -> str | None:
 
     None if that number is a part of something else: "6*12", "10^6", "minus 3", "8:30", "5k".
     """
-    for side in reversed(clause.split("=")):
+    for side in reversed(clause.translate(MINUS).split("=")):
         *_, found = None, *NUMBER_IN_TEXT.finditer(side)
         if found:
             before = side[max(0, found.start() - MAX_CONTEXT_CHARS) : found.start()]
-            if not GOES_ON_FROM.search(before) and not GOES_ON.match(side, found.end()):
+            after = NEXT_WORD.match(side, found.end())
+            changes = after and (PARTS | MULTIPLES) & {*after[1].lower().split("-")} - COINS
+            if not (changes or GOES_ON_FROM.search(before) or GOES_ON.match(side, found.end())):
                 return found[0]
     return None
 
 
 def last_number(text: str) -> str | None:
     """The last number in a text."""
-    found = NUMBER_IN_TEXT.findall(text)
+    found = NUMBER_IN_TEXT.findall(text.translate(MINUS))
     return found[-1] if found else None
 
 
@@ -157,8 +167,6 @@ def final_answer(text: str, form: str = "") -> str | None:
 # --- numbers --------------------------------------------------------------------------------------
 
 SPELLINGS = {  # TeX and typography -> plain text
-    "\u2212": "-",
-    "\u2013": "-",
     "\\$": "$",
     "\\%": "%",
     "\\!": "",
@@ -183,7 +191,9 @@ SPELLINGS = {  # TeX and typography -> plain text
     "\\left": "",
     "\\right": "",
 }
-FRACTION = re.compile(r"\\frac\s*(?:\{([+-]?[0-9,]+)\}|([0-9]))\s*(?:\{([0-9,]+)\}|([0-9]))")
+FRACTION = re.compile(
+    r"\\frac\s*(?:\{([+-]?[0-9,]+)\}|([0-9]))\s*(?:\{([0-9,]+)\}|([0-9]))(?![0-9])"
+)
 TEXT_MACRO = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 UNIT_LETTER = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*[mgshLNJWV]\s*\}")
 NUMBER = re.compile(
@@ -202,8 +212,9 @@ UNIT = re.compile(r"(?:\s+[A-Za-z][A-Za-z'/-]+(?:\^\{?[23]\}?|[²³])?){1,4}\s*"
 MULTIPLES = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
 MULTIPLES |= {f"{word}s" for word in MULTIPLES}
 PARTS = {"third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"}
-PARTS |= {"twelfth", "hundredth", "thousandth", "millionth"}
+PARTS |= {"twelfth", "sixteenth", "twentieth", "hundredth", "thousandth", "millionth", "billionth"}
 PARTS |= {f"{word}s" for word in PARTS}
+COINS = {"quarter", "quarters"}
 NOT_UNITS = {  # words that change the value
     *("and", "or", "to", "plus", "minus", "times", "over", "by", "mod", "pi", "sqrt", "sin", "cos"),
     *("tan", "log", "ln", "exp", "half", "halves", "squared", "cubed", "factorial", "negative"),
@@ -223,7 +234,7 @@ def number(text: str) -> Number | None:
     """The number that a text is, with or without currency and unit; None for anything else."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    text = UNIT_LETTER.sub(" units", text)
+    text = UNIT_LETTER.sub(" units", text.translate(MINUS))
     for written, plain in SPELLINGS.items():
         text = text.replace(written, plain)
     text = FRACTION.sub(r" \1\2/\3\4", TEXT_MACRO.sub(r" \1", text))
@@ -246,7 +257,7 @@ def _is_unit(text: str) -> bool:
     """Whether what follows a number leaves its value as it is."""
     if not text.strip():
         return True
-    return bool(UNIT.fullmatch(text)) and not NOT_UNITS & set(text.lower().split())
+    return bool(UNIT.fullmatch(text)) and not NOT_UNITS & set(re.split(r"[\s-]+", text.lower()))
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
@@ -281,6 +292,7 @@ def same_answer(truth: str, answer: str) -> bool | None:
 
 
 def _without_layout(text: str) -> str:
+    text = text.translate(MINUS)
     for written, plain in SPELLINGS.items():
         text = text.replace(written, plain)
     return BETWEEN.sub("", TEXT_MACRO.sub(r"\1", text)).removesuffix(".")

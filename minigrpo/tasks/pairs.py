@@ -18,11 +18,12 @@ import numpy as np
 
 from ..rewards import similarities
 from ..runtime.rng import stream
+from ..runtime.text import as_asked
 from ..types import Example
 from .data_lines import data_lines, decode_line, parse_example
 from .files import Listener, SilentListener, open_data, readable
 from .scoring import BatchScored
-from .splits import PROMPTS_PER_HELD_OUT, as_asked, is_held_out_prompt
+from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
 
 
 class Pair(NamedTuple):

@@ -101,9 +101,24 @@ def _paragraphs(context: Any) -> list[str]:
         return [context] if context else []
     try:
         if isinstance(context, Mapping):  # a table of columns, as the Hub has it
-            context = list(zip(context["title"], context["sentences"], strict=True))
-        return [f"{title}: {''.join(sentences)}" for title, sentences in context]
+            columns = context["title"], context["sentences"]
+            context = [list(pair) for pair in zip(*map(_list, columns), strict=True)]
+        pairs = [_list(pair) for pair in _list(context)]
+        return [f"{_text(title)}: {''.join(map(_text, _list(x)))}" for title, x in pairs]
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"context must be a text, or HotpotQA's titles and sentences, got {short(context)}"
         ) from None
+
+
+def _list(value: Any) -> list[Any]:
+    """The value, which must be a list: a text or an object would be taken apart. Or TypeError."""
+    if not isinstance(value, list):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value

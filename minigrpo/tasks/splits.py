@@ -5,7 +5,6 @@ that occurs twice is never in both splits, and every run of every task agrees on
 """
 
 import hashlib
-import unicodedata
 from collections.abc import Iterable
 
 POSITIONS_PER_HELD_OUT = 4  # one chess position in 4 is held out
@@ -44,11 +43,3 @@ def split_of(spellings: Iterable[str]) -> bool | None:
 def is_held_out_prompt(prompt: str) -> bool:
     """Return whether a prompt is held out."""
     return fingerprint(prompt) % PROMPTS_PER_HELD_OUT == 0
-
-
-def as_asked(question: str) -> str:
-    """A question of a file without what copies of it differ in: white space, and Unicode's forms.
-
-    Two questions are in one split if this is equal for both.
-    """
-    return " ".join(unicodedata.normalize("NFC", question).split())

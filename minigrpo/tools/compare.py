@@ -19,7 +19,7 @@ from ..runtime.files import to_json
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.measures import SAMPLED, answer_in_words, in_words
-from ..runtime.outputs import check_output_file, write_output
+from ..runtime.outputs import check_apart, check_output_file, write_output
 from ..runtime.text import printable
 from . import curve_tables, curves
 from .comparison import Comparison, Pair, Row, compared, to_record
@@ -54,6 +54,7 @@ class Arguments:
             check_output_file("--plot", self.plot, curves.FORMATS)
         if self.json is not None:
             check_output_file("--json", self.json)
+        check_apart({"--json": self.json, "--plot": self.plot})
 
 
 # --- what is printed ------------------------------------------------------------------------------

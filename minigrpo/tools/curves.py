@@ -220,7 +220,7 @@ def compare(arguments: Arguments) -> None:
     for run, records in runs.items():
         if arguments.out:
             check_metric(run, records, metric)
-    console = Console()
+    console = Console(width=screen.console.width)
     console.print(table(runs, {run: seconds_of(run, screen) for run in runs}))
     if arguments.kinds:
         console.print(table_of_kinds(runs))

@@ -27,7 +27,7 @@ from ..runtime.flags import ConfigError, parse
 from ..runtime.graded import doubts
 from ..runtime.logging import Screen
 from ..runtime.measures import PASS_AT, SAMPLED, Estimate, headline
-from ..runtime.outputs import check_output_file, write_output
+from ..runtime.outputs import check_apart, check_output_file, write_output
 from ..tasks.own import ALL_KINDS as ALL
 from . import reliability
 from .loading import Loaded, ModelSelection, check_is_no_input, load
@@ -59,6 +59,7 @@ class Arguments(ModelSelection):
             check_output_file("--json", self.json)
         if self.plot is not None:
             check_output_file("--plot", self.plot, reliability.FORMATS)
+        check_apart({"--json": self.json, "--plot": self.plot})
         for name, path in (("--json", self.json), ("--plot", self.plot)):
             if path is not None:
                 check_is_no_input(name, path, self)

@@ -98,7 +98,7 @@ def _problem(record: object, only_numbers: bool) -> str:
     if not isinstance(record, dict):
         return "must be a JSON object"
     step = record.get("step")
-    if not isinstance(step, int) or isinstance(step, bool):
+    if not isinstance(step, int) or not is_number(step):
         return f"step must be a whole number, got {quoted(step)}"
     for name, value in record.items() if only_numbers else ():
         if value is not None and not is_number(value):

@@ -52,7 +52,7 @@ def _evaluated(run: RunData, name: str, called: str) -> Line:
 def number_of(record: Record) -> float:
     """How many examples an evaluation has; 0 if it does not say."""
     n = record.get("n")
-    return float(n) if is_number(n) and n >= 1 else 0.0
+    return float(n) if is_number(n) and 1 <= n <= 1e15 else 0.0
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
