@@ -493,7 +493,7 @@ def test_groups_run_the_same_completions_with_each_packing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sizes = "--group-sizes 2 4 --prompts 2 --repeats 1 --json groups.json".split()
+    sizes = ["--group-sizes", "2", "4", "--prompts", "2", "--repeats", "1", "--json", "groups.json"]
     cli.main(["groups", "--tasks", "hidden-digit", *sizes])
     rows = json.loads(Path("groups.json").read_text())["rows"]
     assert [row["group_size"] for row in rows] == [2, 2, 2, 4, 4, 4]
