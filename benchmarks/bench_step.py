@@ -88,7 +88,9 @@ class BenchStep:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        accel.choose_products(self.config.speed)  # process-wide, so every step sets it again
+        accel.set_up_process(
+            self.config.speed, self.device
+        )  # process-wide, so every step sets it again
         self.timer.take()
         start = time.perf_counter()
         self.batch = self.source.batch(number)
@@ -114,7 +116,7 @@ class BenchStep:
 
         Not the loss itself: at a ratio of 1 the advantages cancel, and only rounding error remains.
         """
-        accel.choose_products(self.config.speed)
+        accel.set_up_process(self.config.speed, self.device)
         with torch.no_grad():
             parts = batch.split(self.config.memory.micro_batch_size or len(batch))
             logps = [self.learner.forward(self.learner.pack(part.completions))[0] for part in parts]

@@ -55,7 +55,7 @@ class GrpoPyStep:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        accel.choose_products(self.config.speed)
+        accel.set_up_process(self.config.speed, self.device)
         timer, prompts = self.timer, self.config.sampling.prompts_per_step
         timer.take()
         start = time.perf_counter()
@@ -95,7 +95,7 @@ class GrpoPyStep:
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
         """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss."""
-        accel.choose_products(self.config.speed)
+        accel.set_up_process(self.config.speed, self.device)
         completions, groups = batch.completions.to(self.device), self.config.sampling.group_size
         starts = completions.prompt_len.repeat_interleave(groups)  # [B]
         columns = completions.prompt_ids.shape[1] + completions.completion_ids.shape[-1]

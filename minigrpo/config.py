@@ -26,8 +26,6 @@ Count = Annotated[int, AtLeast(1), AtMost(10**9)]
 CountOrZero = Annotated[int, AtLeast(0), AtMost(10**9)]
 Size = Annotated[int, AtLeast(1), AtMost(10**6)]
 Few = Annotated[int, AtLeast(0), AtMost(1024)]
-Seconds = Annotated[float, AtLeast(0.001), AtMost(10**7)]
-Positive = Annotated[float, Above(0)]
 PositiveOrZero = Annotated[float, AtLeast(0)]
 if TYPE_CHECKING:  # type checkers cannot evaluate the table
     LossName = str
@@ -61,7 +59,7 @@ class TaskConfig(Group):
     """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
     reward_weights: str = ""
     """Weights of reward parts, such as exact_fen=1,similarity=0.5; parts left out weigh 0."""
-    reward_timeout: Seconds = 10.0
+    reward_timeout: Annotated[float, AtLeast(0.001), AtMost(10**7)] = 10.0
     """Seconds per completion that a reward function may take before it counts as failed."""
 
     def weights(self) -> dict[str, float]:
@@ -161,13 +159,13 @@ class OptimizerConfig(Group):
 
     num_iterations: Count = 1
     """Optimizer steps per rollout."""
-    learning_rate: Positive = 6e-4
+    learning_rate: Annotated[float, Above(0)] = 6e-4
     """Peak learning rate."""
     warmup_steps: CountOrZero = 10
     """Steps of linear learning-rate warm-up."""
     weight_decay: PositiveOrZero = 0.0
     """Weight decay on matrices; biases and norms have none."""
-    grad_clip: Positive = 1.0
+    grad_clip: Annotated[float, Above(0)] = 1.0
     """The gradient is clipped to this norm."""
 
 
@@ -189,6 +187,8 @@ class SpeedConfig(Group):
     """TF32 matrix products on CUDA."""
     onednn: bool = True
     """Large float32 products by oneDNN, on CPUs with AVX-512 other than Intel's: MKL is slower."""
+    keep_freed_memory: bool = True
+    """On a CPU, keep freed memory in the process (glibc only): getting new pages takes time."""
     compile_model: bool = False
     """torch.compile the training blocks, except attention; needs a C or C++ compiler."""
     packing: Literal["repeated", "shared-prompt", "prefix-tree"] = "prefix-tree"

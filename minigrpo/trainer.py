@@ -55,7 +55,7 @@ class Trainer:
         self.run_dir = RunDir(config, self.dist, self.screen)  # before users' code may call chdir
         self.device = check_machine(config, self.dist)
         self.dist.on_main(lambda: fetch_models(config))
-        accel.choose_products(config.speed)
+        accel.set_up_process(config.speed, self.device)
         self.process = KeptState()  # which users' code must not change
 
         self.tokenizer = make_tokenizer(config, self.screen.say)

@@ -103,6 +103,7 @@ CASES: dict[str, list[tuple[Settings, Settings]]] = {
     "amp_dtype": [({"amp_dtype": "bfloat16"}, {"use_amp": True})],
     "use_tf32": [({"use_tf32": True}, {"device": CUDA})],
     "onednn": [({"onednn": False, "device": CUDA}, {"device": CPU})],
+    "keep_freed_memory": [({"keep_freed_memory": False, "device": CUDA}, {"device": CPU})],
     "num_speculative_tokens": [
         (
             {"num_speculative_tokens": 3, "speculative_decoding": False},

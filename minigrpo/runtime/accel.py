@@ -23,6 +23,7 @@ from ..model.logprobs import chunk_size
 from ..model.transformer import Block, Transformer
 from .combinations import FIRST_PROFILED, LAST_PROFILED
 from .flags import ConfigError
+from .freed_memory import keep_freed_memory
 
 Say = Callable[[str], object]
 
@@ -86,13 +87,14 @@ def check_compiler(speed: SpeedConfig, device: torch.device) -> None:
         )
 
 
-def choose_products(speed: SpeedConfig) -> None:
-    """--use-tf32 and --onednn: how float32 products are computed, in the whole process.
+def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
+    """What holds for the whole process: --use-tf32, --onednn and --keep-freed-memory.
 
     TF32 has 10 bits of mantissa.
     """
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
     use_onednn(speed.onednn and onednn_is_faster())
+    keep_freed_memory(speed.keep_freed_memory and device.type == "cpu")
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:

@@ -200,6 +200,7 @@ TABLE: dict[str, Row] = {
         (lambda s: not s.on_cpu, "it is for CPUs"),
         (lambda s: not onednn_is_faster(), "this CPU has no AVX-512, or is Intel's"),
     ),
+    "keep_freed_memory": ((lambda s: not s.on_cpu, "it is for CPUs"),),
     "num_speculative_tokens": (
         (lambda s: not s.config.speed.speculative_decoding, "--no-speculative-decoding"),
     ),

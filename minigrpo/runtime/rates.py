@@ -101,7 +101,7 @@ class Probe:
 
     def rates(self, counts: StepCounts, completions: Completions) -> Rates:
         """The rates at a step's sizes; `completions`, like those of the step, are packed."""
-        accel.choose_products(self.config.speed)
+        accel.set_up_process(self.config.speed, self.device)
         head_forward, head_gradient = self._head(counts.predictions / counts.micro_batches)
         unknown = Line(0.0, 0.0)
         first = Rates(
