@@ -94,7 +94,8 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
     """
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
     use_onednn(speed.onednn and onednn_is_faster())
-    keep_freed_memory(speed.keep_freed_memory and device.type == "cpu")
+    if speed.keep_freed_memory and device.type == "cpu":
+        keep_freed_memory()
 
 
 def recompute(block: Block, x: Tensor, attend: Attend) -> Tensor:

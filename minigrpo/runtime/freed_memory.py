@@ -6,30 +6,22 @@ such as the gradient of a large embedding, that was measured to take a third of 
 """
 
 import ctypes
-from functools import cache
 from typing import Any
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
-KEEP = 2**31 - 1, 2**31 - 1  # bytes: only larger blocks are returned
-RETURN = 2**25, 2**26  # what glibc's own rule arrives at once blocks of 32 MiB have been freed
-_kept: list[bool] = []  # what `keep_freed_memory` was told last
+LARGEST = 2**31 - 1  # bytes: only larger blocks are still returned
 
 
-@cache
-def _mallopt() -> Any:
-    """The C library's function, or None where there is none: not glibc."""
+def c_function(name: str) -> Any:
+    """A function of the C library, or None if it has none of that name, as without glibc."""
     try:
-        return getattr(ctypes.CDLL(None), "mallopt", None)
+        return getattr(ctypes.CDLL(None), name, None)
     except (OSError, TypeError):  # such as on Windows
         return None
 
 
-def keep_freed_memory(enabled: bool) -> None:
-    """Keep freed memory, in the whole process, or not. Without glibc, nothing changes."""
-    mallopt = _mallopt()
-    if mallopt is None or enabled == bool(_kept and _kept[0]):
-        return
-    mmap, trim = KEEP if enabled else RETURN
-    mallopt(MMAP_THRESHOLD, mmap)
-    mallopt(TRIM_THRESHOLD, trim)
-    _kept[:] = [enabled]
+def keep_freed_memory() -> None:
+    """Keep what is freed from now on, in the whole process, until it ends."""
+    if mallopt := c_function("mallopt"):
+        mallopt(MMAP_THRESHOLD, LARGEST)
+        mallopt(TRIM_THRESHOLD, LARGEST)
