@@ -53,13 +53,13 @@ def test_values_and_gradients_are_those_of_float64(shape: tuple[int, ...], has_b
 
 def test_frozen_weights_and_inputs_without_gradients_get_none() -> None:
     use_onednn(True)
-    layer = Linear(128, 512)
+    layer = Linear(128, 1024)
     torch.nn.init.normal_(layer.weight, std=0.1)
     torch.nn.init.zeros_(layer.bias)
     x = torch.randn(64, 128)
     layer(x).sum().backward()
     assert layer.weight.grad is not None and x.grad is None
-    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(512, -1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(1024, -1), rtol=1e-4, atol=1e-4)
     layer.weight.requires_grad_(False)
     layer.weight.grad = None
     (grad,) = torch.autograd.grad(layer(x.requires_grad_()).sum(), x)
@@ -82,9 +82,10 @@ def test_chunked_log_probs_are_the_same_with_and_without() -> None:
 
 def test_only_large_float32_products_on_a_cpu_are_computed_with_it() -> None:
     use_onednn(True)
-    x, weight = torch.randn(64, 128), torch.randn(512, 128)
+    x, weight = torch.randn(64, 128), torch.randn(1024, 128)
     assert by_onednn(x, weight)
     assert not by_onednn(x[:2], weight)
+    assert not by_onednn(x.repeat(9, 1), weight[:1000])
     assert not by_onednn(x.double(), weight.double())
     assert not by_onednn(x, weight.bfloat16())
     assert not by_onednn(x.to("meta"), weight.to("meta"))

@@ -56,6 +56,9 @@ def _in_few_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
 SMALLEST = 1 << 21  # multiplications; of smaller products, the call itself is what takes time
+# Numbers in a weight. oneDNN keeps a kernel for each shape of a product: 100 MiB in the default job,
+# whose weights are smaller, and whose steps take as long with oneDNN as without.
+SMALLEST_WEIGHT = 1 << 17
 _enabled: list[bool] = []  # what `use_onednn` was told last
 
 
@@ -84,6 +87,7 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() * len(weight) >= SMALLEST
+        and weight.numel() >= SMALLEST_WEIGHT
         and (_enabled[0] if _enabled else onednn_is_faster())
         and not torch.compiler.is_compiling()
     )
