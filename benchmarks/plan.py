@@ -103,42 +103,48 @@ def predict(settings: Settings) -> dict[str, Any]:
 
 
 def measure(settings: Settings, steps: int) -> dict[str, Any]:
-    """Medians of a run's first steps without the first: seconds by phase, and peak memory.
-
-    The memory that a step frees is given back before the next one, so that each has its own peak.
-    """
+    """Medians of a run's first steps without the first: seconds by phase, and peak memory."""
     _steps({**TINY, "device": settings["device"]}, 2)
     with PeakMemory(pick_device(settings["device"])) as before:
-        timed = _steps(settings, steps, LEAST_SECONDS)[1:]
-    middle = {name: median(step[name] for step in timed) for name in timed[0]}
-    step, peak = middle.pop("step"), middle.pop("peak_mib")
-    return {"seconds": middle, "step": step, "peak_mib": peak - before.before}
+        timed, peaks = _steps(settings, steps, LEAST_SECONDS)
+    middle = {name: median(step[name] for step in timed[1:]) for name in timed[0]}
+    step = middle.pop("step")
+    return {"seconds": middle, "step": step, "peak_mib": median(peaks) - before.before}
 
 
-def _steps(settings: Settings, steps: int, least: float = 0.0) -> list[dict[str, float]]:
-    """Seconds of each step of a run, by phase, and MiB in use at its peak.
+def _steps(
+    settings: Settings, steps: int, least: float = 0.0
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Seconds of each step of a run, by phase; and MiB in use at the peak of half as many more.
 
-    At least so many steps, and `least` seconds.
+    At least so many steps, and `least` seconds. Before a step whose peak is measured, the memory
+    that the last one has freed is given back, which would cost time in a step that is timed.
     """
-    timed = list[dict[str, float]]()
+    timed, peaks = list[dict[str, float]](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         config = Config.of(**settings, out_dir=str(Path(folder) / "run"))
         trainer = Trainer(config, quiet=True)
         while len(timed) < steps or (
             len(timed) < MOST_STEPS and sum(step["step"] for step in timed) < least
         ):
-            with PeakMemory(trainer.device) as peak:
-                start, number = time.perf_counter(), len(timed)
-                batch = trainer.source.batch(number)
-                with trainer.timer.phase("update"):
-                    trainer.learner.learn(batch, number)
-                took = time.perf_counter() - start
-            seconds = trainer.timer.take()
+            start = time.perf_counter()
+            _step(trainer, len(timed))
+            took, seconds = time.perf_counter() - start, trainer.timer.take()
             phases = {name: seconds[name] for name in PHASES if name in seconds}
-            timed.append({**phases, "step": took, "peak_mib": peak.before + peak.mib})
+            timed.append({**phases, "step": took})
+        for number in range(len(timed), len(timed) + max(1, len(timed) // 2)):
+            with PeakMemory(trainer.device) as peak:
+                _step(trainer, number)
+            peaks.append(peak.before + peak.mib)
         trainer.scorer.close()
         trainer.run_dir.close()
-    return timed
+    return timed, peaks
+
+
+def _step(trainer: Trainer, number: int) -> None:
+    batch = trainer.source.batch(number)
+    with trainer.timer.phase("update"):
+        trainer.learner.learn(batch, number)
 
 
 def comparisons(row: Mapping[str, Any]) -> list[tuple[str, float, float]]:

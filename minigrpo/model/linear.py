@@ -56,8 +56,8 @@ def _in_few_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
 SMALLEST = 1 << 21  # multiplications; of smaller products, the call itself is what takes time
-# Numbers in a weight. oneDNN keeps a kernel for each shape of a product: 100 MiB in the default job,
-# whose weights are smaller, and whose steps take as long with oneDNN as without.
+# Numbers in a weight. oneDNN keeps a kernel for each shape of a product: 100 MiB in the default job
+# (whose weights are smaller, and whose steps take as long with oneDNN as without).
 SMALLEST_WEIGHT = 1 << 17
 _enabled: list[bool] = []  # what `use_onednn` was told last
 
