@@ -2,7 +2,7 @@
 
 The system's allocator returns large blocks to the kernel at once. The next tensor of that size gets
 new pages, and each of them is cleared when it is touched first. With tensors of tens of megabytes,
-such as the gradient of a large embedding, that was measured to take a third of a step.
+such as the gradient of a large embedding, that was measured to take a quarter of a step.
 """
 
 import ctypes
