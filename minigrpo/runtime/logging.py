@@ -122,9 +122,7 @@ class Screen:
         self.console = Console(file=cast(Any, out), quiet=quiet, highlight=False, soft_wrap=True)
         self.errors = Console(file=cast(Any, errors), highlight=False, soft_wrap=True)
         for console in (self.console, self.errors):
-            if (
-                console.width < 1
-            ):  # COLUMNS=0 says that the width is unknown; nothing would be shown
+            if console.width < 1:  # COLUMNS=0: unknown; nothing would be shown
                 console.width = USUAL_WIDTH
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
