@@ -88,9 +88,8 @@ class BenchStep:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        accel.set_up_process(
-            self.config.speed, self.device
-        )  # process-wide, so every step sets it again
+        # process-wide, so every step sets it again
+        accel.set_up_process(self.config.speed, self.device)
         self.timer.take()
         start = time.perf_counter()
         self.batch = self.source.batch(number)

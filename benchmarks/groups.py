@@ -6,8 +6,8 @@ in turns. No group is skipped, whatever its rewards.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,8 +25,8 @@ from .flags import BenchmarkFlags, Positive
 from .intervals import FEWEST, median_of
 from .report import Column, number, print_table
 
-FULL = "repeated"  # the packing that shares nothing
-NEXT = {"shared-prompt": FULL, "prefix-tree": "shared-prompt"}  # what a packing is compared with
+FULL, *_ = PACKINGS  # the packing that shares nothing
+NEXT = {after: before for before, after in pairwise(PACKINGS)}  # what a packing is compared with
 COLUMNS: tuple[Column, ...] = (
     ("task", "task", str),
     ("group size", "group_size", str),
@@ -104,7 +104,5 @@ def measure(config: Config, repeats: int) -> list[dict[str, Any]]:
 def _verdict(seconds: dict[str, list[float]], packing: str) -> str:
     if packing not in NEXT:
         return ""
-    pairs: Sequence[tuple[float, float]] = list(
-        zip(seconds[NEXT[packing]], seconds[packing], strict=True)
-    )
-    return median_of([before / after for before, after in pairs]).verdict()
+    turns = zip(seconds[NEXT[packing]], seconds[packing], strict=True)
+    return median_of([before / after for before, after in turns]).verdict()
