@@ -26,6 +26,7 @@ from .plan import Plan
 from .precision import Precision
 from .report import RESULTS
 from .rewards import Rewards
+from .rollouts import Rollouts
 from .scaling import Scaling
 from .steps import Steps
 
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "length": Length,
     "gap": Gap,
     "groups": Groups,
+    "rollouts": Rollouts,
 }
 
 

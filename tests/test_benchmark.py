@@ -506,6 +506,19 @@ def test_groups_run_the_same_completions_with_each_packing(
     assert not list(tmp_path.glob("runs*"))
 
 
+def test_rollouts_are_the_same_with_and_without_speculative_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.main(["rollouts", "--tasks", "hidden-digit", "--turns", "1", "--json", "rollouts.json"])
+    without, speculative = json.loads(Path("rollouts.json").read_text())["rows"]
+    assert without["length"] == speculative["length"] > 1
+    assert speculative["rounds_each"] < without["rounds_each"]
+    assert speculative["tokens"] < without["tokens"]
+    assert without["verdict"] == "" and "x" in speculative["verdict"]
+    assert not list(tmp_path.glob("runs*"))
+
+
 def test_rows_run_one_after_the_other_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Sampling: caches, drafts and batching change nothing but the time it takes."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.shape import ModelShape
@@ -14,7 +16,7 @@ from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import stream, uniforms
 from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
-from minigrpo.sampling.drafts import propose
+from minigrpo.sampling.drafts import COST_OF_ROUND, COST_OF_SLOT, ProposalWindow, propose
 from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
 from minigrpo.sampling.params import SamplingParams, pick_token, truncate
 from minigrpo.sampling.running import assign_slots
@@ -133,6 +135,68 @@ def test_a_proposal_follows_the_match_in_the_draft_that_is_nearest_to_the_own_co
     assert at([9, 9, 9], 4) == [5, 1]
     assert at([1, 2, 3], 2) == [3, 4]  # only two tokens so far: too few to match three
     assert at([2, 3, 6], 9) == [7, 7]
+
+
+def test_the_window_gains_the_most_tokens_for_its_cost() -> None:
+    def chosen(right: int, slots: int, largest: int = 8) -> int:
+        window = ProposalWindow(largest)
+        for _ in range(20):
+            window.update(right, 1000, slots)
+        return window.size
+
+    assert [chosen(0, slots) for slots in (1, 1000)] == [1, 1]  # nothing is ever right
+    assert [chosen(1000, slots) for slots in (1, 1000)] == [8, 8]
+    assert chosen(1000, 1, largest=6) == 6 and chosen(1000, 1, largest=1) == 1
+    # some are right: many slots make tokens expensive, few make rounds expensive
+    assert chosen(300, 10_000) == 1 < chosen(300, 1)
+    for right, slots in ((300, 10), (700, 40), (900, 200), (950, 5)):
+        p, draws = right / 1000, np.random.default_rng(0).random((20_000, 7)) < right / 1000
+        gained = {w: 1 + draws[:, : w - 1].cumprod(1).sum(1).mean() for w in (1, 2, 4, 8)}
+        gained_per_cost = {
+            w: gained[w] / (COST_OF_ROUND + slots * (COST_OF_SLOT + w)) for w in gained
+        }
+        best = max(gained_per_cost, key=lambda w: gained_per_cost[w])
+        assert gained_per_cost[chosen(right, slots)] > 0.98 * gained_per_cost[best], (p, slots)
+
+
+def test_the_window_follows_what_was_right_lately() -> None:
+    window = ProposalWindow(8)
+    window.update(1000, 1000, 1)
+    assert window.size == 8
+    for _ in range(12):
+        window.update(0, 1000, 1)
+    assert window.size == 1
+    window.update(990, 1000, 1)  # proposals are judged although none was run
+    assert window.size > 1
+
+
+@pytest.mark.parametrize("kind", DECODERS[:2])
+def test_drafts_that_are_never_right_cost_no_tokens(
+    model: Transformer, prompts: Completions, kind: type
+) -> None:
+    everyone = list(range(6))
+    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 1, LENGTH))
+
+    def tokens_run(drafts: Tensor | None) -> tuple[Completions, int]:
+        work = Counter[str]()
+        options = {"stops": [EOS], "max_new_tokens": LENGTH, "u": u, "decoder": kind}
+        completions = generate(
+            model,
+            prompts.prompt_ids[everyone],
+            prompts.prompt_len[everyone],
+            drafts=drafts,
+            work=work,
+            **options,
+        )
+        return completions, work["tokens"]
+
+    plain, without = tokens_run(None)
+    never = (plain.completion_ids[:, 0] + 1) % VOCAB  # another token in every column
+    never = torch.where(never == EOS, VOCAB - 1, never)
+    for drafts in (never, never[:, :0]):
+        again, run = tokens_run(drafts)
+        assert torch.equal(again.completion_ids, plain.completion_ids)
+        assert run <= without  # slots of completions that have ended are dropped at once
 
 
 def test_a_round_of_several_tokens_at_different_columns_equals_the_full_forward(

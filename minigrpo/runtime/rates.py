@@ -24,7 +24,7 @@ from ..model.packing import PACKINGS
 from ..model.shape import ModelShape
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..sampling.drafts import ProposalPauses
+from ..sampling.drafts import ProposalWindow
 from ..sampling.params import SamplingParams
 from ..sampling.running import RunningSequences
 from ..sampling.sampler import Sampler
@@ -64,10 +64,14 @@ class Rates:
 Work = Callable[[int], Callable[[], object]]  # work of a size, to be timed
 
 
-class AlwaysProposes(ProposalPauses):
+class FixedWindow(ProposalWindow):
     """Random models accept no proposals, but rounds that propose must be timed."""
 
-    def update(self, rounds: int, tokens_per_sequence: float, *, proposed: bool) -> None: ...
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+    def update(self, right: int, judged: int, num_slots: int) -> None: ...
 
 
 class Probe:
@@ -263,7 +267,7 @@ class Probe:
 
     def _rounds(self, sampler: Sampler, counts: StepCounts, slots: int) -> Callable[[], object]:
         """ROUNDS rounds on so many slots, in the middle of their completions."""
-        window, done = counts.window, max(1, round(counts.completion_len / 2))
+        window, done = round(counts.window), max(1, round(counts.completion_len / 2))
         length, device = done + (ROUNDS + 2) * window, self.device
         prompt_len = torch.tensor([max(1, round(counts.prompt_len))], device=device)
         prompt_ids = torch.zeros(1, int(prompt_len), dtype=torch.int64, device=device)
@@ -279,7 +283,7 @@ class Probe:
             num_speculative_tokens=window - 1,
             device=device,
         )
-        sequences.pauses = AlwaysProposes()
+        sequences.proposal_window = FixedWindow(window)
         with torch.no_grad(), self._autocast():
             decoder = sampler.decoder(sampler.low_precision, length + window)
             decoder.prefill(prompt_ids, prompt_len, slots)

@@ -13,7 +13,6 @@ import torch
 from ..config import Config
 from ..model.packed_attention import Packing, SharedPrefixPacking
 from ..model.packing import PACKINGS
-from ..sampling.drafts import MIN_TOKENS_PER_ROUND, ProposalPauses
 from ..types import Completions
 
 MOST_PROMPTS, MOST_TOKENS = 16, 512  # of made-up completions; tokens per prompt
@@ -36,7 +35,7 @@ class StepCounts:
     predictions: float  # tokens that go through the output head in the update
     rounds: float  # of decoding, after the prompts; 0 if nothing is sampled
     decoded: float  # tokens that the model runs in those rounds
-    window: int  # tokens per slot and round
+    window: float  # tokens per slot and round, a mean
     slots: float  # sequences that the KV cache has room for, if all prompts are decoded together
     prompts_at_once: int  # per rollout batch
 
@@ -78,11 +77,6 @@ def nothing_shared(
     if not config.supervised:
         rounds = (longest - 1) * (prompts / at_once)
         decoded = completions * (completion_len - 1)
-        if config.speed.speculative_decoding:
-            proposing = rounds_that_propose(int(longest) - 1)
-            decoded += (
-                completions * min(proposing, completion_len) * config.speed.num_speculative_tokens
-            )
     return StepCounts(
         prompts=prompts,
         samples=samples,
@@ -101,15 +95,6 @@ def nothing_shared(
         slots=0.0 if config.supervised else float(completions),
         prompts_at_once=at_once,
     )
-
-
-def rounds_that_propose(rounds: int) -> int:
-    """Of so many rounds, those that propose although nothing is ever accepted."""
-    pauses, proposing = ProposalPauses(), 0
-    for done in range(1, rounds + 1):
-        proposing += not pauses.paused
-        pauses.update(done, 1.0, proposed=not pauses.paused)
-    return proposing
 
 
 def as_sampled(
@@ -148,9 +133,8 @@ def as_sampled(
     )
     if not config.speed.speculative_decoding:
         return counts
-    rounds_each = work["row_rounds"] / max(1, work["rows"])
-    accepted = length >= MIN_TOKENS_PER_ROUND * rounds_each  # otherwise proposing pauses
-    counts = replace(counts, window=1 + config.speed.num_speculative_tokens * accepted)
+    decoded = work["tokens"] - float(completions.prompt_len.sum())
+    counts = replace(counts, window=max(1.0, decoded / max(1, work["slot_rounds"])))
     # slots separate when their completions do, and the cache grows by doubling
     slots = worst.prompts
     while slots < distinct_completions(completions) * scale:

@@ -78,7 +78,7 @@ def generate_parts(
             the known answer. Drafts change the number of rounds, not the tokens.
         work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran; `rows`,
             the number of completions; `row_rounds`, the sum over completions of the rounds until
-            each was found to be finished.
+            each was found to be finished; `slot_rounds`, likewise over slots.
         watch: called with `ids [R, S]` and `lengths [R]` of the sequences of all prompts that have
             entered and were not yielded, after each round, on the model's device.
 
@@ -109,7 +109,7 @@ def generate_parts(
     for turn in itertools.count(1):
         room = size - -(-len(sequences.running) // num_samples)
         waiting = total - entered
-        if waiting and room >= min(enough, waiting):
+        if entering := waiting > 0 and room >= min(enough, waiting):
             prompts = slice(entered, entered + min(room, waiting))
             entered = prompts.stop
             if not sequences.num_slots:  # a new decoder, so that the memory of the last is freed
@@ -124,14 +124,16 @@ def generate_parts(
         if watch:
             watch(sequences.ids, sequences.lengths)
         due = turn % ROUNDS_BETWEEN_CHECKS == 0 or sequences.length_bound >= max_new_tokens
-        if sequences.may_have_diverged or due:
+        if sequences.may_have_diverged or due or entering:  # the first proposals tell most
             sequences.update_slots(slots)
         while taken < total and sequences.num_finished >= min(size, total - taken):
             prompts = slice(taken, min(taken + size, total))
             taken = prompts.stop
             if taken == total and work is not None:  # now, because nobody asks after the last part
-                rows = {"row_rounds": sequences.sequence_rounds, "rows": total * num_samples}
-                work.update(rounds=sequences.rounds, tokens=tokens_run + slots.tokens_run, **rows)
+                tokens_run += slots.tokens_run
+                work.update(rounds=sequences.rounds, tokens=tokens_run, rows=total * num_samples)
+                summed = sequences.sequence_rounds, sequences.slot_rounds
+                work.update(row_rounds=summed[0], slot_rounds=summed[1])
             yield sequences.take(prompt_ids[prompts].to(device), prompt_len[prompts].to(device))
         if taken == total:
             return

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..model.logprobs import log_softmax
 from ..types import Completions
 from .decoders import Decoder
-from .drafts import NUM_MATCHED_TOKENS, ProposalPauses, propose
+from .drafts import NUM_MATCHED_TOKENS, ProposalWindow, propose
 from .params import SamplingParams, pick_token, truncate
 
 
@@ -77,17 +77,19 @@ class RunningSequences:
         self.params, self.drafts, self.device = params, drafts, device
         self.stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         self.max_window = 1 if drafts is None else num_speculative_tokens + 1
+        self.proposal_window = ProposalWindow(self.max_window)
         # W spare columns, because proposals may go past the last column. All columns are allocated
         # at once: a token takes 16 bytes or so here, and some kilobytes in the cache.
         self.width = max_new_tokens + self.max_window
-        self.pauses = ProposalPauses()
-        self.rounds, self.sequence_rounds = 0, 0  # of the batch; summed over sequences
+        # of the batch; summed over sequences, over slots
+        self.rounds, self.sequence_rounds, self.slot_rounds = 0, 0, 0
         sequences = torch.arange(num_prompts * num_samples, device=device)
         sequences_per_slot = 1 if drafts is None else num_samples
         self.running = sequences  # [N] unfinished at the last check
         self.running_on_host = np.arange(len(sequences))  # [N] the same numbers
         self.slot = sequences // sequences_per_slot  # [N] slot of each
-        self.num_accepted = torch.zeros_like(sequences)  # [N] in the last round
+        # [2, N] proposals of the last round: how many were judged; of them, how many were right
+        self.verdicts = sequences.new_zeros(2, len(sequences))
         self.representatives = sequences[::sequences_per_slot]  # [B] sequence of each slot
         self.lengths = torch.zeros_like(sequences)  # [R] tokens of each completion
         self.length_bound = 0  # on the host: an upper bound of the lengths of running sequences
@@ -99,12 +101,15 @@ class RunningSequences:
         if u is not None:
             u = u.flatten(0, 1)[:, :max_new_tokens]
             self.u = torch.nn.functional.pad(u, (0, self.max_window))  # [R, width]
-        self.proposals = self.ids[self.representatives, :0]  # [B, W - 1], none yet
+        # [B, W - 1], or [B, 1] if nothing but the last token is run
+        self.proposals = self.ids[self.representatives, :0]
+        if drafts is not None:
+            self.proposals = drafts[:, :1]  # for the first token
 
     @property
     def window(self) -> int:
         """W: the last token, and the tokens that may be proposed after it."""
-        return 1 if self.pauses.paused else self.max_window
+        return self.proposal_window.size
 
     @property
     def num_slots(self) -> int:
@@ -127,16 +132,17 @@ class RunningSequences:
         """
         self.rounds += 1
         self.sequence_rounds += len(self.running)
+        self.slot_rounds += self.num_slots
         columns = self.lengths[self.representatives]
         tokens = self.ids[self.representatives, columns - 1][:, None]
-        if self.drafts is not None and self.window > 1:
+        self.proposals = tokens[:, :0]
+        if self.drafts is not None:
             back = torch.arange(-NUM_MATCHED_TOKENS, 0, device=self.device)
             recent_columns = (columns[:, None] + back).clamp(min=0)
             recent = self.ids[self.representatives[:, None], recent_columns]
             drafts = self.drafts[self.representatives // self.num_samples]
-            proposals = propose(drafts, recent, columns, self.window - 1)
-            tokens = torch.cat([tokens, proposals], dim=1)
-        self.proposals = tokens[:, 1:]
+            self.proposals = propose(drafts, recent, columns, max(1, self.window - 1))
+            tokens = torch.cat([tokens, self.proposals[:, : self.window - 1]], dim=1)
         return tokens, columns - 1, min(self.length_bound - 1 + tokens.shape[1], self.width)
 
     def accept(self, logits: Tensor) -> None:
@@ -152,18 +158,21 @@ class RunningSequences:
         columns = starts + offsets  # [N, W]
         picks = pick_token(allowed, None if self.u is None else self.u[rows, columns], self.slot)
         stops = torch.isin(picks, self.stops)
-        right = (picks[:, :-1] == self.proposals[self.slot]) & ~stops[:, :-1]
-        right = torch.cat([torch.ones_like(starts, dtype=torch.bool), right], dim=1)
+        proposals = self.proposals[self.slot]
+        right = picks[:, : proposals.shape[1]] == proposals
+        goes_on = (right & ~stops[:, : proposals.shape[1]])[:, : logp.shape[1] - 1]
+        goes_on = torch.cat([torch.ones_like(starts, dtype=torch.bool), goes_on], dim=1)
         # a sequence that has ended since the last check gets no more tokens
-        kept = right.cumprod(1).bool() & (columns < self.max_new_tokens) & ~self.ended[rows]
+        kept = goes_on.cumprod(1).bool() & (columns < self.max_new_tokens) & ~self.ended[rows]
         picked_logp = logp[self.slot[:, None], offsets, picks].float()
         self.ids[rows, columns] = torch.where(kept, picks, 0)
         self.logp[rows, columns] = torch.where(kept, picked_logp, 0.0)
         if self.log_kept_mass is not None:
             log_mass = allowed.logsumexp(-1)[self.slot].float()
             self.log_kept_mass[rows, columns] = torch.where(kept, log_mass, 0.0)
-        self.num_accepted = kept.sum(1)  # [N] of this round
-        self.lengths[self.running] += self.num_accepted
+        judged = kept[:, : proposals.shape[1]]
+        self.verdicts = torch.stack([judged.sum(1), (judged & right).sum(1)])
+        self.lengths[self.running] += kept.sum(1)
         self.ended[self.running] |= (kept & stops).any(1)
         self.length_bound += logp.shape[1]
 
@@ -178,25 +187,23 @@ class RunningSequences:
         last = self.ids[self.running, lengths - 1]
         unfinished = (lengths < self.max_new_tokens) & ~self.ended[self.running]
         # a single copy to the host and back, because each makes the host wait for the device
-        numbers = [self.slot, lengths, last, self.num_accepted, unfinished.long()]
+        numbers = [*self.verdicts, unfinished.long(), self.slot, lengths, last]
         on_host = torch.stack(numbers).cpu().numpy()
-        left = np.flatnonzero(on_host[4])
-        slot, lengths_left, last_left, num_accepted, _ = on_host[:, left]
+        num_judged, num_right = on_host[:2].sum(1).tolist()
+        left = np.flatnonzero(on_host[2])
+        slot, lengths_left, last_left = on_host[3:, left]
         sources, chosen = left, left  # none if no sequence is left
         if len(left):
-            proposed = self.proposals.shape[1] > 0
-            self.pauses.update(self.rounds, float(num_accepted.mean()), proposed=proposed)
             # Sequences of a slot were equal before this round and got the same proposals. So they
             # are equal now if they have the same length and the same last token.
             sources, slot, chosen = assign_slots(slot, np.stack([lengths_left, last_left]))
+            self.proposal_window.update(num_right, num_judged, len(chosen))
         self.length_bound = int(lengths_left.max(initial=0))
         joined = torch.from_numpy(np.concatenate([left, slot, chosen])).to(self.device)
         still_running, self.slot, representatives = joined.split(
             [len(left), len(left), len(chosen)]
         )
-        self.running, self.num_accepted = (
-            x[still_running] for x in (self.running, self.num_accepted)
-        )
+        self.running, self.verdicts = self.running[still_running], self.verdicts[:, still_running]
         self.running_on_host = self.running_on_host[left]
         self.representatives = self.running[representatives]
         if len(left) and not np.array_equal(sources, np.arange(decoder.num_slots)):
@@ -215,9 +222,8 @@ class RunningSequences:
         self.slot = torch.cat([self.slot, new.slot + slots])
         self.representatives = torch.cat([self.representatives, new.representatives + sequences])
         self.length_bound = max(self.length_bound, new.length_bound)
-        self.num_accepted = torch.cat([torch.zeros_like(self.num_accepted), new.num_accepted])
+        self.verdicts = torch.cat([torch.zeros_like(self.verdicts), new.verdicts], dim=1)
         self.proposals = self.ids[self.representatives, :0]
-        self.pauses.paused = False  # the drafts of new prompts may be better
 
     def take(self, prompt_ids: Tensor, prompt_len: Tensor) -> Completions:
         """Remove the prompts in front, which must have finished.
