@@ -115,7 +115,7 @@ def measure(
     whole("seed", seed, least=0)
     if _kind(scorer.task) != _kind(task):
         raise ValueError("scorer must be made for the task that is evaluated: RewardScorer(task)")
-    size = min(size, getattr(task, "num_held_out", None) or size)
+    size = size_of(task, size)
     examples = [task.held_out(i) for i in range(size)]
     greedy = grade(sampler, scorer, examples, advance=advance)
     drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
@@ -125,6 +125,11 @@ def measure(
     shares = {f"{success}/{kind}": estimate(greedy.right[rows]) for kind, rows in kinds.items()}
     found |= {name: x for name, x in shares.items() if not math.isnan(x.value)}
     return found | {f"count/{kind}": Estimate(float(rows.sum())) for kind, rows in kinds.items()}
+
+
+def size_of(task: Task, size: int) -> int:
+    """The number of held-out examples that an evaluation of `size` has."""
+    return min(size, getattr(task, "num_held_out", None) or size)
 
 
 def record_of(

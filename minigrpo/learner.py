@@ -22,6 +22,7 @@ from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime import accel
+from .runtime.batch_arguments import check_batch
 from .runtime.distributed import DistContext
 from .runtime.guard import NonFiniteGuard, check_weights, load_scaler, weight_norm
 from .runtime.oom import OOMBackoff
@@ -96,8 +97,10 @@ class Learner:
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
 
-        The normalizer counts the whole step over all processes, skipped groups included.
+        The normalizer counts the whole step over all processes, skipped groups included. Raises
+        ValueError for a batch whose parts do not fit each other.
         """
+        check_batch(batch)
         batch = batch.with_loss_mask_applied()
         mask = batch.completions.completion_mask
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)

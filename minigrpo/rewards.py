@@ -34,7 +34,7 @@ from .runtime.reward_functions import RewardFunction as RewardFunction
 from .runtime.reward_functions import check_functions, check_number, check_time_limit
 from .runtime.reward_functions import reward as reward
 from .runtime.reward_weights import narrow, total_so_far
-from .runtime.task_sources import task_sources
+from .runtime.task_sources import check_is_object, task_sources
 from .runtime.token_rewards import TokenBatch as TokenBatch
 from .runtime.token_rewards import TokenScoring
 from .tasks.fen import is_valid_fen as is_valid_fen
@@ -70,8 +70,8 @@ class RewardScorer:
     ) -> None:
         """
         Args:
-            weights: of each part in the total; parts that are not named weigh 0. Default: the
-                weights of the task and of the functions.
+            weights: of each part in the total; parts that are not named weigh 0. None or empty:
+                the weights of the task and of the functions.
             functions: reward parts beside the task's.
             workers: threads; 0 scores in the calling thread, except for calls that might hang.
             timeout_s: seconds per completion, for functions without a limit of their own and for a
@@ -81,9 +81,10 @@ class RewardScorer:
 
         Raises:
             ValueError: a weight of an unknown part, two parts of one name or two that are the
-                success, a time limit that is not above 0, or a function without the decorator
-                `reward`.
+                success, a time limit that is not above 0, a number of workers that cannot be, a
+                class as the task, or a function without the decorator `reward`.
         """
+        check_is_object(task)
         check_time_limit("timeout_s", timeout_s)
         check_functions(functions, task.parts)
         allowed = {**task.parts, **{function.name: function.weight for function in functions}}

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from .config import Config
-from .evaluate import measure
+from .evaluate import measure, size_of
 from .learner import Learner
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches
 from .runtime import accel, announce, samples
@@ -113,7 +113,7 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        self.log = self.run_dir.open_log(self.step)
+        self.log = self.run_dir.open_log(self.step, size_of(self.task, self.config.run.eval_size))
         began = time.perf_counter() - self.run_dir.earlier_seconds
         parameters = sum(p.numel() for p in self.model.parameters())
         announce.introduce(self.screen, self._situation(), parameters, self.scorer.weights)

@@ -364,6 +364,8 @@ def test_a_slurm_job_leaves_a_summary_in_plain_lines(
         "time       1:02:05",
         "held out   passed, sampled: 0.125 before, 0.500 after, n = 8",
     ]
+    write_job_summary(tmp_path, {**summary, "last_evaluation": {**last, "n": 40}}, 2, warned.append)
+    assert "n = 8 before, 40 after" in (tmp_path / "job_summary.txt").read_text()
     write_job_summary(tmp_path / "none", summary, 2, warned.append)
     assert len(warned) == 1 and "job_summary.txt: NOT WRITTEN" in warned[0]
 

@@ -18,6 +18,7 @@ import pytest
 
 from minigrpo import Config
 from minigrpo.runtime.answers import digest
+from minigrpo.runtime.measures import OTHER_EXAMPLES
 from minigrpo.runtime.settings import toml_lines
 from minigrpo.tools import compare
 from minigrpo.tools.paired import agresti_min, bootstrap, difference, mcnemar
@@ -258,6 +259,30 @@ def test_fewer_examples_of_the_same_kind_are_paired_and_others_are_not(
     out = output(capsys, a, other)
     assert "a and c: were not evaluated on the same held-out examples (0 of 40 are in both)" in out
     assert "c against a: no paired test" in out
+
+
+def test_a_first_evaluation_of_another_number_of_examples_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = make_run(tmp_path / "a", [1, 0] * 9), make_run(tmp_path / "b", [1, 0] * 9)
+    log = b / "eval.jsonl"
+    log.write_text(log.read_text().replace('"n": 18', '"n": 8', 1))
+    out = " ".join(output(capsys, a, b).split())
+    assert f"b: 8 held-out examples before, 18 after{OTHER_EXAMPLES}" in out
+    assert "a: 18 held-out" not in out
+
+
+@pytest.mark.parametrize("setting", ["data", "rewards", "chat_template"])
+def test_nothing_is_written_onto_a_file_that_a_run_has_read(
+    tmp_path: Path, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("mine")
+    a = make_run(tmp_path / "a", [1, 0] * 9)
+    b = make_run(tmp_path / "b", [1, 0] * 9, **{setting: str(mine)})
+    said = refused(capsys, compare, a, b, "--json", mine)
+    assert f"--json {mine}: is a file that this command reads; take another" in said
+    assert mine.read_text() == "mine"
 
 
 def test_rewards_are_not_compared_where_they_are_paid_differently(

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from minigrpo import Config
-from minigrpo.runtime.announce import progress
+from minigrpo.runtime.announce import progress, show_change
 from minigrpo.runtime.logging import Screen
+from minigrpo.runtime.measures import OTHER_EXAMPLES
 from minigrpo.tools.cli import COMMANDS, usage
 from minigrpo.tools.ending import BLANK, chart, show_ending
 from minigrpo.tools.live import EVERY, URGENT, LiveDoctor
@@ -101,6 +102,34 @@ def test_beside_the_bar_are_the_reward_the_measure_and_the_speed() -> None:
     del metrics["reward"]
     supervised = config.replace(loss="nll")
     assert progress(metrics, None, supervised) == "loss 0.100  80 tok/s"
+
+
+@pytest.mark.parametrize(
+    ("first", "n", "words"),
+    [
+        (0, 40, "40 held-out examples before and after 4 steps"),
+        (2, 40, "40 held-out examples after 2 and after 4 steps"),
+        (0, 8, "8 held-out examples before, 40 after 4 steps"),
+        (2, 8, "8 held-out examples after 2, 40 after 4 steps"),
+        (0, None, "? held-out examples before, 40 after 4 steps"),
+    ],
+)
+def test_the_numbers_of_examples_before_and_after_are_named_where_they_differ(
+    first: int, n: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a resume with another --eval-size, the last number was said to be that of both."""
+    tables = list[tuple[str, list[list[str]]]]()
+    monkeypatch.setattr(
+        Screen, "table", lambda _, title, __, rows, **___: tables.append((title, rows))
+    )
+    shares = {"exact_sampled": 0.5, "exact": 0.5, "exact/a": 0.5}
+    before, after = (
+        {"step": s, "n": x, "count/a": x or 0, **shares} for s, x in ((first, n), (4, 40))
+    )
+    show_change(Screen(), before, after, {}, 9.0)
+    differ = n != 40
+    assert tables[0][0] == f"{words} (9 s), with 95 % intervals{OTHER_EXAMPLES * differ}"
+    assert tables[1][1][0][:2] == ["a", f"{n or '?'} before, 40 after" if differ else "40"]
 
 
 # --- the end --------------------------------------------------------------------------------------

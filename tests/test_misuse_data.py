@@ -512,10 +512,22 @@ def test_texts_of_another_shape_are_refused(examples: Any, texts: Any, words: st
         attack("10 zero", {"timeout_s": 0}, "timeout_s must be above 0, got 0"),
         attack("10 negative", {"timeout_s": -1}, "timeout_s must be above 0, got -1"),
         attack("27", {"functions": [len]}, "functions must be decorated with @minigrpo.reward"),
+        ({"workers": -1}, "workers must be a whole number of at least 0, got -1"),
+        ({"workers": 2.5}, "workers must be a whole number of at least 0, got 2.5"),
     ],
 )
 def test_a_scorer_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
     assert words in refused(lambda: RewardScorer(Recorder(), **options))  # type: ignore[arg-type]
+
+
+def test_a_class_is_no_task() -> None:
+    """Every call failed, and all rewards were the floor."""
+    assert "must be an object, got the class Recorder" in refused(lambda: RewardScorer(Recorder))  # type: ignore[arg-type]
+
+
+def test_no_weights_are_those_of_the_task() -> None:
+    for none in (None, {}):
+        assert RewardScorer(Recorder(), weights=none).weights == {"right": 1.0}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ from minigrpo.runtime.run_log import RunLog
 from minigrpo.runtime.settings import read_record
 from minigrpo.runtime.trained import load_model
 from minigrpo.tools import cli, evaluate, train
-from minigrpo.types import Example
+from minigrpo.types import Example, RolloutBatch
 
 from . import bpe
-from .conftest import SHAPES
+from .conftest import SHAPES, make_completions
 from .test_checkpoint import save
 from .test_reliability import CHEAP, make, resave
 
@@ -1174,6 +1174,11 @@ CRAFTED: dict[str, tuple[Sequence[str | int], Any, str]] = {  # place, value, wo
         torch.zeros(2, 2, dtype=torch.cfloat),
         "no tensor of real",
     ),
+    "not finite": (
+        ("model", "wte.weight"),
+        torch.full((2, 2), torch.nan),
+        "wte.weight is not finite",
+    ),
 }
 
 
@@ -1196,6 +1201,29 @@ def test_more_updates_than_steps_and_a_square_below_0_are_refused(learner: Learn
     state["optimizer"]["state"][0]["exp_avg_sq"][0] = -1
     with pytest.raises(ValueError, match="state.0.exp_avg_sq is below 0"):
         learner.load_state_dict({**state, "step": 4})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"examples": [Example("", "")]}, "examples must be those of 3 prompts, got 1"),
+        ({"texts": [[]]}, "texts must be those of 3 prompts, got 1"),
+        ({"loss_mask": torch.ones(1, 4, dtype=torch.bool)}, "loss_mask must have the shape .3, 4."),
+        ({"loss_mask": torch.ones(3, 4)}, "loss_mask must be a tensor of torch.bool"),
+        ({"advantages": torch.ones(3, 1)}, "advantages must have the shape .3, 4."),
+        ({"old_logp": torch.ones(3, 4, 1)}, "old_logp must have the shape .3, 4, 9."),
+    ],
+)
+def test_a_batch_whose_parts_do_not_fit_is_refused(
+    learner: Learner, change: dict[str, Any], words: str
+) -> None:
+    """What broadcasts, or leaves prompts out, was learnt from without a word."""
+    completions = make_completions(0)
+    examples, texts = [Example("", "")] * 3, [[""] * 4] * 3
+    batch = RolloutBatch(examples, completions, texts, advantages=torch.ones(3, 4))
+    learner.prepare(batch)
+    with pytest.raises(ValueError, match=words):
+        learner.prepare(replace(batch, **change))
 
 
 def test_what_a_task_changes_while_it_is_checked_is_undone(tmp_path: Path) -> None:
@@ -1402,6 +1430,20 @@ def test_a_run_that_ends_where_it_resumes_is_evaluated_on_all_examples(
         assert found == [(0, 8), (2, 4), (4, 8)] and summary["last_evaluation"]["n"] == 8
         answers = records(tmp_path / "run" / "held_out.jsonl")
         assert len(answers) == 8 and {x["step"] for x in answers} == {4}
+
+
+def test_a_finished_run_is_evaluated_again_where_another_size_is_asked_for(tmp_path: Path) -> None:
+    """The evaluation of the old size stayed, and config.toml named the new one."""
+    make(tmp_path / "run", max_steps=1, eval_size=8).fit()
+    for asked, found in ((12, 12), (4, 4), (99, 9)):  # of the last one there are only 9
+        for is_new in (True, False):
+            trainer = make(tmp_path / "run", max_steps=1, eval_size=asked, resume="auto")
+            trainer.task.num_held_out = max(found, 9)  # type: ignore[attr-defined]
+            trainer.fit()
+            sizes = [(x["step"], x["n"]) for x in records(tmp_path / "run" / "eval.jsonl")]
+            assert sizes == [(0, 8), (1, found)]
+            assert len(records(tmp_path / "run" / "held_out.jsonl")) == found
+            assert (1 in trainer.intervals) is is_new  # it is not evaluated twice
 
 
 def test_auto_never_removes_checkpoints_of_another_program(tmp_path: Path) -> None:

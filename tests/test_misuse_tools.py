@@ -23,6 +23,7 @@ from minigrpo.model import weights
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
 from minigrpo.runtime.flags import ConfigError
+from minigrpo.runtime.measures import OTHER_EXAMPLES
 from minigrpo.tools import (
     annotate,
     compare,
@@ -594,6 +595,23 @@ def test_null_and_nan_are_missing_values(here: Path, capsys: pytest.CaptureFixtu
     curves.main(["log", "--kinds"])
     cells = capsys.readouterr().out.splitlines()[4].split()  # the last evaluation has no value
     assert cells == ["log", "18", "-", "-", "-", "25.0%", "-", "-", "-"]
+
+
+def test_evaluations_of_other_numbers_of_examples_are_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {"exact_sampled": 0.5, "exact": 0.5, "exact/a": 0.5}
+    lines = [
+        json.dumps({"step": step, "n": n, "count/a": n, **shares}) for step, n in ((0, 8), (9, 40))
+    ]
+    (here / "log" / "eval.jsonl").write_text("\n".join(lines) + "\n")
+    curves.main(["log", "--kinds"])
+    out = capsys.readouterr().out
+    assert f"log: 8 held-out examples before, 40 after{OTHER_EXAMPLES}" in " ".join(out.split())
+    assert out.count("8 before, 40 after") == 1
+    (here / "log" / "eval.jsonl").write_text(f"{lines[1]}\n")
+    curves.main(["log", "--kinds"])
+    assert "before, 40 after" not in capsys.readouterr().out
 
 
 def test_lines_of_two_runs_in_one_file_are_put_in_order_and_said(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minigrpo.runtime.measures import OTHER_EXAMPLES
 from minigrpo.runtime.samples import explainer, texts_of
 from minigrpo.runtime.text import parse_json
 from minigrpo.tasks.own import load_own_task
@@ -245,6 +246,15 @@ def test_the_result_without_evaluations_is_the_reward_or_the_loss() -> None:
     assert one.after == "50.0% [23.7, 76.3]" and not one.before and not one.change
     odd = [{"step": 0, "n": None, "exact_sampled": None}, {"step": 1, "n": "x", "exact_sampled": 2}]
     assert facts.result(made_up(evaluations=odd)).after == "200.0%"
+
+
+def test_the_result_names_both_numbers_of_examples_where_they_differ() -> None:
+    evaluations = [{"step": s, "n": n, "exact_sampled": 0.5} for s, n in ((0, 8), (4, 40))]
+    of = facts.result(made_up(evaluations=evaluations)).details[0]
+    assert of.startswith("of 8 held-out examples before, 40 after, sampled at temperature 1;")
+    assert of.endswith(OTHER_EXAMPLES)
+    same = facts.result(made_up(evaluations=[*evaluations[1:], *evaluations[1:]])).details[0]
+    assert same == "of 40 held-out examples, sampled at temperature 1; 95 % interval"
 
 
 def test_a_metric_and_a_measure_of_one_name_have_their_own_labels() -> None:

@@ -1,7 +1,9 @@
 """Sampling: caches, drafts and batching change nothing but the time it takes."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -482,3 +484,41 @@ def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
     ]
     others.append(uniforms(0, "sample", 4, np.array([7]), 4, 6))
     assert all(not np.array_equal(a[:1], other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", x) for x in (0, -1, float("nan"), float("inf"), "1")),
+        *(("top_k", x) for x in (-1, 2.5, True)),
+        *(("top_p", x) for x in (0, -0.1, 1.1, float("nan"))),
+        *(("min_p", x) for x in (-0.1, 2, float("nan"))),
+    ],
+)
+def test_parameters_that_no_flag_allows_are_refused(name: str, value: Any) -> None:
+    """Temperature 0 made every token the first of the vocabulary."""
+    with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} must be .*, got .*\Z"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda u: u.transpose(1, 2), r"shape \[2, 3, S\] with S at least 20, got \[2, 20, 3\]"),
+        (lambda u: u[:, :, :19], r"got \[2, 3, 19\]"),
+        (lambda u: u[:1], r"got \[1, 3, 20\]"),
+        (lambda u: u[:, 0], r"got \[2, 20\]"),
+        (lambda u: u * torch.nan, r"in \[0, 1\), got nan to nan"),
+        (lambda u: u + 1, r"in \[0, 1\), got 1"),
+        (lambda u: u - 1, r"in \[0, 1\), got -0.99"),
+        (torch.ones_like, r"in \[0, 1\), got 1 to 1"),
+    ],
+)
+def test_uniform_numbers_that_cannot_be_are_refused(
+    model: Transformer, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    prompts = make_completions(0, prompts=2)
+    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(2), 3, LENGTH))
+    options: Any = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 3}
+    with pytest.raises(ValueError, match=words):
+        generate(model, prompts.prompt_ids, prompts.prompt_len, u=change(u), **options)

@@ -142,7 +142,10 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a `trained_state`. Raises RuntimeError, which names them, if tensors do not fit."""
+    """Load a `trained_state`.
+
+    Raises RuntimeError, which names them, if tensors do not fit or are not finite.
+    """
     expected = trained_state(model).keys()
     problems = [f"{name} is missing" for name in expected - state.keys()]
     problems += [f"{name} is unknown" for name in state.keys() - expected]
@@ -152,6 +155,8 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         for name, x in state.items()
         if not (isinstance(x, Tensor) and x.is_floating_point())
     ]
+    if not problems:
+        problems = [f"{name} is not finite" for name, x in state.items() if not x.isfinite().all()]
     if problems:
         raise RuntimeError("; ".join(sorted(problems)[:8]))
     model.load_state_dict(state, strict=False)

@@ -13,7 +13,16 @@ from .fast import BFLOAT16_AND_TF32, FLOAT16, LAYERS, cuda_capability, device_ki
 from .flags import as_flags, job_of
 from .logging import Screen
 from .machine import running_elsewhere
-from .measures import PASS_AT, SAMPLED, Estimate, headline, in_words
+from .measures import (
+    OTHER_EXAMPLES,
+    PASS_AT,
+    SAMPLED,
+    Estimate,
+    headline,
+    in_words,
+    number_of,
+    sizes,
+)
 from .no_effect import Situation, without_effect
 
 STEPS_WITHOUT_SIGNAL = 20  # in a row, before the warning
@@ -182,12 +191,15 @@ def show_change(
             rows.append([name.removesuffix(SAMPLED), how, *map(str, ends), change])
         elif success != "count":
             shares = f"{before:.3f}", f"{after:.3f}"
-            kinds.append([kind, f"{last.get(f'count/{kind}', math.nan):.0f}", *shares, change])
+            n = sizes(first.get(f"count/{kind}", 0), last.get(f"count/{kind}", 0))
+            kinds.append([kind, n, *shares, change])
     took = f" ({seconds:.0f} s)" if math.isfinite(seconds) else ""
-    between = f"before and after {last['step']:.0f} steps"
-    if first["step"]:  # of a resumed run whose first evaluations are lost
-        between = f"after {first['step']:.0f} and after {last['step']:.0f} steps"
-    title = f"{last['n']:.0f} held-out examples {between}{took}, with 95 % intervals"
+    # a resumed run may have lost its first evaluations
+    start = f"after {first['step']:.0f}" if first["step"] else "before"
+    numbers = number_of(first), number_of(last)
+    differ = numbers[0] != numbers[1]
+    asked = sizes(*numbers, " held-out examples", start) + (f" {start} and after" * (not differ))
+    title = f"{asked} {last['step']:.0f} steps{took}, with 95 % intervals{OTHER_EXAMPLES * differ}"
     screen.table(title, ["", "", "before", "after", "change"], rows, narrow=True)
     if kinds:
         title = f"{in_words(headline(last))} by kind of question, greedy"

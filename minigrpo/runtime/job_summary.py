@@ -9,7 +9,7 @@ from typing import Any
 
 from .failures import reason_of
 from .files import write_whole
-from .measures import SAMPLED, headline, in_words
+from .measures import SAMPLED, headline, in_words, number_of, sizes
 
 JOB_SUMMARY = "job_summary.txt"
 JOB, NODES, RESTARTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"
@@ -52,4 +52,5 @@ def _change(first: Mapping[str, float] | None, last: Mapping[str, float] | None)
     if not isinstance(before, float) or not isinstance(after, float):  # a resumed log may lack it
         return {}
     what = f"{in_words(name)}, sampled"
-    return {"held out": f"{what}: {before:.3f} before, {after:.3f} after, n = {last['n']:.0f}"}
+    n = sizes(number_of(first), number_of(last))
+    return {"held out": f"{what}: {before:.3f} before, {after:.3f} after, n = {n}"}

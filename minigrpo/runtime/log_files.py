@@ -134,11 +134,11 @@ class JSONLines:
         *,
         up_to_step: int,
         only_numbers: bool = True,
-        but: Mapping[str, float] | None = None,
+        but: Callable[[Mapping[str, Any]], bool] = lambda record: False,
     ) -> None:
         """Reopen the file and remove lines of later steps, which a lost run wrote.
 
-        `but`: records with these values are removed, too.
+        `but`: records of which this is true are removed, too.
         `only_numbers`: all values of a record are numbers or null; other records are damaged.
 
         A damaged line is left out with a warning that names it. Raises ConfigError if the file
@@ -153,7 +153,7 @@ class JSONLines:
             for said in damage:
                 trouble.warn(said)
             self.is_damaged = bool(damage)
-            self.kept = [x for x in kept if but is None or not but.items() <= x.items()]
+            self.kept = [x for x in kept if not but(x)]
             new = "".join(map(to_json, self.kept)).encode()
             # a file with another name (cp -al) would grow in the copy, too
             if new != old or (path.exists() and path.stat().st_nlink > 1):

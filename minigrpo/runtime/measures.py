@@ -16,6 +16,8 @@ PASS_AT = "pass@"  # what the keys of pass@k begin with
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 RESAMPLES = 500  # bootstrap samples per interval
+# said where the first and the last evaluation have other numbers of examples
+OTHER_EXAMPLES = "; the examples differ, so the change is not of the model alone"
 FEWEST = 4  # values on which an estimate of a variance may rest
 
 Summaries = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
@@ -38,6 +40,18 @@ def headline(record: Mapping[str, object]) -> str:
 def in_words(name: str) -> str:
     """What a right completion is called: `exactly right`, or the name of the part."""
     return "exactly right" if name == EXACT else name.replace("_", " ")
+
+
+def number_of(record: Mapping[str, object]) -> float:
+    """How many examples an evaluation has; 0 if it does not say."""
+    n = record.get("n")
+    return float(n) if isinstance(n, int | float) and 1 <= n <= 1e15 else 0.0
+
+
+def sizes(first: float, last: float, what: str = "", start: str = "before") -> str:
+    """Two numbers of examples, as one where they are equal; ? for 0. `what` is what they count."""
+    before, after = (f"{n:.0f}" if n else "?" for n in (first, last))
+    return f"{after}{what}" if first == last else f"{before}{what} {start}, {after} after"
 
 
 def answer_in_words(success: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .loss_arguments import whole
 from .text import one_line
 
 MAX_ABANDONED = 32  # hanging threads; beyond this number they are not replaced
@@ -50,6 +51,8 @@ class WorkerPool:
     """
 
     def __init__(self, workers: int, name: str) -> None:
+        """Raises ValueError for `workers` below 0, or no whole number."""
+        whole("workers", workers, least=0)
         self.workers, self.name = workers, name
         self.queue: SimpleQueue[Job | None] = SimpleQueue()
         self.lock = threading.Lock()

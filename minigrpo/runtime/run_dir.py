@@ -85,9 +85,10 @@ class RunDir:
             self.close()
             raise
 
-    def open_log(self, step: int) -> RunLog | NoLog:
+    def open_log(self, step: int, last_of: int | None = None) -> RunLog | NoLog:
         """Write config.toml and open the logs, in the main process, which continue after `step`.
 
+        A last evaluation that is not one of `last_of` examples is made again; None: it is kept.
         Raises ConfigError, in all processes, if a file cannot be written; the folder is unlocked.
         """
         logs: list[RunLog] = []
@@ -100,11 +101,9 @@ class RunDir:
             listeners += start_trackers(self.config, self.path, 0 if abandons else step, warn)
             self._write_config()
             self.earlier_seconds = take_earlier_seconds(self.path, step)
-            run = self.config.run
-            # a last evaluation has --eval-size examples, also where there was one during the run
-            ends_here = step >= run.max_steps and run.eval_size_during < run.eval_size
-            few = run.eval_size_during if ends_here else 0
-            logs.append(RunLog(self.path, warn, start_step=step, listeners=listeners, but_of=few))
+            again = last_of if step >= self.config.run.max_steps else None
+            log = RunLog(self.path, warn, start_step=step, listeners=listeners, last_of=again)
+            logs.append(log)
             self._set_later_aside()
 
         try:

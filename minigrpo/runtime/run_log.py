@@ -33,11 +33,11 @@ class RunLog:
         *,
         start_step: int,
         listeners: Sequence[Listener] = (),
-        but_of: int = 0,
+        last_of: int | None = None,
     ) -> None:
         """`start_step` steps are done; lines of later steps, from a lost run, are dropped.
 
-        So is the evaluation at `start_step` if it was one of `but_of` examples.
+        So is the evaluation at `start_step` if it was not one of `last_of` examples; None: kept.
 
         Raises ConfigError if a file is in the way or cannot be written.
         """
@@ -46,8 +46,12 @@ class RunLog:
         last = start_step or -1
         trouble = LogTrouble(warn)
         self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
-        again = {"step": last, "n": but_of}
-        self.evaluations = JSONLines(folder / "eval.jsonl", trouble, up_to_step=last, but=again)
+
+        def is_made_again(record: Mapping[str, Any]) -> bool:
+            return last_of is not None and record["step"] == last and record.get("n") != last_of
+
+        file = folder / "eval.jsonl"
+        self.evaluations = JSONLines(file, trouble, up_to_step=last, but=is_made_again)
         samples = folder / "samples.jsonl"
         self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
         drop_later_answers(folder, last)

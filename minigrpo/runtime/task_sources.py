@@ -4,7 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..types import Task
+from .flags import ConfigError
 from .reward_calls import BATCHED, EACH, TOKENS, RewardSource
+
+
+def check_is_object(task: object) -> None:
+    """Raise ConfigError for a class: every call of its `score` would fail, and give the floor."""
+    if isinstance(task, type):
+        raise ConfigError(f"task must be an object, got the class {task.__name__}")
 
 
 def task_sources(task: Task, timeout_s: float) -> list[RewardSource]:

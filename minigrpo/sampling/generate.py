@@ -20,7 +20,7 @@ from torch import Tensor
 from ..model.transformer import Transformer
 from ..types import Completions
 from .decoders import Decoder, ReplicatedPrefixDecoder
-from .params import SamplingParams
+from .params import SamplingParams, check_uniforms
 from .running import RunningSequences
 
 __all__ = ["SamplingParams", "generate", "generate_parts"]
@@ -85,8 +85,12 @@ def generate_parts(
     Yields:
         Completions on the model's device with G = num_samples and S the longest completion. A
         completion ends with a stop token, or after max_new_tokens without one.
+
+    Raises ValueError for `u` of another shape or, on the host, with other numbers.
     """
     device, total = model.device, len(prompt_ids)
+    if u is not None:
+        check_uniforms(u, total, num_samples, max_new_tokens)
     size = min(prompts_at_once or total, total)
     enough = max(1, int(size * SHARE_THAT_ENTERS))
 

@@ -14,12 +14,16 @@ from ..config import SamplingConfig
 class SamplingParams:
     """The distribution that tokens are drawn from. The defaults are the model's own softmax."""
 
-    temperature: float = 1.0  # logits are divided by it; it must be greater than 0
+    temperature: float = 1.0  # logits are divided by it
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     # keep the fewest most likely tokens whose probabilities reach top_p; 1 keeps all
     top_p: float = 1.0
     # keep the tokens whose probability is at least min_p times the largest; 0 keeps all
     min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value that its flag would refuse."""
+        SamplingConfig(**vars(self))
 
     @classmethod
     def of(cls, sampling: SamplingConfig) -> Self:
@@ -60,6 +64,22 @@ def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
         least = logp.amax(-1, keepdim=True) + math.log(params.min_p)
         logp = logp.masked_fill(logp < least, -torch.inf)
     return logp
+
+
+def check_uniforms(u: Tensor, prompts: int, num_samples: int, longest: int) -> None:
+    """Raise ValueError unless `u` is `[P, G, S]`, S >= longest, of numbers in [0, 1).
+
+    The values are looked at on the host alone, because a check would wait for a GPU.
+    """
+    if u.dim() != 3 or u.shape[:2] != (prompts, num_samples) or u.shape[2] < longest:
+        raise ValueError(
+            f"u must have the shape [{prompts}, {num_samples}, S] with S at least {longest}, "
+            f"got {list(u.shape)}"
+        )
+    if u.device.type == "cpu" and u.numel():
+        low, high = (x.item() for x in u.aminmax())  # NaN if there is one
+        if not (low >= 0 and high < 1):
+            raise ValueError(f"u must be numbers in [0, 1), got {low:g} to {high:g}")
 
 
 def pick_token(logp: Tensor, u: Tensor | None, slot: Tensor) -> Tensor:

@@ -70,12 +70,13 @@ class Sampler:
         """Complete each example `num_samples` times; yield parts of the batch, on the host.
 
         Args:
-            u: uniform numbers `[P, G, S]`; None picks the most likely token each time.
+            u: uniform numbers in [0, 1), `[P, G, S]`, S >= --max-new-tokens; None picks the most
+                likely token each time.
             batch_size: prompts decoded together, 0: all. It affects memory and time only.
             watch: called with `ids [R, S]` and `lengths [R]` on the model's device after each
                 decoding round: see `generate_parts`.
 
-        Raises ConfigError for a prompt that leaves no room for --max-new-tokens.
+        Raises ValueError for another `u`, or a prompt that leaves no room for --max-new-tokens.
         """
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest

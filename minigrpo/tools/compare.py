@@ -10,6 +10,7 @@ in their seed alone are one setting.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +20,12 @@ from ..runtime.files import to_json
 from ..runtime.flags import ConfigError, parse
 from ..runtime.logging import Screen
 from ..runtime.measures import SAMPLED, answer_in_words, in_words
-from ..runtime.outputs import check_apart, check_output_file, write_output
+from ..runtime.outputs import check_apart, check_is_not_read, check_output_file, write_output
 from ..runtime.text import printable
 from . import curve_tables, curves
 from .comparison import Comparison, Pair, Row, compared, to_record
 from .curve_tables import MISSING
+from .loading import inputs_of
 from .messages import one_line_errors
 from .settings_of_runs import Setting, differing, grouped, read
 
@@ -75,14 +77,17 @@ def show_evaluations(screen: Screen, settings: Sequence[Setting]) -> None:
     for run in runs:
         if not run.data.evaluations:
             screen.say(f"{run.name}: has not been evaluated")
+    records = {run.folder: run.data.evaluations for run in runs if run.data.evaluations}
     names = curve_tables.names_of([run.folder for run in runs])
     rows = []
     for run in runs:
-        if records := run.data.evaluations:
+        if run.folder in records:
             seconds = curve_tables.value(run.data.summary, "wall_seconds")
-            rows.append([names[run.folder], *curve_tables.cells(records, seconds)])
+            rows.append([names[run.folder], *curve_tables.cells(records[run.folder], seconds)])
     if rows:
         screen.table("first and last evaluation", ["", *curve_tables.COLUMNS], rows, narrow=True)
+    for words in curve_tables.other_examples(records):
+        screen.say(words, wrap=True)
 
 
 def show_cost(screen: Screen, settings: Sequence[Setting]) -> None:
@@ -217,7 +222,12 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
         arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo compare")
         arguments.check()
         screen = Screen(has_result=True)
-        settings = grouped([read(folder, screen.warn) for folder in arguments.runs])
+        runs = [read(folder, screen.warn) for folder in arguments.runs]
+        for name, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+            if path is not None:
+                read_by = (inputs_of(run.data.settings) for run in runs)
+                check_is_not_read(name, path, chain.from_iterable(read_by))
+        settings = grouped(runs)
         show_settings(screen, settings)
         show_evaluations(screen, settings)
         show_cost(screen, settings)

@@ -1,6 +1,6 @@
 """The tables of `minigrpo curves`: first and last evaluations, and those by kind of question."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime.measures import SAMPLED, headline
+from ..runtime.measures import OTHER_EXAMPLES, SAMPLED, headline, number_of, sizes
 from .records import is_number
 
 MISSING = "-"
@@ -61,6 +61,15 @@ def change(before: float | None, after: float | None) -> list[str]:
     return [*cells, f"{100 * (after - before):+.1f}"]
 
 
+def other_examples(runs: Mapping[Path, Records]) -> Iterator[str]:
+    """A line for each run whose first and last evaluation have other numbers of examples."""
+    names = names_of(list(runs))
+    for run, records in runs.items():
+        first, last = (number_of(records[i]) for i in (0, -1))
+        if first != last:
+            yield f"{names[run]}: {sizes(first, last, ' held-out examples')}{OTHER_EXAMPLES}"
+
+
 def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
     """The greedy success before and after by kind of question, pooled over the runs."""
     out = Table()
@@ -80,5 +89,5 @@ def table_of_kinds(runs: Mapping[Path, Records]) -> Table:
                     counts[i] += count
                     hits += count * share
             shares.append(f"{hits / counts[i]:.0%}" if counts[i] else MISSING)
-        out.add_row(Text(kind), f"{counts[1]:.0f}", *shares)
+        out.add_row(Text(kind), sizes(counts[0], counts[1]), *shares)
     return out

@@ -17,7 +17,7 @@ from ..runtime.flags import ConfigError, did_you_mean, parse
 from ..runtime.logging import Screen
 from ..runtime.measures import EXACT, PASS_AT, SAMPLED, headline
 from ..runtime.outputs import check_output_file, write_output
-from .curve_tables import Records, names_of, table, table_of_kinds, value
+from .curve_tables import Records, names_of, other_examples, table, table_of_kinds, value
 from .messages import one_line_errors
 from .records import read_object, read_records
 from .run_data import differing_settings
@@ -222,6 +222,8 @@ def compare(arguments: Arguments) -> None:
             check_metric(run, records, metric)
     console = Console(width=screen.console.width)
     console.print(table(runs, {run: seconds_of(run, screen) for run in runs}))
+    for words in other_examples(runs):
+        screen.say(words, wrap=True)
     if arguments.kinds:
         console.print(table_of_kinds(runs))
     if arguments.out:

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ..evaluate import Graded, by_kind, grade, record_of
+from ..evaluate import Graded, by_kind, grade, record_of, size_of
 from ..model.encoding import encode_prompts
 from ..runtime.build import make_scorer, make_token_scoring
 from ..runtime.files import to_json
@@ -72,7 +72,7 @@ def run(loaded: Loaded, number: int, screen: Screen) -> tuple[Graded, Graded]:
         The greedy and the sampled completions.
     """
     task, config = loaded.task, loaded.config
-    size = min(number, getattr(task, "num_held_out", None) or number)
+    size = size_of(task, number)
     device, warn, seed = loaded.sampler.model.device, screen.warn, config.run.seed
     token_scoring = make_token_scoring(config, loaded.sampler.tokenizer, device, warn)
     scorer = make_scorer(config, task, warn, token_scoring)

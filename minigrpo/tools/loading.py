@@ -139,10 +139,14 @@ def check_is_no_input(name: str, path: Path, selection: ModelSelection) -> None:
 
     `name` is the flag of the file to write.
     """
-    config = config_of(selection)
-    task, model = config.task, config.model
-    read = [selection.run, *task.data.split(","), task.rewards, task.name, task.student]
-    check_is_not_read(name, path, (*read, model.tokenizer, model.chat_template))
+    settings = config_of(selection).flat()
+    check_is_not_read(name, path, [selection.run, *inputs_of(settings)])
+
+
+def inputs_of(settings: Mapping[str, Any]) -> list[str]:
+    """The files that a run with these flat settings reads, among names of other things."""
+    named = ("rewards", "task", "student", "init_from", "tokenizer", "chat_template")
+    return [*settings["data"].split(","), *(settings[name] for name in named)]
 
 
 def _check(selection: ModelSelection, files: Mapping[str, Sequence[str]]) -> None:

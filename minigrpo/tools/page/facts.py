@@ -9,13 +9,20 @@ from typing import Any
 
 from ...config import Config
 from ...runtime.flags import as_flags, flag
-from ...runtime.measures import SAMPLED, Estimate, in_words, wilson
+from ...runtime.measures import (
+    OTHER_EXAMPLES,
+    SAMPLED,
+    Estimate,
+    in_words,
+    number_of,
+    sizes,
+    wilson,
+)
 from ...runtime.origins import versions_of
 from ...runtime.settings import places
 from ...runtime.tokenizers import AUTO, with_own_tokenizer
 from ..records import Record, is_number
 from ..run_data import RunData
-from .lines import number_of
 
 NEW_FOLDER = ("out_dir", "resume", "stop_after", "plan")  # of no interest to another run
 
@@ -45,7 +52,10 @@ def result(run: RunData) -> Result:
         return Result(what, f"{start:.3g}", f"{end:.3g}", f"{end - start:+.3g}", details)
     first, last = measured[0], measured[-1]
     before, after = (_share(record, name) for record in (first, last))
-    of = f"of {number_of(last):,.0f} held-out examples, sampled at temperature 1; 95 % interval"
+    numbers = number_of(first), number_of(last)
+    asked = sizes(*numbers, " held-out examples")
+    of = f"of {asked}, sampled at temperature 1; 95 % interval"
+    of += OTHER_EXAMPLES * (numbers[0] != numbers[1])
     if len(measured) == 1:
         greedy = f"greedy {_greedy(run, last)}"
         return Result(in_words(run.success), "", _shown(after), "", [of, greedy])

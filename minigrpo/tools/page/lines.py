@@ -5,7 +5,7 @@ from math import isfinite
 
 import numpy as np
 
-from ...runtime.measures import SAMPLED, wilson
+from ...runtime.measures import SAMPLED, number_of, wilson
 from ..records import Record, is_number
 from ..run_data import RunData
 from .panels import Panel
@@ -47,12 +47,6 @@ def _evaluated(run: RunData, name: str, called: str) -> Line:
             if (n := number_of(record)) and 0 <= value <= 1:
                 low[i], high[i] = (x := wilson(value, n)).low, x.high
     return Line(called, steps, values, low, high)
-
-
-def number_of(record: Record) -> float:
-    """How many examples an evaluation has; 0 if it does not say."""
-    n = record.get("n")
-    return float(n) if is_number(n) and 1 <= n <= 1e15 else 0.0
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
