@@ -24,6 +24,7 @@ from .memory import Memory
 from .peers import Peers
 from .plan import Plan
 from .precision import Precision
+from .profile import Profile
 from .report import RESULTS
 from .rewards import Rewards
 from .rollouts import Rollouts
@@ -55,6 +56,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "gap": Gap,
     "groups": Groups,
     "rollouts": Rollouts,
+    "profile": Profile,
 }
 
 

@@ -98,8 +98,10 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.device_memory = device_memory
         self.graph: _Graph | None = None  # that is being captured
+        self.waits = 0  # how often the host has waited for the device
 
     def check_may_wait(self, what: str) -> None:
+        self.waits += 1
         if self.graph:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
@@ -178,6 +180,7 @@ class _Python(TorchFunctionMode):
         same = (args[0] in self.device_memory) == (where.type == "cuda")
         if not same:
             self.operations.check_may_wait("a copy to another device")
+            self.operations.waits -= where.type == "cuda"  # a small copy to the device only starts
         out = func(args[0] if same else args[0].clone(), *args[1:], **kwargs)
         if where.type == "cpu" and not same:
             return self.device_memory.remove(out)
@@ -212,8 +215,8 @@ def _backward(loss: Tensor) -> None:
 
 
 @contextmanager
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within this context, `cuda:0` exists."""
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Operations]:
+    """Within this context, `cuda:0` exists. Yields what counts the host's `waits` for it."""
     device_memory = _DeviceMemory()
     answers: dict[str, Any] = dict.fromkeys(
         ("set_device", "synchronize", "reset_peak_memory_stats")
@@ -242,4 +245,4 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("device", "stream", "graph_pool_handle", "Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: MagicMock())
     with operations, _Python(device_memory, operations):
-        yield
+        yield operations

@@ -49,19 +49,16 @@ def test_captured_rounds_write_the_same_tokens_rollout_after_rollout(
     for turn, (prompts, width) in enumerate([(3, 7), (6, 7), (2, 5), (6, 9), (6, 9)]):
         c = make_completions(turn, prompts=prompts, width=width)
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(prompts), 5, LENGTH))
-        drafts = (
-            make_completions(turn, prompts=prompts, samples=3, length=LENGTH).completion_ids[:, 0]
-            if drafted
-            else None
-        )
-        options = {
+        options: dict[str, object] = {
             "stops": [EOS],
             "max_new_tokens": LENGTH,
             "num_samples": 5,
             "u": u,
-            "drafts": drafts,
             "num_speculative_tokens": 3,
         }
+        if drafted:
+            first = generate(model, c.prompt_ids, c.prompt_len, **options)
+            options["drafts"] = first.completion_ids[:, 0]
         plain = generate(model, c.prompt_ids, c.prompt_len, **options)
         captured = generate(model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options)
         assert torch.equal(captured.completion_ids, plain.completion_ids)
@@ -96,13 +93,9 @@ def test_captured_rounds_on_cuda(shape: ModelShape) -> None:
     for turn in range(3):
         c = make_completions(turn, prompts=6).to("cuda")
         u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, LENGTH)).cuda()
-        options = {
-            "stops": [EOS],
-            "max_new_tokens": LENGTH,
-            "num_samples": 5,
-            "u": u,
-            "drafts": c.completion_ids[:, 0],
-        }
+        options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 5, "u": u}
+        first = generate(model, c.prompt_ids, c.prompt_len, **options)
+        options["drafts"] = first.completion_ids[:, 0]
         for amp in (False, True):
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 plain = generate(model, c.prompt_ids, c.prompt_len, **options)

@@ -139,8 +139,9 @@ def test_prompts_that_enter_have_nothing_on_two_devices(monkeypatch: pytest.Monk
         prompts = make_completions(0, prompts=6)  # on the host
         u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), SAMPLES, LENGTH))
         options = {"stops": STOPS, "max_new_tokens": 6, "num_samples": SAMPLES, "u": u}
-        ids, lengths, drafts = prompts.prompt_ids, prompts.prompt_len, prompts.completion_ids[:, 0]
+        ids, lengths = prompts.prompt_ids, prompts.prompt_len
         plain.append(generate(model, ids, lengths, **options).completion_ids.cpu())
+        drafts = plain[0][:, 0]
         graphs = CUDAGraphCache()
         for decoder in (SharedPrefixDecoder, graphs.decoder):
             options |= {"decoder": decoder, "drafts": drafts}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import cli, probe
 from benchmarks.layers import LEAN
@@ -16,8 +17,10 @@ from minigrpo import Config, Trainer
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime import accel
 from minigrpo.runtime.rng import uniforms
+from minigrpo.sampling.cached_decoder import CachedDecoder
 from minigrpo.sampling.cuda_graphs import CUDAGraphCache
-from minigrpo.sampling.generate import generate
+from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder
+from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
 
 from .conftest import EOS, SHAPES, make_completions
 from .gradients import GROUPED, TINY
@@ -124,6 +127,43 @@ def test_a_benchmark_has_nothing_on_two_devices(
     assert {row["status"] for row in rows} == {"ok"}
 
 
+@pytest.mark.parametrize("decoder", [ReplicatedPrefixDecoder, SharedPrefixDecoder])
+@pytest.mark.parametrize("num_samples", [1, 5])
+def test_the_host_waits_at_most_once_per_round(
+    monkeypatch: pytest.MonkeyPatch, decoder: type[CachedDecoder], num_samples: int
+) -> None:
+    """And without drafts, where nothing is decided on the host, in one round of four."""
+    before_round = list[int]()
+    step = CachedDecoder.step
+
+    def counted(self: CachedDecoder, *args: Any) -> Tensor:
+        before_round.append(device.waits)
+        return step(self, *args)
+
+    monkeypatch.setattr(CachedDecoder, "step", counted)
+    with pretend_cuda(monkeypatch) as device:
+        model = Transformer(SHAPES["gpt2"], seed=1).cuda()
+        c = make_completions(0, prompts=6).to("cuda")
+        u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), num_samples, 24)).to("cuda")
+        for drafts in (None, c.completion_ids[:, 0]):
+            before_round.clear()
+            generate(
+                model,
+                c.prompt_ids,
+                c.prompt_len,
+                stops=(),
+                max_new_tokens=24,
+                num_samples=num_samples,
+                u=u,
+                drafts=drafts,
+                decoder=decoder,
+            )
+            waits = np.diff(before_round)
+            assert len(waits) > 15 and waits.max() == 1
+            if drafts is None:
+                assert waits.sum() <= -(-len(waits) // ROUNDS_BETWEEN_CHECKS)
+
+
 @pytest.mark.parametrize(("shape", "amp"), [("gpt2", True), ("grouped-query", False)])
 def test_recorded_rounds_write_what_rounds_write(
     monkeypatch: pytest.MonkeyPatch, shape: str, amp: bool
@@ -145,9 +185,10 @@ def test_recorded_rounds_write_what_rounds_write(
                 "max_new_tokens": 9,
                 "num_samples": 5,
                 "u": u,
-                "drafts": c.completion_ids[:, 0],
             }
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                first = generate(model, c.prompt_ids, c.prompt_len, **options)
+                options["drafts"] = first.completion_ids[:, 0]
                 plain = generate(model, c.prompt_ids, c.prompt_len, **options)
                 found = generate(
                     model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options
@@ -158,4 +199,5 @@ def test_recorded_rounds_write_what_rounds_write(
             with torch.no_grad():
                 next(model.h[0].mlp.parameters()).mul_(1.1)
         assert {slots for slots, *_ in recorded[3]} == {16, 32}
+        assert {window for _, window, _ in recorded[3]} >= {1, 2}
         assert all(recorded[3][shape] is a_round for shape, a_round in recorded[2].items())

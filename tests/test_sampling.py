@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from minigrpo.model.shape import ModelShape
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import stream, uniforms
 from minigrpo.sampling.cached_decoder import CachedDecoder
+from minigrpo.sampling.cuda_graphs import CUDAGraphCache
 from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
 from minigrpo.sampling.drafts import COST_OF_ROUND, COST_OF_SLOT, ProposalWindow, propose
 from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
@@ -26,7 +27,7 @@ from minigrpo.tools.loading import Loaded, config_of
 from minigrpo.tools.sample import Arguments, complete
 from minigrpo.types import Completions, Example
 
-from .conftest import EOS, VOCAB, make_completions
+from .conftest import EOS, SHAPES, VOCAB, make_completions
 
 LENGTH = 20
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
@@ -137,6 +138,42 @@ def test_a_proposal_follows_the_match_in_the_draft_that_is_nearest_to_the_own_co
     assert at([9, 9, 9], 4) == [5, 1]
     assert at([1, 2, 3], 2) == [3, 4]  # only two tokens so far: too few to match three
     assert at([2, 3, 6], 9) == [7, 7]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_in_float64_no_draft_changes_a_token(data: st.DataObject) -> None:
+    def draw(*choices: Any) -> Any:
+        return data.draw(st.sampled_from(choices))
+
+    seed, samples, at_once = draw(0, 1, 2), draw(1, 2, 5), draw(0, 1, 2, 4)
+    model = Transformer(SHAPES[draw(*SHAPES)], seed=seed).double()
+    with torch.no_grad():
+        model.head_weight.mul_(draw(1, 3, 6))  # the surer, the more completions are alike
+    prompts = make_completions(seed, prompts=5)
+    params = SamplingParams(draw(1.0, 0.6), draw(0, 5), draw(1.0, 0.9), draw(0.0, 0.1))
+    u = torch.from_numpy(uniforms(seed, "test", 0, np.arange(5), samples, LENGTH))
+    options: dict[str, Any] = {
+        "stops": draw([], [EOS], [EOS, 3]),
+        "max_new_tokens": LENGTH,
+        "num_samples": samples,
+        "params": params,
+        "u": draw(u, None),
+    }
+    ids, lengths = prompts.prompt_ids, prompts.prompt_len
+    plain = generate(model, ids, lengths, **options, decoder=UncachedDecoder)
+    assert plain.sampler_logp is not None
+    drafts = plain.completion_ids[:, draw(0, -1)].clone()
+    changed = torch.from_numpy(np.random.default_rng(seed).random(drafts.shape)) < draw(0, 0.2, 1)
+    drafts[changed] = draw(0, 5, EOS)
+    drafts = torch.cat([drafts[:, : draw(0, 7, LENGTH)], drafts[:, draw(0, 2) :]], dim=1)
+    graphs = CUDAGraphCache()
+    decoder = draw(*DECODERS, graphs.decoder)
+    options |= {"num_speculative_tokens": draw(0, 1, 4, 7, 30), "prompts_at_once": at_once}
+    found = generate(model, ids, lengths, drafts=drafts, decoder=decoder, **options)
+    assert torch.equal(found.completion_ids, plain.completion_ids)
+    assert torch.equal(found.completion_mask, plain.completion_mask)
+    torch.testing.assert_close(found.sampler_logp, plain.sampler_logp, rtol=0, atol=1e-6)
 
 
 def test_the_window_gains_the_most_tokens_for_its_cost() -> None:
