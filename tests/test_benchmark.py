@@ -29,6 +29,7 @@ from benchmarks.layers import (
 )
 from benchmarks.length import BATCHES, CONTINUOUS, FORCED, fit
 from benchmarks.memory import WAYS, Memory
+from benchmarks.profile import ATTENTION, MOVES, OTHERS, PRODUCTS, SHARES, kind_of
 from benchmarks.report import remarks
 from benchmarks.rows import Comparisons, Row
 from benchmarks.scaling import Scaling
@@ -517,6 +518,33 @@ def test_rollouts_are_the_same_with_and_without_speculative_decoding(
     assert speculative["tokens"] < without["tokens"]
     assert without["verdict"] == "" and "x" in speculative["verdict"]
     assert not list(tmp_path.glob("runs*"))
+
+
+def test_the_shares_of_a_profile_make_up_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.main(["profile", "--tasks", "hidden-digit", "--steps", "1", "--json", "profile.json"])
+    rows = json.loads(Path("profile.json").read_text())["rows"]
+    assert [row["phase"] for row in rows] == ["rollout", "update"]
+    assert sum(row["share"] for row in rows) == pytest.approx(1, abs=0.05)
+    for row in rows:
+        shares = [row[kind] for _, kind, _ in SHARES]
+        assert sum(shares) == pytest.approx(1) and min(shares) > 0
+    assert not list(tmp_path.glob("runs*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", PRODUCTS),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", ATTENTION),
+        ("aten::_index_put_impl_", MOVES),
+        ("aten::silu_backward", OTHERS),
+    ],
+)
+def test_the_kind_of_an_operation(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
 
 
 def test_rows_run_one_after_the_other_on_a_gpu(
