@@ -198,7 +198,7 @@ class SpeedConfig(Group):
     speculative_decoding: bool = True
     """Propose tokens from the known answer while sampling: same tokens, fewer rounds."""
     num_speculative_tokens: Few = 7
-    """Tokens proposed per completion and decoding round."""
+    """Most tokens proposed per completion and decoding round; fewer while few of them are right."""
     cuda_graphs: bool = False
     """Capture decoding rounds as CUDA graphs, and replay them."""
     fused_optimizer: bool = True

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 NUM_MATCHED_TOKENS = 3  # recent tokens that must match to locate a sequence in its draft
-# What a round and each of its slots cost, in tokens: measured with models of 1 M (64) and 124 M
-# (18) parameters on a CPU. Between rounds that gain as much as they cost, it hardly matters.
+# What a round and each of its slots cost, in tokens that it runs. A round was measured to cost 64
+# with a model of 1 M parameters and 18 with one of 124 M, on a CPU; on a GPU it costs more.
 COST_OF_ROUND, COST_OF_SLOT = 64, 1
 KEPT = 0.5  # how much of the earlier rounds' counts is kept in each update
 
@@ -50,10 +50,11 @@ class ProposalWindow:
     """Chooses how many tokens a round runs per slot, from how many proposals were right lately.
 
     If each proposal is right with probability p, a round of W tokens per slot gains
-    1 + p + .. + p^(W-1) tokens per sequence (Leviathan et al., section 3.1). What it costs is
-    measured in tokens: W per slot, and what a round and each of its slots cost besides. So where
-    few proposals are right, only the last token is run; a proposal for the next one is made all the
-    same, and that it would have been right or wrong is known without running it.
+    1 + p + .. + p^(W-1) tokens per sequence (Leviathan et al., section 3.1), and costs W tokens per
+    slot plus what rounds and slots cost in any case. The best W gains most per cost.
+
+    Where few proposals are right, W is 1: no proposal is run. One is made all the same, and the
+    token that is picked shows whether it would have been right.
     """
 
     def __init__(self, largest: int) -> None:
