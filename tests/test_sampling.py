@@ -140,7 +140,7 @@ def test_a_proposal_follows_the_match_in_the_draft_that_is_nearest_to_the_own_co
     assert at([2, 3, 6], 9) == [7, 7]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_in_float64_no_draft_changes_a_token(data: st.DataObject) -> None:
     def draw(*choices: Any) -> Any:
