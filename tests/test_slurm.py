@@ -1,5 +1,6 @@
 """slurm/grpo.sbatch, with stand-ins for SLURM: checks, signals, requeueing, copies of the run."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -180,6 +181,42 @@ def test_what_is_missing_is_reported_before_any_work(
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2
     assert output.startswith("error: ") and words in output and output.count("\n") == 1
+
+
+def test_a_folder_with_other_files_is_left_alone(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    precious = tmp_path / "out" / "model.safetensors"
+    precious.write_text("precious")
+    job = submit(slurm, max_steps=2)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2 and "holds other files (model.safetensors)" in output
+    assert precious.read_text() == "precious" and len(list(precious.parent.iterdir())) == 1
+
+
+def test_a_folder_that_another_job_writes_to_is_left_alone(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "slurm").mkdir(parents=True)
+    with open(tmp_path / "out" / "slurm" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        job = submit(slurm, max_steps=2)
+        output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2 and "another job writes to GRPO_OUT" in output
+    assert len(list((tmp_path / "out" / "slurm").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_part_that_was_queued_again_resumes_where_the_last_one_ended(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """Not at the step of --resume, which is for the first part."""
+    for part, steps in enumerate((4, 6)):
+        options = {"resume": 2} if part else {}
+        job = submit({**slurm, "SLURM_RESTART_COUNT": str(part)}, max_steps=steps, **options)
+        output = job.communicate(timeout=120)[0]
+        assert job.returncode == 0, output
+    assert "resumed from step 4" in output
+    assert weights(tmp_path / "out")[0] == 6
 
 
 def test_without_an_allocation_it_says_how_to_start_it(slurm: dict[str, str]) -> None:
