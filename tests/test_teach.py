@@ -278,6 +278,10 @@ def test_a_run_resumes_and_is_evaluated_by_hand(
     settings = {**OPTIONS, "student": str(student), "resume": "2"}
     Trainer(Config.of(**settings, out_dir=str(tmp_path / "part")))
     assert f"--student {student}: other contents" in capsys.readouterr().err.replace("\n", " ")
+    for tool, number in ((evaluate_tool, "--n"), (sample, "--examples")):
+        tool.main([str(tmp_path / "whole"), number, "1"])
+        said = "".join(capsys.readouterr().err.split())
+        assert f"--student{student}:othercontentsthanwhen" in said
 
 
 def try_out(**changes: Any) -> None:

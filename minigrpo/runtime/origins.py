@@ -15,7 +15,7 @@ from ..model.tokenizer import Tokenizer
 from .failures import reason_of
 from .files import write_whole
 from .flags import ConfigError, flag
-from .resume import changed, contents_of_files
+from .resume import changed
 from .settings import RECORD, toml_lines, toml_value
 
 NAMES = ("init_from", "tokenizer", "student")  # the settings that may name a model on the Hub
@@ -70,9 +70,12 @@ def recorded_files(files: Mapping[str, str]) -> dict[str, str]:
     return {name: digest[:SHOWN_DIGITS] for name, digest in named.items()}
 
 
-def other_files(run: Path, config: Config) -> str:
-    """What to say if files of --task, --rewards or --data are not those that a run had, or ""."""
-    differ = changed(recorded_files(contents_of_files(config)), versions_of(run))
+def other_files(run: Path, digests: Mapping[str, str]) -> str:
+    """What to say if files, or models of rewards, are not those that a run had, or "".
+
+    `digests` has them by flag and name, as `contents_of_files` does.
+    """
+    differ = changed(recorded_files(digests), versions_of(run))
     return f"{', '.join(differ)}: other contents than when {run} was trained" if differ else ""
 
 

@@ -30,7 +30,7 @@ from ..runtime.measures import PASS_AT, SAMPLED, Estimate, headline
 from ..runtime.outputs import check_apart, check_output_file, write_output
 from ..tasks.own import ALL_KINDS as ALL
 from . import reliability
-from .loading import Loaded, ModelSelection, check_is_no_input, load
+from .loading import Loaded, ModelSelection, check_is_no_input, load, warn_of_other_files
 from .messages import one_line_errors
 
 Record = Mapping[str, Estimate]
@@ -74,7 +74,7 @@ def run(loaded: Loaded, number: int, screen: Screen) -> tuple[Graded, Graded]:
     task, config = loaded.task, loaded.config
     size = size_of(task, number)
     device, warn, seed = loaded.sampler.model.device, screen.warn, config.run.seed
-    token_scoring = make_token_scoring(config, loaded.sampler.tokenizer, device, warn)
+    token_scoring = make_token_scoring(config, loaded.sampler.tokenizer, device, warn, loaded.asked)
     scorer = make_scorer(config, task, warn, token_scoring)
     with closing(scorer), Progress(console=screen.errors) as progress:
         examples = [task.held_out(i) for i in progress.track(range(size), description="examples")]
@@ -161,6 +161,7 @@ def score(arguments: Arguments) -> None:
     if arguments.plot:
         reliability.check_parts(loaded.task.parts)
     graded, config = run(loaded, arguments.n, screen), loaded.config.run
+    warn_of_other_files(arguments, loaded.asked, screen)
     for doubt in doubts(*graded):
         screen.warn(doubt)
     records = measures(loaded, *graded)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from ..runtime.flags import ConfigError, flag
 from ..runtime.logging import Screen
 from ..runtime.origins import check_tokenizer_of_run, other_files
 from ..runtime.outputs import check_is_not_read
+from ..runtime.resume import contents_of_files
 from ..runtime.settings import is_run, places, read_record
 from ..runtime.text import check_file_name
 from ..runtime.tokenizers import is_path, warn_of_other_tokenizer, with_own_tokenizer
@@ -64,6 +65,7 @@ class Loaded:
     config: Config
     task: Task
     sampler: Sampler
+    asked: dict[str, str] = field(default_factory=dict)  # digests of models that rewards asked
 
 
 def load(selection: ModelSelection, screen: Screen) -> Loaded:
@@ -74,12 +76,19 @@ def load(selection: ModelSelection, screen: Screen) -> Loaded:
     check_file_name(selection.run)
     config = config_of(selection)
     check_paths(selection, config)
-    if is_run(run := Path(selection.run)) and (said := other_files(run, config)):
-        screen.warn(said)
+    warn_of_other_files(selection, contents_of_files(config), screen)
     tokenizer = tokenizer_of(selection, config)
     task = make_task(config, screen)
     name, sampler = load_sampler(selection, config, tokenizer, screen)
     return Loaded(name, config, task, sampler)
+
+
+def warn_of_other_files(
+    selection: ModelSelection, digests: Mapping[str, str], screen: Screen
+) -> None:
+    """Say which files, or models that rewards asked, differ from those of the run."""
+    if is_run(run := Path(selection.run)) and (said := other_files(run, digests)):
+        screen.warn(said)
 
 
 def tokenizer_of(selection: ModelSelection, config: Config) -> Tokenizer:

@@ -34,7 +34,7 @@ from ..tasks.transitions import prompt_of, render, transition
 from ..types import Completions, Example
 from .ask import ask, how
 from .boards import differences, side_by_side
-from .loading import Loaded, ModelSelection, load
+from .loading import Loaded, ModelSelection, load, warn_of_other_files
 from .messages import one_line_errors
 
 PROMPTS_AT_ONCE, MOST_SAMPLES = 32, 10_000
@@ -173,7 +173,9 @@ def right_texts(
         functions=[function for function in functions if function.success],
         warn=warn,
         timeout_s=config.task.reward_timeout,
-        token_scoring=make_token_scoring(config, sampler.tokenizer, sampler.model.device, warn),
+        token_scoring=make_token_scoring(
+            config, sampler.tokenizer, sampler.model.device, warn, loaded.asked
+        ),
     )
     if scorer.success == EXACT:
         return EXACT, [{example.answer} for example in examples]
@@ -243,6 +245,7 @@ def run(arguments: Arguments) -> None:
         params = loaded.config.sampling if arguments.n else GREEDY
         asked = loaded, examples, Completions.join(parts), texts
         success, right = right_texts(*asked, temperature=params.temperature, screen=screen)
+        warn_of_other_files(arguments, loaded.asked, screen)
     screen.say(f"{loaded.name}, {how(arguments.n, loaded.config)}\n")
     answer, boards = answer_in_words(success), isinstance(loaded.task, ChessEnv)
     for example, group, found in zip(examples, texts, right, strict=True):
