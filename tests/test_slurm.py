@@ -183,14 +183,26 @@ def test_what_is_missing_is_reported_before_any_work(
     assert output.startswith("error: ") and words in output and output.count("\n") == 1
 
 
-def test_a_folder_with_other_files_is_left_alone(slurm: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_with_other_files_is_left_alone(
+    slurm: dict[str, str], tmp_path: Path, linked: bool
+) -> None:
+    (tmp_path / ("real" if linked else "out")).mkdir()
+    if linked:
+        (tmp_path / "out").symlink_to(tmp_path / "real")
     precious = tmp_path / "out" / "model.safetensors"
     precious.write_text("precious")
     job = submit(slurm, max_steps=2)
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2 and "holds other files (model.safetensors)" in output
     assert precious.read_text() == "precious" and len(list(precious.parent.iterdir())) == 1
+
+
+def test_the_folder_of_the_run_is_no_argument(slurm: dict[str, str], tmp_path: Path) -> None:
+    job = submit(slurm, out_dir=str(tmp_path / "run"))
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2
+    assert output == "error: --out-dir: the run's folder is GRPO_OUT, see the script\n"
 
 
 def test_a_folder_that_another_job_writes_to_is_left_alone(
@@ -206,17 +218,48 @@ def test_a_folder_that_another_job_writes_to_is_left_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("begun", [True, False])
 def test_a_part_that_was_queued_again_resumes_where_the_last_one_ended(
-    slurm: dict[str, str], tmp_path: Path
+    slurm: dict[str, str], tmp_path: Path, begun: bool
 ) -> None:
-    """Not at the step of --resume, which is for the first part."""
+    """Not at the step of --resume, unless the part before was stopped before it got there."""
+    slurm["GRPO_PROCESSES"] = "1"
     for part, steps in enumerate((4, 6)):
-        options = {"resume": 2} if part else {}
+        options = {"resume": 3} if part else {}
         job = submit({**slurm, "SLURM_RESTART_COUNT": str(part)}, max_steps=steps, **options)
         output = job.communicate(timeout=120)[0]
         assert job.returncode == 0, output
-    assert "resumed from step 4" in output
+        marker = tmp_path / "out" / "slurm" / f"{JOB}.begun"
+        assert marker.exists()
+        if not begun:
+            marker.unlink()
+    assert f"resumed from step {4 if begun else 3}" in output
     assert weights(tmp_path / "out")[0] == 6
+
+
+@pytest.mark.slow
+def test_what_could_not_be_copied_is_what_the_next_part_resumes(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """On the same node. On another one, or if that went on further, it is the run in GRPO_OUT."""
+    out, left = tmp_path / "out", tmp_path / "local" / f"grpo-{JOB}" / "run"
+    slurm["GRPO_PROCESSES"] = "1"
+    submit(slurm, max_steps=4).communicate(timeout=120)
+    newer = tmp_path / "newer"
+    shutil.copytree(out, newer)
+    for half in ("state.pt", "manifest.json"):  # as a full disk leaves it
+        (out / "checkpoints" / "step_000004" / half).unlink()
+    (out / "checkpoints" / "step_000004" / "state.pt").touch()
+    for step in (4, 6):  # then what was left is older than the run in GRPO_OUT
+        shutil.copytree(newer, left, ignore=shutil.ignore_patterns("slurm"))
+        job = submit({**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=step + 2)
+        output = job.communicate(timeout=120)[0]
+        assert job.returncode == 0, output
+        assert f"resumed from step {step}" in output and "damaged" not in output
+        assert weights(out)[0] == step + 2
+        steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").open()]
+        assert steps == list(range(1, step + 3))
+        assert not left.exists()
 
 
 def test_without_an_allocation_it_says_how_to_start_it(slurm: dict[str, str]) -> None:
