@@ -241,7 +241,7 @@ def test_a_part_that_was_queued_again_resumes_where_the_last_one_ended(
 def test_what_could_not_be_copied_is_what_the_next_part_resumes(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """On the same node. On another one, or if that went on further, it is the run in GRPO_OUT."""
+    """On the same node. If another part has gone on elsewhere, it is the run in GRPO_OUT."""
     out, left = tmp_path / "out", tmp_path / "local" / f"grpo-{JOB}" / "run"
     slurm["GRPO_PROCESSES"] = "1"
     submit(slurm, max_steps=4).communicate(timeout=120)
@@ -250,16 +250,22 @@ def test_what_could_not_be_copied_is_what_the_next_part_resumes(
     for half in ("state.pt", "manifest.json"):  # as a full disk leaves it
         (out / "checkpoints" / "step_000004" / half).unlink()
     (out / "checkpoints" / "step_000004" / "state.pt").touch()
-    for step in (4, 6):  # then what was left is older than the run in GRPO_OUT
+    part = (out / "slurm" / "part").read_text()
+    assert part == f"{JOB}.0\n"
+    for restart, step in ((1, 4), (2, 6)):  # then what is left is not of the last part
         shutil.copytree(newer, left, ignore=shutil.ignore_patterns("slurm"))
-        job = submit({**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=step + 2)
+        (left.parent / "part").write_text(part)
+        slurm["SLURM_RESTART_COUNT"] = str(restart)
+        job = submit(slurm, max_steps=step + 2)
         output = job.communicate(timeout=120)[0]
         assert job.returncode == 0, output
         assert f"resumed from step {step}" in output and "damaged" not in output
         assert weights(out)[0] == step + 2
         steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").open()]
         assert steps == list(range(1, step + 3))
-        assert not left.exists()
+        aside = list(left.parent.glob("run.*"))
+        assert not left.exists() and len(aside) == restart - 1
+    assert weights(aside[0])[0] == 4
 
 
 def test_without_an_allocation_it_says_how_to_start_it(slurm: dict[str, str]) -> None:
