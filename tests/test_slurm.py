@@ -185,6 +185,33 @@ def test_what_is_missing_is_reported_before_any_work(
     assert output.startswith("error: ") and words in output and output.count("\n") == 1
 
 
+def test_a_job_that_is_preempted_before_it_begins_is_queued_again(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """While the run of an earlier part is fetched, which therefore stays as it is."""
+    kept = tmp_path / "out" / "checkpoints" / "step_000002" / "state.pt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("precious")
+    fetching, slow = tmp_path / "fetching", tmp_path / "bin" / "tar"
+    slow.write_text(f"#!/bin/sh\ntouch {fetching}\nsleep 2\nexit 1\n")
+    slow.chmod(0o755)
+    job = submit(slurm)
+    wait_for(tmp_path, "fetching")
+    os.kill(job.pid, signal.SIGTERM)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0 and "SIGTERM" in output
+    assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
+    assert kept.read_text() == "precious" and [*kept.parent.iterdir()] == [kept]
+
+
+def test_checkpoints_behind_a_link_are_refused(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").symlink_to(tmp_path)
+    job = submit(slurm)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2 and "checkpoints is a link: GRPO_OUT must hold it itself" in output
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_folder_with_other_files_is_left_alone(
     slurm: dict[str, str], tmp_path: Path, linked: bool
