@@ -127,19 +127,21 @@ def write_report(result: dict[str, Any], out_dir: Path | None, console: Console)
 
 def with_texts(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with its name, its time and its speedup as they are shown, with their intervals."""
-    time = _with_interval(row["s_per_step"], row["s_per_step_interval"], "{:.3f}", "{:.2f}")
-    faster = _with_interval(row["speedup"], row["speedup_interval"], "{:.1f}x", "{:.1f}")
+    time = with_interval(row["s_per_step"], row["s_per_step_interval"], "{:.3f}", "{:.2f}")
+    faster = with_interval(row["speedup"], row["speedup_interval"], "{:.1f}x", "{:.1f}")
     over = ", over the defaults" if row["name"] == AS_CONFIGURED and row["gain"] else ""
     texts = {"label": label(row), "time": time, "faster": faster}
     return {**row, **texts, "verdict": row["verdict"] + over}
 
 
-def _with_interval(
+def with_interval(
     value: float | None, ends: Sequence[float] | None, pattern: str, end_pattern: str
 ) -> str:
     if value is None:
         return ""
-    interval = " (" + "-".join(end_pattern.format(end) for end in ends) + ")" if ends else ""
+    if not ends or ends[0] == ends[1]:  # the first row's speedup over itself is exactly 1
+        return pattern.format(value)
+    interval = " (" + "-".join(end_pattern.format(end) for end in ends) + ")"
     return pattern.format(value) + interval
 
 

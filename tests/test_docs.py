@@ -136,6 +136,13 @@ def test_the_tables_of_plans_are_what_the_presets_say() -> None:
             assert flags in comment and name.split(",")[0] in comment
 
 
+def test_the_tables_of_steps_are_what_the_results_say() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_steps.py"))
+    for path in made["PAGES"]:
+        text = path.read_text(encoding="utf-8")
+        assert text == made["page"](path) and made["TABLE"].search(text), "run docs/make_steps.py"
+
+
 def test_the_tables_of_scaling_are_what_the_plans_say() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_scaling.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run docs/make_scaling.py"
