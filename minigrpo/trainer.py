@@ -27,7 +27,7 @@ from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
 from .runtime.examples import check_examples
 from .runtime.failures import Diverged, RunFailed, describe
 from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
-from .runtime.measures import Estimate
+from .runtime.measures import Estimate, is_of
 from .runtime.no_effect import Situation
 from .runtime.origins import fetch_models
 from .runtime.prefetch import ExamplePrefetcher
@@ -113,7 +113,7 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        self.log = self.run_dir.open_log(self.step, size_of(self.task, self.config.run.eval_size))
+        self.log = self.run_dir.open_log(self.step)
         began = time.perf_counter() - self.run_dir.earlier_seconds
         parameters = sum(p.numel() for p in self.model.parameters())
         announce.introduce(self.screen, self._situation(), parameters, self.scorer.weights)
@@ -183,10 +183,12 @@ class Trainer:
         self.screen.update(self.step, self.config.run.max_steps, beside)
 
     def _evaluate(self, size: int) -> None:
-        """Evaluate on the first `size` held-out examples, unless this step has been evaluated."""
-        if not size or (self.last and self.last["step"] == self.step):
-            return
+        """Evaluate on the first `size` held-out examples, unless this step has been, on as many."""
         run, parts = self.config.run, (self.sampler, self.task, self.scorer)
+        if self.last and self.last["step"] == self.step:
+            size *= not is_of(self.last, size_of(self.task, size), run.eval_samples)
+        if not size:
+            return
         kept = samples.HeldOut(self.task)
         found = self.dist.on_main(
             lambda: measure(

@@ -29,7 +29,7 @@ from minigrpo.losses import advantages, policy_loss
 from minigrpo.model.shape import ModelShape
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime import checkpoint, signals
+from minigrpo.runtime import checkpoint, log_files, signals
 from minigrpo.runtime.build import make_token_scoring
 from minigrpo.runtime.checkpoint import (
     CheckpointError,
@@ -373,6 +373,65 @@ def test_later_checkpoints_stay_until_the_resumed_run_has_saved(run: Path) -> No
     make(run, max_steps=4, eval_every=2, resume="2", stop_after=3, save_every=9).fit()
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["step_000002", "step_000003"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moves", range(5))
+def test_a_resume_from_a_step_that_is_killed_leaves_no_gap_in_the_logs(
+    run: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    """The logs were cut before the later checkpoints were set aside, and --resume auto took those.
+
+    Renamed are config.toml, a checkpoint, and three logs.
+    """
+    rename, replace, left = Path.rename, os.replace, [moves]
+
+    def once_more() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *paths: once_more() or rename(*paths))
+        patch.setattr(os, "replace", lambda *paths: once_more() or replace(*paths))
+        trainer = make(run, max_steps=4, eval_every=2, resume="2", save_every=9)
+        with pytest.raises(Killed):
+            trainer.run_dir.open_log(2)
+        trainer.run_dir.close()
+    made = make(run, max_steps=4, eval_every=2, resume="auto")
+    assert made.step == (4 if moves < 2 else 2)
+    made.fit()
+    assert [x["step"] for x in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [x["step"] for x in records(run / "eval.jsonl")] == [0, 2, 4]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000004"]  # the abandoned one left with the next save
+
+
+def test_a_resume_from_a_step_without_room_for_the_logs_changes_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """metrics.jsonl was cut, samples.jsonl could not be, and the later checkpoints stayed."""
+    write = log_files.write_aside
+
+    def full(path: Path, content: Any) -> str:
+        if path.name == "samples.jsonl":
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    def files() -> dict[str, bytes]:
+        there = (path for path in run.rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in there}
+
+    before = files()
+    monkeypatch.setattr(log_files, "write_aside", full)
+    with pytest.raises(
+        ConfigError, match=r"samples.jsonl: cannot be read and rewritten \(No space"
+    ):
+        make(run, max_steps=4, eval_every=2, resume="2").fit()
+    assert files() == before
 
 
 def test_a_checkpoint_that_auto_cannot_read_is_kept_under_another_name(run: Path) -> None:
@@ -1444,6 +1503,63 @@ def test_a_finished_run_is_evaluated_again_where_another_size_is_asked_for(tmp_p
             assert sizes == [(0, 8), (1, found)]
             assert len(records(tmp_path / "run" / "held_out.jsonl")) == found
             assert (1 in trainer.intervals) is is_new  # it is not evaluated twice
+
+
+def test_a_finished_run_is_evaluated_again_where_other_samples_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old evaluation stayed. It was removed first, and lost if the new one did not end."""
+
+    def interrupted(*parts: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    file = tmp_path / "run" / "eval.jsonl"
+    make(tmp_path / "run", max_steps=1, eval_size=8).fit()
+    before = file.read_bytes()
+    options = {"max_steps": 1, "eval_size": 8, "eval_samples": 4, "resume": "auto"}
+    with monkeypatch.context() as patch:
+        patch.setattr("minigrpo.trainer.measure", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "run", **options).fit()
+    assert file.read_bytes() == before
+    for is_new in (True, False):
+        trainer = make(tmp_path / "run", **options)
+        trainer.fit()
+        found = records(file)
+        assert [(x["step"], x["n"], "pass@4" in x) for x in found] == [(0, 8, False), (1, 8, True)]
+        assert (1 in trainer.intervals) is is_new
+
+
+def test_an_evaluation_is_written_anew_also_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it follows the old one, and the last one counts."""
+
+    def full(path: Path, write: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = RunLog(tmp_path, pytest.fail, start_step=0)
+    for value in (0.0, 1.0, 2.0):
+        log.evaluation(1, {"a": value})
+        log.evaluation(2, {"a": value})
+        if value:
+            monkeypatch.setattr(log_files, "write_whole", full)
+    log.close()
+    found = [(x["step"], x["a"]) for x in records(tmp_path / "eval.jsonl")]
+    assert found == [(1, 1.0), (2, 1.0), (1, 2.0), (2, 2.0)]
+    again = RunLog(tmp_path, print, start_step=2)  # which warns that there are no metrics
+    again.close()
+    assert again.evaluated[-1] == {"step": 2, "a": 2.0}
+
+
+@pytest.mark.parametrize("name", ["job_summary.txt", "track_id"])
+def test_a_folder_with_a_file_that_a_run_would_overwrite_holds_a_run(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("my own notes")
+    with pytest.raises(ConfigError, match=rf"holds a run; .* \(found: {name}\)"):
+        make(tmp_path / "run")
 
 
 def test_auto_never_removes_checkpoints_of_another_program(tmp_path: Path) -> None:

@@ -168,13 +168,14 @@ def test_a_copy_of_a_run_beside_it_is_another_one_in_the_tracker(
     first = resumed(tmp_path / "a" / "run", 0)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     second = resumed(tmp_path / "b" / "run")
-    assert [f"b/run/{trackers.ID}: is a copy of {tmp_path}/a/run/" in x for x in said] == [True]
+    copied = f"b/run/{trackers.TRACK_ID}: is a copy of {tmp_path}/a/run/"
+    assert [copied in x for x in said] == [True]
     assert second != first == resumed(tmp_path / "a" / "run")
     assert resumed(tmp_path / "b" / "run") == second and len(said) == 1
     # one that was moved, or that an older version wrote, goes on
     (tmp_path / "a").rename(tmp_path / "c")
     assert resumed(tmp_path / "c" / "run") == first
-    (tmp_path / "c" / "run" / trackers.ID).write_text(first[-8:])
+    (tmp_path / "c" / "run" / trackers.TRACK_ID).write_text(first[-8:])
     assert resumed(tmp_path / "c" / "run") == first and len(said) == 1
 
 

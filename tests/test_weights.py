@@ -59,6 +59,15 @@ def write(
     return folder
 
 
+def test_equal_weights_make_equal_files(ours: Transformer, tmp_path: Path) -> None:
+    """safetensors orders the entries of its header differently from call to call."""
+    file, contents = tmp_path / "model.safetensors", set()
+    for _ in range(20):
+        ours.save_pretrained(file)
+        contents.add(file.read_bytes())
+    assert len(contents) == 1 and load_file(file)
+
+
 def test_heads_come_from_the_header_then_from_config_json_then_from_the_width(
     tmp_path: Path, ours: Transformer
 ) -> None:

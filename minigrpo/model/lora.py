@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..runtime.text import quoted
@@ -23,6 +22,7 @@ from .linear import Linear, linear
 from .logprobs import at_least_fp32
 from .shape import ModelShape
 from .transformer import Transformer
+from .weight_files import write_tensors
 
 ADAPTERS = ("lora_A", "lora_B")
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -214,7 +214,7 @@ def peft_files(
     }
     text = json.dumps(settings, indent=1) + "\n"
     return {
-        PEFT_WEIGHTS: lambda path: save_file(tensors, path, metadata={"format": "pt", **metadata}),
+        PEFT_WEIGHTS: lambda path: write_tensors(path, tensors, metadata),
         PEFT_CONFIG: lambda path: path.write_text(text),
     }
 

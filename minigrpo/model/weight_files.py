@@ -4,6 +4,7 @@ Nothing is read before it is asked for: names, shapes and types come from the fi
 tensor is read when it is used.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import filter as matching
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..runtime.text import parse_json, quoted
@@ -41,6 +43,22 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error})") from None
     return found
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], header: Mapping[str, str]) -> None:
+    """Write safetensors with a text header. Equal contents make equal files.
+
+    The library writes the entries of the header in an order that changes from call to call; here
+    they are sorted, in the same place.
+    """
+    save_file(tensors, path, metadata={"format": "pt", **header})
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        found = json.loads(file.read(size))
+        found["__metadata__"] = dict(sorted(found["__metadata__"].items()))
+        file.seek(8)
+        text = json.dumps(found, separators=(",", ":"), ensure_ascii=False)
+        file.write(text.encode().ljust(size))
 
 
 def weight_names(folder: Path) -> list[str]:

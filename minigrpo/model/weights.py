@@ -12,12 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .families import FAMILIES, SHAPE, Family
 from .shape import ModelShape
-from .weight_files import CONFIG, WEIGHTS, WeightFiles
+from .weight_files import CONFIG, WEIGHTS, WeightFiles, write_tensors
 
 LM_HEAD = "lm_head.weight"  # stored by some although it is tied
 MAX_LISTED = 8  # problems in an error message
@@ -148,4 +147,4 @@ def _save(state: Mapping[str, Tensor], family: Family, path: Path, header: dict[
         .contiguous()
         for name, x in state.items()
     }
-    save_file(tensors, path, metadata={"format": "pt", **header})
+    write_tensors(path, tensors, header)

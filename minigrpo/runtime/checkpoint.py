@@ -13,6 +13,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from .text import parse_json, quoted
 
 State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"
+# what the names of checkpoints end with that --resume N abandons until the next save, and of those
+# that --resume auto cannot read
+ABANDONED, UNREADABLE = ".abandoned", ".unreadable"
 # what a state holds, each a dict by text
 PLAIN = ("config", "guard", "shape", "made_by", "files", "tokenizer")
 WITH_TENSORS = ("model", "optimizer", "scaler")
@@ -78,15 +82,21 @@ def was_interrupted(path: Path) -> bool:
     return names <= {STATE, *partial} and (STATE not in names or bool(names & partial))
 
 
-def set_aside(paths: Iterable[Path], suffix: str) -> list[Path]:
-    """Rename checkpoints, so that they no longer count as such; return their new places."""
-    moved = []
+def set_aside(paths: Iterable[Path], suffix: str) -> None:
+    """Rename checkpoints, so that they no longer count as such."""
     for path in paths:
         target = path.with_name(path.name + suffix)
         if target.exists():
             remove(target)
-        moved.append(path.rename(target))
-    return moved
+        path.rename(target)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the checkpoints that --resume N has set aside, as far as possible."""
+    for path in folder.glob(f"*{ABANDONED}"):
+        if step_of(path.with_suffix("")) is not None:
+            with suppress(OSError):
+                remove(path)
 
 
 def remove(path: Path) -> None:

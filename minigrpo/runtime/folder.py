@@ -15,7 +15,9 @@ from .checkpoint import checkpoints, existing_checkpoint, in_the_way
 from .failures import reason_of
 from .files import PARTIAL, lock_file
 from .flags import ConfigError
+from .job_summary import JOB_SUMMARY
 from .settings import RECORD, is_run
+from .trackers import TRACK_ID
 
 LOGS = ["metrics.jsonl", "eval.jsonl", ANSWERS, "samples.jsonl"]
 # A folder with any of these holds a run, or a model, which a new run would overwrite or hide.
@@ -23,7 +25,7 @@ OF_A_RUN = [RECORD, *LOGS, "summary.json", WEIGHTS, PEFT_WEIGHTS]
 OF_A_MODEL = [INDEX, PEFT_CONFIG]  # beside a run's weights, they would be those of another model
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
 FOLDERS = ["tensorboard", "bad_batches", "profile"]
-OF_A_RUN += FOLDERS
+OF_A_RUN += [*FOLDERS, JOB_SUMMARY, TRACK_ID]
 # Written after the last step: what is in their way must be found before the first.
 WRITTEN_LATE = ["summary.json", ANSWERS, WEIGHTS, PEFT_WEIGHTS, PEFT_CONFIG]
 

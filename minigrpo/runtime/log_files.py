@@ -7,6 +7,7 @@ replaces the file when it is whole.
 
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import text as text_summary
 
 from .failures import reason_of
-from .files import to_json, write_whole
+from .files import PARTIAL, put_in_place, to_json, write_aside, write_whole
 from .flags import ConfigError
 from .text import parse_json, quoted
 
@@ -125,46 +126,72 @@ class AppendedFile:
 
 
 class JSONLines:
-    """A file of records with a `step`; a resume keeps those up to its own step."""
+    """A file of records with a `step`; a resume keeps those up to its own step.
+
+    The file changes only when it is opened, and may be given up before.
+    """
 
     def __init__(
-        self,
-        path: Path,
-        trouble: LogTrouble,
-        *,
-        up_to_step: int,
-        only_numbers: bool = True,
-        but: Callable[[Mapping[str, Any]], bool] = lambda record: False,
+        self, path: Path, trouble: LogTrouble, *, up_to_step: int, only_numbers: bool = True
     ) -> None:
-        """Reopen the file and remove lines of later steps, which a lost run wrote.
+        """Write a copy without the lines of later steps, which a lost run wrote.
 
-        `but`: records of which this is true are removed, too.
         `only_numbers`: all values of a record are numbers or null; other records are damaged.
 
         A damaged line is left out with a warning that names it. Raises ConfigError if the file
-        cannot be read or rewritten; then it is as it was.
+        cannot be read or copied.
         """
+        self.path, self.trouble = path, trouble
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: is not a file, but a log of the run goes there")
         try:
             old = path.read_bytes() if path.exists() else b""
             damage: list[str] = []
-            kept = records_of(old, up_to_step, path, damage.append, only_numbers=only_numbers)
+            self.kept = records_of(old, up_to_step, path, damage.append, only_numbers=only_numbers)
             for said in damage:
                 trouble.warn(said)
             self.is_damaged = bool(damage)
-            self.kept = [x for x in kept if not but(x)]
             new = "".join(map(to_json, self.kept)).encode()
             # a file with another name (cp -al) would grow in the copy, too
-            if new != old or (path.exists() and path.stat().st_nlink > 1):
-                write_whole(path.resolve(), lambda aside: aside.write_bytes(new))
+            self.is_copied = new != old or (path.exists() and path.stat().st_nlink > 1)
+            if self.is_copied:
+                write_aside(path.resolve(), lambda aside: aside.write_bytes(new))
         except OSError as error:
-            reason = reason_of(error)
-            raise ConfigError(f"{path}: cannot be read and rewritten ({reason})") from None
-        self.file = AppendedFile(path, trouble, b"\n")
+            raise self._error(error) from None
+
+    def give_up(self) -> None:
+        """Leave the file as it is."""
+        if self.is_copied:
+            file = self.path.resolve()
+            file.with_name(file.name + PARTIAL).unlink(missing_ok=True)
+
+    def open(self) -> None:
+        """Put the copy in place, for records to follow. Raises ConfigError if that fails."""
+        try:
+            if self.is_copied:
+                put_in_place(self.path.resolve())
+        except OSError as error:
+            raise self._error(error) from None
+        self.file = AppendedFile(self.path, self.trouble, b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self.file.append(to_json(record).encode())
+
+    def write_anew(self, record: Mapping[str, Any]) -> None:
+        """Write a record in place of those of its step, if there are any."""
+        with suppress(OSError):  # else it follows them: the last one counts
+            there = records_of(self.path.read_bytes(), sys.maxsize, self.path, lambda said: None)
+            kept = [x for x in there if x["step"] != record["step"]]
+            if len(kept) < len(there) and not self.file.waiting:
+                new = "".join(map(to_json, [*kept, record])).encode()
+                write_whole(self.path.resolve(), lambda aside: aside.write_bytes(new))
+                self.file.close()
+                self.file = AppendedFile(self.path, self.trouble, b"\n")
+                return
+        self.write(record)
+
+    def _error(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self.path}: cannot be read and rewritten ({reason_of(error)})")
 
 
 def records_of(

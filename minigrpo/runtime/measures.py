@@ -198,6 +198,12 @@ def ks_of(num_samples: int) -> list[int]:
     return [*powers, num_samples]
 
 
+def is_of(record: Mapping[str, float], size: int, num_samples: int) -> bool:
+    """Whether an evaluation has `size` examples with `num_samples` sampled completions each."""
+    ks = [int(name.removeprefix(PASS_AT)) for name in record if name.startswith(PASS_AT)]
+    return record.get("n") == size and max(ks, default=1) == num_samples
+
+
 def passes(right: np.ndarray) -> dict[str, Estimate]:
     """pass@k by its key, from `[n, K]` samples: 1 right, 0 wrong, NaN; none for K = 1."""
     num_samples = right.shape[1]

@@ -16,12 +16,10 @@ from ..model.weight_files import CONFIG
 from .checkpoint import MANIFEST
 from .flags import ConfigError
 from .folder import FOLDERS, LOCK, OF_A_MODEL, OF_A_RUN, check_home, check_not_among_checkpoints
-from .job_summary import JOB_SUMMARY
 from .settings import is_run
-from .trackers import ID
 
 # A figure or table written onto one of them would lose what training has made.
-OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, *FILES, JOB_SUMMARY, ID}
+OF_A_RUN_OR_MODEL = {*OF_A_RUN, *OF_A_MODEL, MANIFEST, CONFIG, LOCK, *FILES}
 
 STREAMS = {f"/dev/{name}": number for number, name in ((1, "stdout"), (2, "stderr"))}
 STREAMS |= {

@@ -22,11 +22,13 @@ from . import resume as resuming
 from .bad_batches import keep_bad_batch
 from .base_model import base_digest, check_base, loadable_base
 from .checkpoint import (
+    ABANDONED,
+    UNREADABLE,
     CheckpointError,
     State,
     checkpoints,
     find_checkpoint,
-    remove,
+    remove_abandoned,
     save_checkpoint,
     set_aside,
     step_of,
@@ -85,10 +87,9 @@ class RunDir:
             self.close()
             raise
 
-    def open_log(self, step: int, last_of: int | None = None) -> RunLog | NoLog:
+    def open_log(self, step: int) -> RunLog | NoLog:
         """Write config.toml and open the logs, in the main process, which continue after `step`.
 
-        A last evaluation that is not one of `last_of` examples is made again; None: it is kept.
         Raises ConfigError, in all processes, if a file cannot be written; the folder is unlocked.
         """
         logs: list[RunLog] = []
@@ -99,12 +100,17 @@ class RunDir:
             # in order, so that one of steps that are abandoned cannot go on.
             abandons = self.later and self.config.run.resume != "auto"
             listeners += start_trackers(self.config, self.path, 0 if abandons else step, warn)
-            self._write_config()
-            self.earlier_seconds = take_earlier_seconds(self.path, step)
-            again = last_of if step >= self.config.run.max_steps else None
-            log = RunLog(self.path, warn, start_step=step, listeners=listeners, last_of=again)
+
+            def begin() -> None:
+                self._write_config()
+                # before the logs are cut: --resume auto must not go on from steps that they lack
+                self._set_later_aside()
+                self.earlier_seconds = take_earlier_seconds(self.path, step)
+
+            log = RunLog(
+                self.path, warn, start_step=step, listeners=listeners, before_cutting=begin
+            )
             logs.append(log)
-            self._set_later_aside()
 
         try:
             self.dist.on_main(start)
@@ -193,19 +199,14 @@ class RunDir:
         keep_last, warn = self.config.run.keep_last, self.screen.warn
         save_checkpoint(self.checkpoints, step, state, keep_last=keep_last, warn=warn)
         self.saved_step = step
-        if self.config.run.resume != "auto":  # abandoned, and replaced by this one
-            for path in self.later:
-                with contextlib.suppress(OSError):
-                    remove(path)
-            self.later = []
+        remove_abandoned(self.checkpoints)
 
     def _set_later_aside(self) -> None:
         """Rename checkpoints of later steps: --resume N abandons them, and --resume auto could not
         read them. The latter are kept, because a disk that is not mounted looks like damage.
         """
-        suffix = ".unreadable" if self.config.run.resume == "auto" else ".abandoned"
         try:
-            self.later = set_aside(self.later, suffix)
+            set_aside(self.later, UNREADABLE if self.config.run.resume == "auto" else ABANDONED)
         except OSError as error:
             raise ConfigError(
                 f"{self.checkpoints}: cannot be written ({reason_of(error)})"

@@ -1,7 +1,7 @@
 """A run's logs: metrics, evaluations, samples, the last answers, TensorBoard, and listeners."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +33,11 @@ class RunLog:
         *,
         start_step: int,
         listeners: Sequence[Listener] = (),
-        last_of: int | None = None,
+        before_cutting: Callable[[], object] = lambda: None,
     ) -> None:
         """`start_step` steps are done; lines of later steps, from a lost run, are dropped.
 
-        So is the evaluation at `start_step` if it was not one of `last_of` examples; None: kept.
+        `before_cutting` is called once copies without them are written, before a file changes.
 
         Raises ConfigError if a file is in the way or cannot be written.
         """
@@ -45,15 +45,19 @@ class RunLog:
         # a run that starts afresh keeps nothing, not even the evaluation at step 0
         last = start_step or -1
         trouble = LogTrouble(warn)
-        self.metrics = JSONLines(folder / "metrics.jsonl", trouble, up_to_step=last)
-
-        def is_made_again(record: Mapping[str, Any]) -> bool:
-            return last_of is not None and record["step"] == last and record.get("n") != last_of
-
-        file = folder / "eval.jsonl"
-        self.evaluations = JSONLines(file, trouble, up_to_step=last, but=is_made_again)
-        samples = folder / "samples.jsonl"
-        self.samples = JSONLines(samples, trouble, up_to_step=last, only_numbers=False)
+        logs = list[JSONLines]()
+        try:
+            for name in ("metrics", "eval", "samples"):
+                file, only_numbers = folder / f"{name}.jsonl", name != "samples"
+                logs.append(JSONLines(file, trouble, up_to_step=last, only_numbers=only_numbers))
+            before_cutting()
+        except ValueError:
+            for log in logs:
+                log.give_up()
+            raise
+        for log in logs:
+            log.open()
+        self.metrics, self.evaluations, self.samples = logs
         drop_later_answers(folder, last)
         for log in (self.metrics, self.evaluations):
             if start_step and not log.kept:
@@ -84,7 +88,7 @@ class RunLog:
             listener.step(step, values)
 
     def evaluation(self, step: int, values: Scalars) -> None:
-        self.evaluations.write({"step": step, **values})
+        self.evaluations.write_anew({"step": step, **values})
         shown = {
             f"eval/{name}": value
             for name, value in values.items()

@@ -23,7 +23,7 @@ from .flags import ConfigError
 
 NONE = "none"
 PROJECT = "minigrpo"  # unless WANDB_PROJECT or TRACKIO_PROJECT names another
-ID = "track_id"  # file in the run's folder, so that a resume continues the tracker's run
+TRACK_ID = "track_id"  # file in the run's folder, so that a resume continues the tracker's run
 MOST_FAILURES = 3  # in a row; then the tracking ends, because each of them may take long
 # columns of the table of samples, where a sample has them, besides its prompt and its reward parts
 COLUMNS = ("source", "decoding", "completion", "truth", "reward", "advantage", "right")
@@ -149,11 +149,11 @@ def _name(folder: Path, step: int, warn: Say) -> str:
     Of the folder's name only what an id may have is kept. The file also says in which folder it
     was written: beside its original, a copy is another run.
     """
-    file, found = folder / ID, ""
+    file, found = folder / TRACK_ID, ""
     if step:
         found = _read(file)
     digits, _, home = found.partition("\n")
-    original = Path(home.removesuffix("\n")) / ID
+    original = Path(home.removesuffix("\n")) / TRACK_ID
     if home and _read(original) == found and not file.samefile(original):
         warn(f"{file}: is a copy of {original}; this run is another one in the tracker")
         digits = ""
