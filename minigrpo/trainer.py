@@ -199,8 +199,8 @@ class Trainer:
         values = {name: x.value for name, x in found.items()}
         self.last, self.intervals[self.step] = {"step": self.step, **values}, found
         self.first = self.first or self.last
-        self.log.evaluation(self.step, values)
         kept.log(self.log, self.step)
+        self.log.evaluation(self.step, values)  # last: a resume takes it as done
         announce.say_evaluation(self.screen, self.step, found)
 
     # --- the end --------------------------------------------------------------------------------

@@ -1552,6 +1552,36 @@ def test_an_evaluation_is_written_anew_also_on_a_full_disk(
     assert again.evaluated[-1] == {"step": 2, "a": 2.0}
 
 
+@pytest.mark.parametrize("name", ["job_summary.txt", "adapter_config.json"])
+def test_auto_replaces_no_file_that_no_run_wrote(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("my own notes")
+    with pytest.raises(ConfigError, match=rf"no checkpoint, and {name} that no run wrote"):
+        make(tmp_path / "run", resume="auto")
+
+
+def test_an_evaluation_counts_once_its_answers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill in between, held_out.jsonl kept the answers of another evaluation."""
+    run, options = tmp_path / "run", {"max_steps": 1, "eval_size": 8}
+    with monkeypatch.context() as patch:
+        original, left = RunLog.evaluation, [1]
+
+        def killed(log: RunLog, step: int, values: Any) -> None:
+            original(log, step, values)
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+
+        patch.setattr(RunLog, "evaluation", killed)
+        with pytest.raises(Killed):
+            make(run, **options).fit()
+    make(run, **options, resume="auto").fit()
+    assert {x["step"] for x in records(run / "held_out.jsonl")} == {1}
+    assert [x["step"] for x in records(run / "eval.jsonl")] == [0, 1]
+
+
 @pytest.mark.parametrize("name", ["job_summary.txt", "track_id"])
 def test_a_folder_with_a_file_that_a_run_would_overwrite_holds_a_run(
     tmp_path: Path, name: str

@@ -68,7 +68,11 @@ def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
 def test_a_job_runs_with_its_overrides_and_leaves_everything_in_the_out_folder(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    job = submit(slurm, max_steps=7)
+    python = tmp_path / "a folder" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = submit({**slurm, "GRPO_PYTHON": str(python)}, max_steps=7)
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 0, output
     out = tmp_path / "out"
@@ -152,6 +156,22 @@ def test_what_is_missing_is_reported_before_any_work(
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2
     assert output.startswith("error: ") and words in output and output.count("\n") == 1
+
+
+def test_a_job_that_is_preempted_before_it_begins_is_queued_again(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    slow = tmp_path / "a folder" / "python"
+    slow.parent.mkdir()
+    slow.write_text(f"#!/bin/sh\ntouch {tmp_path / 'checking'}\nsleep 1\n")
+    slow.chmod(0o755)
+    job = submit({**slurm, "GRPO_PYTHON": str(slow)})
+    wait_for(tmp_path, "checking")
+    os.kill(job.pid, signal.SIGTERM)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0 and "SIGTERM" in output
+    assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_folder_of_the_run_is_no_argument(slurm: dict[str, str], tmp_path: Path) -> None:

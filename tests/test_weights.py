@@ -66,6 +66,8 @@ def test_equal_weights_make_equal_files(ours: Transformer, tmp_path: Path) -> No
         ours.save_pretrained(file)
         contents.add(file.read_bytes())
     assert len(contents) == 1 and load_file(file)
+    (tmp_path / "another").touch()
+    assert file.stat().st_mode == (tmp_path / "another").stat().st_mode
 
 
 def test_heads_come_from_the_header_then_from_config_json_then_from_the_width(

@@ -48,9 +48,11 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: Mapping[str, str]) -> None:
     """Write safetensors with a text header. Equal contents make equal files.
 
-    The library writes the entries of the header in an order that changes from call to call; here
-    they are sorted, in the same place.
+    The safetensors package writes the entries of the header in an order that changes from call to
+    call, and a file that nobody else may read; here they are sorted, and the umask decides.
     """
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt", **header})
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -59,6 +61,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: Mapping[str, s
         file.seek(8)
         text = json.dumps(found, separators=(",", ":"), ensure_ascii=False)
         file.write(text.encode().ljust(size))
+    path.chmod(mode)
 
 
 def weight_names(folder: Path) -> list[str]:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ..config import Config
+from ..model.lora import PEFT_CONFIG
 from .distributed import DistContext
 from .flags import ConfigError, flag
 from .folder import LOGS
+from .job_summary import JOB_SUMMARY
 from .renamed import modern
 from .settings import RECORD, is_run, places, read_record
 from .summary import SUMMARY
@@ -182,7 +184,8 @@ def check_nothing_trained(folder: Path, config: Config) -> None:
     Also if it has files that no run wrote, and that a run would replace: a user's eval.jsonl, say;
     or the logs of a run with another config.
     """
-    there = [name for name in (RECORD, *LOGS, SUMMARY) if (folder / name).exists()]
+    names = (RECORD, *LOGS, SUMMARY, JOB_SUMMARY, PEFT_CONFIG)
+    there = [name for name in names if (folder / name).exists()]
     if there and (not is_run(folder) or damage_of_record(folder)):
         raise ConfigError(
             f"--resume auto: {folder} has no checkpoint, and {there[0]} that no run wrote, which "

@@ -69,7 +69,7 @@ def group(batch: RolloutBatch, tokenizer: Tokenizer, task: Task) -> Iterator[Rec
 
 
 class HeldOut:
-    """The completions of one evaluation that are logged, once its own record has been."""
+    """The completions of one evaluation that are logged."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
