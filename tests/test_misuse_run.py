@@ -41,6 +41,7 @@ from minigrpo.runtime.checkpoint import (
 )
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.failures import Diverged, NotFinite, RunFailed
+from minigrpo.runtime.files import write_whole
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.folder import make_folder, said_gone, working_folder
 from minigrpo.runtime.guard import check_weights, weight_norm
@@ -282,6 +283,17 @@ def test_a_copy_made_of_hard_links_stays_as_it_is(run: Path) -> None:
     log.close()
     assert [(backup / name).read_bytes() for name in names] == before
     assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_kill_left_of_a_file_may_be_part_of_a_copy_made_of_hard_links(
+    tmp_path: Path,
+) -> None:
+    """After `cp -al` of a killed save, the second run to go on wrote into the other's file."""
+    (tmp_path / "state.pt.tmp").write_text("half")
+    os.link(tmp_path / "state.pt.tmp", tmp_path / "twin")
+    write_whole(tmp_path / "state.pt", lambda aside: aside.write_text("whole"))
+    assert (tmp_path / "state.pt").read_text() == "whole"
+    assert (tmp_path / "twin").read_text() == "half"
 
 
 @pytest.mark.parametrize(

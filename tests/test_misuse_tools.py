@@ -19,7 +19,7 @@ import pytest
 from safetensors import SafetensorError
 
 from minigrpo import Config, Trainer
-from minigrpo.model import weights
+from minigrpo.model import weight_files
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.checkpoint import load_checkpoint, path_of, save_checkpoint
 from minigrpo.runtime.flags import ConfigError
@@ -341,7 +341,7 @@ def test_an_export_onto_a_full_disk_leaves_the_older_one_whole(
         path.write_bytes(b"half")
         raise SafetensorError("No space left on device") if error == "rust" else error
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(weight_files, "save_file", full)
     for out in ("model", "new/deep"):
         err = refused(capsys, export, "run", "--out", out)
         assert f"--out {out}: cannot be written (No space left on device" in err

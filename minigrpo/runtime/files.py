@@ -24,6 +24,8 @@ def write_aside(path: Path, write: Callable[[Path], object]) -> str:
     """
     temporary = path.with_name(path.name + PARTIAL)
     try:
+        # one that a kill has left may have another name in a copy made of hard links
+        temporary.unlink(missing_ok=True)
         write(temporary)
         with open(temporary, "rb+") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
