@@ -49,7 +49,11 @@ def no_engine() -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     """No GPU but for `-m gpu`: there the order of additions differs from run to run, and the exact
     tests are exact on CPU.
+
+    A background job of a shell ignores SIGINT, and so would the programs that tests interrupt.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = (
             ""  # of this process, which has not looked yet, and of those that it starts
