@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from minigrpo.model import attention
+from minigrpo.model import attention, packed_attention
 from minigrpo.model import packing as packing_module
 from minigrpo.model.architectures import ARCHITECTURES
 from minigrpo.model.families import FAMILIES
 from minigrpo.model.linear import round_number
 from minigrpo.model.logprobs import block_size, token_logprobs
+from minigrpo.model.merged_attention import AttentionPart, merged_attention
 from minigrpo.model.packed_attention import additive_mask, shared_rows_of
 from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
 from minigrpo.model.shape import ModelShape, RopeScaling
@@ -32,7 +33,7 @@ from .pretend import pretend_cuda
 
 def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
     result = doctest.testmod(packing_module)
-    assert result.attempted == 19 and not result.failed
+    assert result.attempted == 20 and not result.failed
 
 
 def naive_logp(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
@@ -294,6 +295,46 @@ def test_fp32_packings_are_equal_on_this_device(device: str, shape: ModelShape) 
         torch.testing.assert_close(
             model(one.tokens, one)[0], model(other.tokens, other)[0], rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_joined_keys_have_the_log_probs_and_gradients_of_merged_parts(
+    model: Transformer, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first as on a device for which there is no kernel that returns the log-sum-exp."""
+    built = PACKINGS[packing](make_completions(2))
+    weights = torch.randn(built.mask.shape, generator=torch.Generator().manual_seed(0)).double()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        logp, _ = model(built.tokens, built)
+        return logp, *torch.autograd.grad((logp * weights).sum(), list(model.parameters()))
+
+    merged = run()
+    monkeypatch.setattr(packed_attention, "KERNELS", {})
+    torch.testing.assert_close(merged, run(), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_gradient_of_merged_attention_is_that_of_finite_differences(kv_heads: int) -> None:
+    parts = prefix_tree(make_completions(0, prompts=2, samples=3, width=4, length=5)).parts
+    assert [part.visible is None for part in parts[:3]] == [True, False, False]
+    assert any(len(part.real) < part.query_rows.numel() for part in parts)  # some have padding
+    tokens = int(parts[0].real.numel() + parts[1].real.numel())
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(tokens, heads, 3, generator=rng, dtype=torch.float64, requires_grad=True)
+        for heads in (2, kv_heads, kv_heads)
+    )
+    assert torch.autograd.gradcheck(lambda *qkv: merged_attention(*qkv, parts), (q, k, v))
+
+
+def test_bfloat16_attention_adds_up_in_float32() -> None:
+    """512 queries have the same key; in bfloat16 the sum of their gradients would stay at 256."""
+    rows = torch.arange(512)
+    part = AttentionPart(rows[:, None], rows, torch.zeros_like(rows)[:, None], None)
+    q, k, v = (torch.ones(512, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    merged_attention(q, k, v, (part,)).sum().backward()
+    assert v.grad is not None and v.grad[0].tolist() == [[512.0] * 8]
 
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:

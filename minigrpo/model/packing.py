@@ -73,6 +73,12 @@ and 2, which add two tokens each, and rows 1 and 4, which add one.
 [[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
 >>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
 [0, 1, 2, 3, 4, 6, 7, 10, 8, 9, 11]
+
+On a CPU, prompt and completion are two parts, which merged_attention.py merges. There, the prompts'
+keys are not copied for each row: rows 0 and 1 attend to prompt 0 together.
+
+>>> packing.parts[1].query_rows.tolist(), packing.parts[1].key_rows.tolist()
+([[5, 6, 7], [8, 9, 10]], [[0, 1, 2], [3, 4, 3]])
 """
 
 from collections.abc import Callable
@@ -83,6 +89,7 @@ import torch
 from torch import Tensor
 
 from ..types import Completions
+from .merged_attention import AttentionPart
 from .packed_attention import CompletionAttention, Packing, SharedPrefixPacking
 from .packing_rows import CompletionRows, number_entries, pad_rows, split_by_length
 from .transformer import PackedTokens
@@ -113,7 +120,7 @@ def repeated(completions: Completions) -> Packing:
             targets=rows.tokens[real],
             index=first_prediction[rows.row_of][..., None] + columns,
         ),
-        causal_rows=_tensor(causal_rows),
+        parts=(AttentionPart.of(causal_rows, unpad, causal_rows),),
         unpad=_tensor(unpad),
     )
 
@@ -181,7 +188,7 @@ def _pack_shared(completions: Completions, rows: CompletionRows) -> SharedPrefix
             np.concatenate([np.nonzero(prompts.real)[1], positions[added]]),
         ),
         **_shared_predictions(completions.completion_mask, prompts, rows, places),
-        causal_rows=_tensor(prompts.places),
+        parts=_parts(prompts, rows, prompts.lengths.sum(), attention),
         unpad=_tensor(unpad),
         completion_attention=attention,
     )
@@ -224,13 +231,14 @@ def _completion_attention(
         # the tokens 5 6 8 9 are at places 6 7 8 9 of all padded rows, then 7 10 at 10 11
         unpad[query_rows.flat[real]] = num_padded + real
         num_padded += query_rows.size
-        parts.append(_attention_of(part, query_rows, prompts, rows, places))
+        parts.append(_attention_of(part, query_rows, real, prompts, rows, places))
     return tuple(parts), unpad
 
 
 def _attention_of(
     part: np.ndarray,
     query_rows: np.ndarray,
+    real: np.ndarray,
     prompts: _Prompts,
     rows: CompletionRows,
     places: np.ndarray,
@@ -248,9 +256,26 @@ def _attention_of(
     sees_own = columns <= query_columns[..., None]
     return CompletionAttention(
         query_rows=_tensor(query_rows),
+        real=_tensor(real),
         key_rows=_tensor(np.concatenate([prompts.places[prompt], own_keys], axis=1)),
         visible=_tensor(np.concatenate([sees_prompt, sees_own], axis=-1)[:, None]),
     )
+
+
+def _parts(
+    prompts: _Prompts, rows: CompletionRows, first: int, attention: tuple[CompletionAttention, ...]
+) -> tuple[AttentionPart, ...]:
+    """The prompts; the added tokens by prompt, from place `first` on; and the same by row."""
+    num_new = rows.num_inputs - rows.num_known
+    # prompt 0 has 3 added tokens from place 5 on, prompt 1 has 3 from place 8 on
+    num_added = np.array([num_new[rows.prompt == p].sum() for p in range(len(prompts.ids))])
+    # queries [[5, 6, 7], [8, 9, 10]] with the keys [[0, 1, 2], [3, 4, .]]
+    by_prompt = pad_rows(first + np.cumsum(num_added) - num_added, num_added)
+    own = [part.own_part(prompts.ids.shape[1]) for part in attention]
+    if own:
+        visible = prompts.real[:, None, None]
+        own.insert(0, AttentionPart.of(*by_prompt, prompts.places, visible))
+    return AttentionPart.of(prompts.places, prompts.unpad, prompts.places), *own
 
 
 def _predictions(

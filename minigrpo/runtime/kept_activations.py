@@ -10,6 +10,7 @@ from torch import nn
 
 from ..model.layers import SeparateAttention
 from ..model.lora import LoRALinear
+from ..model.merged_attention import KERNELS
 from ..model.shape import ModelShape
 from ..model.transformer import Block
 
@@ -21,12 +22,16 @@ class KeptByBlock:
     """Bytes that one block keeps."""
 
     per_token: float  # packed token
-    per_query: float  # place of a query in the padded rows that attention runs
-    per_key: float  # place of a key and its value in those rows
+    per_query: float  # query; joined, a place in the padded rows that attention runs
+    per_key: float  # key and its value; joined, a place in those rows
 
     @classmethod
-    def of(cls, block: Block, shape: ModelShape, *, low: bool, on_cpu: bool) -> "KeptByBlock":
-        """`low`: under autocast. The block may be on torch's meta device."""
+    def of(cls, block: Block, shape: ModelShape, *, low: bool, device: str) -> "KeptByBlock":
+        """`low`: under autocast. The block may be on torch's meta device.
+
+        Where attention merges parts, it keeps packed tokens; where it joins them, padded rows.
+        """
+        on_cpu, merged = device == "cpu", device in KERNELS
         size = LOW if low else FLOAT
         norms = _norm(block.ln_1, shape.width, FLOAT) + _norm(block.ln_2, shape.width, FLOAT)
         if isinstance(block.attn, SeparateAttention) and shape.head_norm:
@@ -37,10 +42,12 @@ class KeptByBlock:
         linears = _linears(block.attn, low=low) + _linears(block.mlp, low=low)
         # on a CPU, attention runs in float32; see `attention` in attention.py
         number = FLOAT if on_cpu else size
+        # the query and the output; merged, the output is the input of the projection
+        outputs = 2 - (merged and number == size and _keeps_input(_linear_layers(block.attn)[-1]))
         log_sum_exp = FLOAT * shape.heads
         return cls(
             per_token=norms + linears + inner,
-            per_query=2 * shape.heads * shape.head_dim * number + log_sum_exp,
+            per_query=outputs * shape.heads * shape.head_dim * number + log_sum_exp,
             per_key=2 * shape.kv_width * number,
         )
 
@@ -56,7 +63,7 @@ def _norm(norm: nn.Module, width: int, size: int) -> float:
 
 def _linears(part: nn.Module, *, low: bool) -> float:
     """Bytes per token of the inputs of a part's linear layers. All but the last share an input."""
-    *first, last = [layer for layer in part.children() if isinstance(layer, nn.Linear)]
+    *first, last = _linear_layers(part)
     size = LOW if low else FLOAT
     kept = [layer for layer in first if _keeps_input(layer)]
     # autocast makes a copy of a float32 input for each layer
@@ -64,6 +71,10 @@ def _linears(part: nn.Module, *, low: bool) -> float:
     inputs = copies * first[0].in_features + last.in_features * _keeps_input(last)
     ranks = sum(len(layer.lora_A) for layer in (*first, last) if isinstance(layer, LoRALinear))
     return size * (inputs + ranks)
+
+
+def _linear_layers(part: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in part.children() if isinstance(layer, nn.Linear)]
 
 
 def _keeps_input(layer: nn.Linear) -> bool:

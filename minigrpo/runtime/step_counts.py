@@ -32,6 +32,8 @@ class StepCounts:
     causal: float  # of these, places in rows that attend within themselves
     gathered: float  # keys that attention gathers for completions; 0 if prompts are repeated
     masked: float  # pairs of a query and a gathered key
+    merged: float  # keys that attention gathers if it merges parts, those of prompts included
+    merged_masked: float  # pairs of a query and one of these keys, where a mask is needed
     predictions: float  # tokens that go through the output head in the update
     rounds: float  # of decoding, after the prompts; 0 if nothing is sampled
     decoded: float  # tokens that the model runs in those rounds
@@ -88,6 +90,8 @@ def nothing_shared(
         causal=prompts * prompt_len if once else packed,
         gathered=completions * (prompt_len + completion_len) if once else 0.0,
         masked=completions * completion_len * (prompt_len + completion_len) if once else 0.0,
+        merged=prompts * prompt_len * 2 + completions * completion_len if once else packed,
+        merged_masked=completions * completion_len**2 if once else 0.0,
         predictions=completions * completion_len,
         rounds=rounds,
         decoded=decoded,
@@ -121,6 +125,8 @@ def as_sampled(
         causal=packed["causal"] * scale,
         gathered=packed["gathered"] * scale,
         masked=packed["masked"] * scale,
+        merged=packed["merged"] * scale,
+        merged_masked=packed["merged_masked"] * scale,
         predictions=packed["predictions"] * scale,
     )
     if work is None:
@@ -152,6 +158,10 @@ def packed_counts(packing: Packing) -> dict[str, float]:
         "causal": causal,
         "gathered": sum(part.key_rows.numel() for part in rows),
         "masked": sum(part.visible.numel() for part in rows),
+        "merged": sum(part.key_rows.numel() for part in packing.parts),
+        "merged_masked": sum(
+            part.visible.numel() for part in packing.parts if part.visible is not None
+        ),
         "predictions": len(packing.targets),
     }
 

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from ..config import Config
 from ..model.logprobs import block_size, chunk_size
+from ..model.merged_attention import KERNELS
 from ..model.shape import ModelShape
 from .kept_activations import FLOAT, LOW, KeptByBlock
 from .step_counts import StepCounts
@@ -159,6 +160,11 @@ class StepMemory:
         return self.counts.micro / self.counts.prompts
 
     @property
+    def _merged(self) -> bool:
+        """Whether attention merges parts instead of joining their keys."""
+        return self.device in KERNELS
+
+    @property
     def _inside_mlp(self) -> int:
         """Numbers per token that the MLP holds at once between its first and its last layer."""
         return (2 if self.shape.mlp == "gelu" else 3) * self.shape.mlp_width
@@ -184,25 +190,29 @@ class StepMemory:
         return max(forward + earlier, backward + earlier, gradients + last)
 
     def _block_backward(self) -> float:
-        """The gradients within one block: of its MLP, and of gathered keys and values."""
+        """Within one block: the gradients of its MLP, and of gathered keys and values.
+
+        Merged, keys and values are gathered once more for it.
+        """
         counts, shape = self.counts, self.shape
         floats = (2 * shape.width + self._inside_mlp) * counts.packed
-        return FLOAT * (floats + 2 * shape.kv_width * counts.gathered) * self._share
+        keys = 2 * counts.merged if self._merged else counts.gathered
+        return FLOAT * (floats + 2 * shape.kv_width * keys) * self._share
 
     def _activations(self) -> tuple[float, float]:
         """What all blocks keep until the backward pass, and one block that is recomputed in it."""
-        counts, shape = self.counts, self.shape
-        on_cpu, low = self.device == "cpu", self.config.speed.use_amp
-        by_block = KeptByBlock.of(self.weights.block, shape, low=low, on_cpu=on_cpu)
-        kept = (
-            counts.packed * by_block.per_token
-            + counts.padded * by_block.per_query
-            + (counts.causal + counts.gathered) * by_block.per_key
-        ) * self._share
-        # All layers share the masks. Query heads that share keys are rows of a mask; the mask is
-        # made from one in bytes.
-        rows = shape.heads // shape.kv_heads * self._bytes_in_attention + 1
-        masks = counts.masked * rows * self._share
+        counts, shape, low = self.counts, self.shape, self.config.speed.use_amp
+        by_block = KeptByBlock.of(self.weights.block, shape, low=low, device=self.device)
+        queries = keys = counts.packed
+        if not self._merged:
+            queries, keys = counts.padded, counts.causal + counts.gathered
+        kept = counts.packed * by_block.per_token
+        kept = (kept + queries * by_block.per_query + keys * by_block.per_key) * self._share
+        # All layers share the masks, which are made from some in bytes. Joined, query heads that
+        # share keys are rows of a mask.
+        rows = 1 if self._merged else shape.heads // shape.kv_heads
+        pairs = counts.merged_masked if self._merged else counts.masked
+        masks = pairs * (rows * self._bytes_in_attention + 1) * self._share
         if not self.config.memory.gradient_checkpointing:
             return kept * shape.layers + masks, 0.0
         inputs = FLOAT * shape.width * shape.layers * counts.packed * self._share
