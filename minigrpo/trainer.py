@@ -141,7 +141,10 @@ class Trainer:
         run = self.config.run
         evaluated = self.dist.on_main(lambda: self.log.evaluated)
         self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
-        self._evaluate(run.eval_size if not evaluated else 0)
+        if not self.last:
+            self._evaluate(run.eval_size)
+        elif self.last["step"] < self.step:  # an evaluation that was due here may have been stopped
+            self._evaluate(self._size_due())
         end = min(run.stop_after or run.max_steps, run.max_steps)
         self.screen.start(end, self.step)
         where = self.run_dir.path, self.device, self.dist.is_main
@@ -149,11 +152,9 @@ class Trainer:
             while self.step < end and not self.stop_reason:
                 self.one_step()
                 profiler.step()
-                if self.step < run.max_steps:
-                    if run.eval_every and self.step % run.eval_every == 0:
-                        self._evaluate(run.eval_size_during)
-                    if self.step % run.save_every == 0:
-                        self.run_dir.save(self.step, self.learner, required=False)
+                self._evaluate(self._size_due())
+                if self.step < run.max_steps and self.step % run.save_every == 0:
+                    self.run_dir.save(self.step, self.learner, required=False)
                 self.stop_reason = request.agreed(self.dist)
         if self.step < run.max_steps and not self.stop_reason:
             self.stop_reason = "stop_after"
@@ -181,6 +182,12 @@ class Trainer:
         samples.log_group(self.log, batch, self.step, self.tokenizer, self.task)
         beside = announce.progress(metrics, self.last, self.config)
         self.screen.update(self.step, self.config.run.max_steps, beside)
+
+    def _size_due(self) -> int:
+        """How many examples an evaluation between steps has now; 0 if none is due."""
+        run = self.config.run
+        due = run.eval_every and self.step < run.max_steps and self.step % run.eval_every == 0
+        return run.eval_size_during if due else 0
 
     def _evaluate(self, size: int) -> None:
         """Evaluate on the first `size` held-out examples, unless this step has been, on as many."""

@@ -109,6 +109,28 @@ def test_a_run_that_was_killed_in_its_very_first_save_starts_afresh(tmp_path: Pa
     assert len(warnings) == 1 and "step_000001" in warnings[0]
 
 
+def test_checkpoints_are_set_aside_from_the_last_one_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill in between, the newest one left followed steps that had been abandoned."""
+    save(tmp_path, 1, 2, 3)
+    rename, left = Path.rename, [1]
+
+    def killed(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.set_aside(checkpoint.checkpoints(tmp_path)[1:], ".abandoned")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
+        "step_000001",
+        "step_000002",
+    ]
+
+
 def test_a_step_that_is_not_there_is_an_error_that_lists_what_is(tmp_path: Path) -> None:
     save(tmp_path, 10, 20)
     with pytest.raises(CheckpointError, match=r"--resume 15: no such checkpoint .* there: 10, 20"):

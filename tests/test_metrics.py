@@ -14,7 +14,7 @@ from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.optim import make_optimizer
 from minigrpo.runtime.rng import uniforms
-from minigrpo.runtime.rollout_metrics import rollout_metrics
+from minigrpo.runtime.rollout_metrics import counts_of, rollout_metrics
 from minigrpo.runtime.sampler_gap import LARGEST, MEAN, OFF, gap_sums
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
@@ -45,6 +45,8 @@ def test_rollout_metrics_by_hand() -> None:
         rewards=RewardTable(total, {"one": total / 2}, {"one": 3}),
         metrics={"rollout/rounds": 7.0},
     )
+    # what the means of several processes are weighted by, where they may differ
+    assert counts_of(batch) == {"rewards/one/mean": 4, "sampling/removed_mass": 9}
     assert rollout_metrics(batch, [EOS]) == pytest.approx(
         {
             "reward": 2.0,

@@ -24,6 +24,7 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from minigrpo import Config, Trainer
+from minigrpo import trainer as trainer_module
 from minigrpo.learner import Learner
 from minigrpo.losses import advantages, policy_loss
 from minigrpo.model.shape import ModelShape
@@ -1572,17 +1573,49 @@ def test_auto_replaces_no_file_that_no_run_wrote(tmp_path: Path, name: str) -> N
         make(tmp_path / "run", resume="auto")
 
 
-def test_an_evaluation_counts_once_its_answers_are_written(
+def test_an_evaluation_that_was_stopped_is_made_by_the_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a kill in between, held_out.jsonl kept the answers of another evaluation."""
+    """A second signal in it saved the step, and the curve lacked it for good."""
+    options = {"max_steps": 6, "eval_every": 2, "eval_size": 8, "eval_size_during": 4}
+    original, left = trainer_module.measure, [2]
+
+    def stopped(*parts: Any, **asked: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return original(*parts, **asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "measure", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "stopped", **options).fit()
+    resumed = make(tmp_path / "stopped", **options, resume="auto")
+    assert resumed.step == 4
+    resumed.fit()
+    make(tmp_path / "calm", **options).fit()
+    for name in ("eval", "samples", "held_out"):
+        calm, found = (records(tmp_path / x / f"{name}.jsonl") for x in ("calm", "stopped"))
+        assert found == calm
+    assert [x["step"] for x in records(tmp_path / "calm" / "eval.jsonl")] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_evaluation_counts_once_its_answers_are_written(
+    tmp_path: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill in between, held_out.jsonl kept the answers of another evaluation.
+
+    After one before its record, its samples were logged twice.
+    """
     run, options = tmp_path / "run", {"max_steps": 1, "eval_size": 8}
     with monkeypatch.context() as patch:
         original, left = RunLog.evaluation, [1]
 
         def killed(log: RunLog, step: int, values: Any) -> None:
-            original(log, step, values)
             left[0] -= 1
+            if recorded or left[0] >= 0:
+                original(log, step, values)
             if left[0] < 0:
                 raise Killed
 
@@ -1592,6 +1625,8 @@ def test_an_evaluation_counts_once_its_answers_are_written(
     make(run, **options, resume="auto").fit()
     assert {x["step"] for x in records(run / "held_out.jsonl")} == {1}
     assert [x["step"] for x in records(run / "eval.jsonl")] == [0, 1]
+    logged = [(x["step"], x["index"], x["decoding"]) for x in records(run / "samples.jsonl")]
+    assert len(logged) == len(set(logged)) == 2 * 8 * 2
 
 
 @pytest.mark.parametrize("name", ["job_summary.txt", "track_id"])

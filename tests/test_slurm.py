@@ -136,6 +136,23 @@ def test_the_exit_code_of_a_failed_run_is_its_own(slurm: dict[str, str], tmp_pat
     assert not (tmp_path / "requeued").exists()
 
 
+def test_the_free_space_is_read_also_where_the_device_has_a_space_in_its_name(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """As //nas/my share has; `df -P` then has one column more."""
+    df = tmp_path / "bin" / "df"
+    df.write_text(
+        """#!/usr/bin/env bash
+        if [[ " $* " == *" --output=avail "* ]]; then printf 'Avail\\n   2\\n'; else
+            printf 'Filesystem 1048576-blocks Used Available Capacity Mounted on\\n'
+            printf '//nas/my share 30 28 2 94%% /mnt\\n'
+        fi"""
+    )
+    df.chmod(0o755)
+    output = submit({**slurm, "SLURM_GPUS_ON_NODE": "0"}).communicate(timeout=60)[0]
+    assert "has 2 MB free, three checkpoints need 3" in output
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -205,6 +222,8 @@ def test_a_step_to_resume_from_is_obeyed_until_the_job_has_saved_one_of_its_own(
     for part, (job_id, steps, resumed) in enumerate(
         [(JOB, 4, None), (f"{JOB}1", 3, 3), (f"{JOB}1", 6, 3), (f"{JOB}1", 8, 6)]
     ):
+        if part == 3:  # the clock of the first part's node was ahead
+            os.utime(out / "slurm" / f"{job_id}.first", (2**32, 2**32))
         options = {"resume": 3} if part else {}
         restarted = {"SLURM_JOB_ID": job_id, "SLURM_RESTART_COUNT": str(max(0, part - 1))}
         job = submit({**slurm, **restarted}, max_steps=steps, save_every=1, **options)

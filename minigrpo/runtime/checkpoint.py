@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,12 @@ def was_interrupted(path: Path) -> bool:
     return names <= {STATE, *partial} and (STATE not in names or bool(names & partial))
 
 
-def set_aside(paths: Iterable[Path], suffix: str) -> None:
-    """Rename checkpoints, so that they no longer count as such."""
-    for path in paths:
+def set_aside(paths: Sequence[Path], suffix: str) -> None:
+    """Rename checkpoints, which are in order of their steps, so that they no longer count as such.
+
+    The last one first: after a kill in between, --resume auto goes on from a step before them.
+    """
+    for path in reversed(paths):
         target = path.with_name(path.name + suffix)
         if target.exists():
             remove(target)

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -177,18 +177,21 @@ class JSONLines:
     def write(self, record: Mapping[str, Any]) -> None:
         self.file.append(to_json(record).encode())
 
-    def write_anew(self, record: Mapping[str, Any]) -> None:
-        """Write a record in place of those of its step, if there are any."""
-        with suppress(OSError):  # else it follows them: the last one counts
+    def write_anew(
+        self, records: Sequence[Mapping[str, Any]], is_old: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """Write records in place of those that `is_old` selects, if there are any."""
+        with suppress(OSError):  # else they follow them: the last ones count
             there = records_of(self.path.read_bytes(), sys.maxsize, self.path, lambda said: None)
-            kept = [x for x in there if x["step"] != record["step"]]
+            kept = [record for record in there if not is_old(record)]
             if len(kept) < len(there) and not self.file.waiting:
-                new = "".join(map(to_json, [*kept, record])).encode()
+                new = "".join(map(to_json, [*kept, *records])).encode()
                 write_whole(self.path.resolve(), lambda aside: aside.write_bytes(new))
                 self.file.close()
                 self.file = AppendedFile(self.path, self.trouble, b"\n")
                 return
-        self.write(record)
+        for record in records:
+            self.write(record)
 
     def _error(self, error: OSError) -> ConfigError:
         return ConfigError(f"{self.path}: cannot be read and rewritten ({reason_of(error)})")

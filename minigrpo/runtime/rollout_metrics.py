@@ -49,9 +49,13 @@ def mean_of(scores: np.ndarray) -> float:
 
 
 def counts_of(batch: RolloutBatch) -> dict[str, int]:
-    """How many completions each reward part concerns, by the name of its mean."""
+    """How many values a mean is made of, by its name, where processes may differ in that.
+
+    Completions that a reward part concerns, and tokens.
+    """
     parts = batch.rewards.parts if batch.rewards else {}
-    return {f"rewards/{name}/mean": int((~np.isnan(x)).sum()) for name, x in parts.items()}
+    counts = {f"rewards/{name}/mean": int((~np.isnan(x)).sum()) for name, x in parts.items()}
+    return counts | {"sampling/removed_mass": int(batch.completions.completion_mask.sum())}
 
 
 def has_zero_variance(rewards: RewardTable) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A run's logs: metrics, evaluations, samples, the last answers, TensorBoard, and listeners."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ class RunLog:
         Raises ConfigError if a file is in the way or cannot be written.
         """
         self.folder, self.warn, self.listeners = folder, warn, listeners
+        self.start_step = start_step
         # a run that starts afresh keeps nothing, not even the evaluation at step 0
         last = start_step or -1
         trouble = LogTrouble(warn)
@@ -88,7 +90,7 @@ class RunLog:
             listener.step(step, values)
 
     def evaluation(self, step: int, values: Scalars) -> None:
-        self.evaluations.write_anew({"step": step, **values})
+        self.evaluations.write_anew([{"step": step, **values}], lambda x: x["step"] == step)
         shown = {
             f"eval/{name}": value
             for name, value in values.items()
@@ -110,6 +112,18 @@ class RunLog:
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
         self.samples.write({"step": step, **record})
         for listener in self.listeners:
+            listener.sample(step, record)
+
+    def held_out_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log an evaluation's samples. Those of a step before a resume replace the ones there."""
+        records = [{"step": step, **record} for record in records]
+        if step > self.start_step:
+            for record in records:
+                self.samples.write(record)
+        else:
+            held_out = {"step": step, "source": "held_out"}
+            self.samples.write_anew(records, lambda x: held_out.items() <= x.items())
+        for record, listener in itertools.product(records, self.listeners):
             listener.sample(step, record)
 
     def sample_text(self, step: int, text: str) -> None:
@@ -134,6 +148,8 @@ class NoLog:
     def answers(self, step: int, greedy: Graded, drawn: Graded) -> None: ...
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def held_out_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
 
     def sample_text(self, step: int, text: str) -> None: ...
 

@@ -98,8 +98,7 @@ class HeldOut:
         """Log the completions of the first prompts, and keep what `minigrpo compare` reads."""
         if self.graded:
             log.answers(step, *self.graded)
-        for record in self.records:
-            log.sample(step, record)
+        log.held_out_samples(step, self.records)
 
 
 def explainer(task: Task) -> Callable[[Example, str], Mapping[str, str]]:
