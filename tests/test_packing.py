@@ -328,6 +328,25 @@ def test_the_gradient_of_merged_attention_is_that_of_finite_differences(kv_heads
     assert torch.autograd.gradcheck(lambda *qkv: merged_attention(*qkv, parts), (q, k, v))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_padding_has_no_weights_however_large_the_scores_are(seed: int) -> None:
+    """It sees keys that its token does not, with weights that overflowed: 0 times infinity."""
+    c = make_completions(seed)
+    short = dataclasses.replace(c, completion_mask=c.completion_mask.clone())
+    short.completion_mask[0] = False  # a prompt without tokens of completions
+    for build in PACKINGS.values():
+        packing = build(short)
+        rng = torch.Generator().manual_seed(seed)
+        shape = len(packing.tokens.ids), 2, 8
+        q, k, v, weights = (torch.randn(shape, generator=rng).double() for _ in range(4))
+        inputs = [x.requires_grad_() for x in (30 * q, 30 * k, v)]
+        found, expected = (
+            torch.autograd.grad((attend(*inputs) * weights).sum(), inputs)
+            for attend in (packing.attend, packing.attend_joined)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
 def test_bfloat16_attention_adds_up_in_float32() -> None:
     """512 queries have the same key; in bfloat16 the sum of their gradients would stay at 256."""
     rows = torch.arange(512)

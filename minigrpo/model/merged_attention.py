@@ -128,16 +128,15 @@ class _Merged(torch.autograd.Function):
         # in float32 or wider: a key's gradients come from many rows
         grads = [at_least_fp32(x.new_zeros(x.shape)) for x in (q, k, v)]
         for part in ctx.parts:
-            # padding repeats a token, but has no gradient
-            padded = grad.new_zeros(part.query_rows.numel(), *grad.shape[1:])
-            padded[part.real] = grad[part.tokens]
+            # Padding has no gradient and no weights. It repeats a token, but sees other keys, and
+            # their weights by the token's own sum could be infinite.
             grad_q, grad_k, grad_v = kernel(
-                padded.unflatten(0, part.query_rows.shape).transpose(1, 2),
+                _padded(grad, part, 0.0),
                 _rows(q, part.query_rows),
                 _rows(k, part.key_rows),
                 _rows(v, part.key_rows),
                 _rows(out, part.query_rows),
-                _rows(lse[..., None], part.query_rows).squeeze(-1),
+                _padded(lse[..., None], part, torch.inf).squeeze(-1),
                 0.0,
                 part.visible is None,
                 attn_mask=part.mask(q.dtype),
@@ -151,6 +150,13 @@ class _Merged(torch.autograd.Function):
 def _rows(x: Tensor, rows: Tensor) -> Tensor:
     """`[N, H, E]` and `[R, T]` -> `[R, H, T, E]`."""
     return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def _padded(x: Tensor, part: AttentionPart, filler: float) -> Tensor:
+    """`[N, H, E]` -> `[R, H, T, E]`, with `filler` in the places of padding."""
+    padded = x.new_full((part.query_rows.numel(), *x.shape[1:]), filler)
+    padded[part.real] = x[part.tokens]
+    return padded.unflatten(0, part.query_rows.shape).transpose(1, 2)
 
 
 def _packed(x: Tensor, real: Tensor) -> Tensor:
