@@ -109,6 +109,18 @@ def test_a_run_that_was_killed_in_its_very_first_save_starts_afresh(tmp_path: Pa
     assert len(warnings) == 1 and "step_000001" in warnings[0]
 
 
+def test_what_is_left_of_a_save_that_was_killed_is_removed_and_a_damaged_checkpoint_is_kept(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "step_000002" / "state.pt").unlink()
+    for path in (tmp_path / "step_000003").iterdir():
+        path.rename(path.with_name(path.name + ".tmp"))
+    checkpoint.set_aside(checkpoint.checkpoints(tmp_path)[1:], ".unreadable")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step_000001", "step_000002.unreadable"]
+
+
 def test_checkpoints_are_set_aside_from_the_last_one_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

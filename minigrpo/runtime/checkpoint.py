@@ -26,6 +26,7 @@ from .text import parse_json, quoted
 
 State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"
+PARTIALS = {STATE + PARTIAL, MANIFEST + PARTIAL}
 # what the names of checkpoints end with that --resume N abandons until the next save, and of those
 # that --resume auto cannot read
 ABANDONED, UNREADABLE = ".abandoned", ".unreadable"
@@ -78,16 +79,20 @@ def was_interrupted(path: Path) -> bool:
 
     A folder with other files belongs to another program, such as one that also writes step_000100.
     """
-    names, partial = {file.name for file in path.iterdir()}, {STATE + PARTIAL, MANIFEST + PARTIAL}
-    return names <= {STATE, *partial} and (STATE not in names or bool(names & partial))
+    names = {file.name for file in path.iterdir()}
+    return names <= {STATE, *PARTIALS} and (STATE not in names or bool(names & PARTIALS))
 
 
 def set_aside(paths: Sequence[Path], suffix: str) -> None:
     """Rename checkpoints, which are in order of their steps, so that they no longer count as such.
 
-    The last one first: after a kill in between, --resume auto goes on from a step before them.
+    The last one first: after a kill in between, --resume auto goes on from a step before them. What
+    a process left that died while it wrote its first file is removed.
     """
     for path in reversed(paths):
+        if {file.name for file in path.iterdir()} <= PARTIALS:
+            remove(path)
+            continue
         target = path.with_name(path.name + suffix)
         if target.exists():
             remove(target)
