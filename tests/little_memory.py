@@ -15,7 +15,7 @@ import torch
 
 from .gradients import make_trainer
 
-ROLLOUT_MIB, UPDATE_MIB = 30, 45  # room for the work: too little for all prompts at a time
+ROLLOUT_MIB, UPDATE_MIB = 30, 25  # room for the work: too little for all prompts at a time
 
 
 @contextmanager
