@@ -72,6 +72,7 @@ class Learner:
         Returns the metrics of the last one, over all processes. Raises Diverged if the weights are
         not finite, or if too many steps in a row had a loss or gradient that is not.
         """
+        self.guard.check()
         learning_rate = self._set_learning_rate(step)
         prepared, normalizer = self.prepare(batch)
         for _ in range(self.config.optimizer.num_iterations):
@@ -256,11 +257,10 @@ class Learner:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         kept = self.dump(batch, step)
         where = f"; the batch is in {kept}" if kept else ""
-        self.warn(
-            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}; "
-            f"the weights stay as they are{where}"
-        )
-        self.guard.skip(self.warn)
+        partly = self.in_update  # by the updates before, with --num-iterations
+        result = "the updates before it stay" if partly else "the weights stay as they are"
+        self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}; {result}{where}")
+        self.guard.skip(self.warn, partly=partly)
 
     # --- state ----------------------------------------------------------------------------------
 

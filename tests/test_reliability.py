@@ -191,6 +191,35 @@ def test_what_was_learnt_before_the_bad_steps_is_saved_and_ends_again_when_resum
         again.fit()
 
 
+def test_updates_before_a_bad_one_of_the_same_step_stay_and_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sixth such step left the weights between two steps, and nothing was saved."""
+    options = {"max_steps": 20, "save_every": 100, "num_iterations": 2}
+    trainer = make(tmp_path / "run", **options)
+    gradient, calls = trainer.learner.gradient, [0]
+
+    def second_is_bad(*args: Any) -> Any:
+        metrics = gradient(*args)
+        calls[0] += 1
+        for parameter in trainer.model.parameters() if calls[0] % 2 == 0 else ():
+            if parameter.grad is not None:
+                parameter.grad.fill_(torch.nan)
+        return metrics
+
+    monkeypatch.setattr(trainer.learner, "gradient", second_is_bad)
+    before = fingerprint(trainer)
+    with pytest.raises(Diverged, match="the last finite ones"):
+        trainer.fit()
+    said = capfd.readouterr().err
+    assert "the updates before it stay" in said and "the weights stay as they are" not in said
+    assert f"its {BAD_STEPS_TO_STOP} steps are in" in said
+    again = make(tmp_path / "run", **options, resume="auto")
+    assert again.step == BAD_STEPS_TO_STOP and fingerprint(again) == fingerprint(trainer) != before
+    with pytest.raises(Diverged):
+        again.fit()
+
+
 def test_an_error_in_the_gradient_saves_the_steps_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

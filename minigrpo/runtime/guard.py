@@ -36,14 +36,23 @@ class NonFiniteGuard:
         """Record a step with a finite loss and gradient."""
         self.in_a_row = 0
 
-    def skip(self, warn: Say) -> None:
-        """Record a skipped step. Raises Diverged for the last of BAD_STEPS_TO_STOP in a row."""
-        if self.in_a_row + 1 >= BAD_STEPS_TO_STOP:  # not counted: the step is not done
+    def check(self, steps: int = 0) -> None:
+        """Raise Diverged if BAD_STEPS_TO_STOP in a row were bad, `steps` more of them included."""
+        if self.in_a_row + steps >= BAD_STEPS_TO_STOP:
             raise Diverged(
                 f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; "
-                "the weights are those before them. A smaller --learning-rate, or no --use-amp, "
+                "the weights are the last finite ones. A smaller --learning-rate, or no --use-amp, "
                 "may help"
             )
+
+    def skip(self, warn: Say, *, partly: bool) -> None:
+        """Record a skipped step; `partly`: an update of it was made before the bad one.
+
+        Raises Diverged for the last of BAD_STEPS_TO_STOP in a row. One that was made in part is
+        done, and the next `check` raises instead.
+        """
+        if not partly:
+            self.check(1)  # not counted: the step is not done
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row == BAD_STEPS_TO_HALVE:
@@ -91,7 +100,7 @@ class NonFiniteGuard:
             raise ValueError(problem)
         most = {
             "skipped": steps,
-            "in_a_row": min(counts["skipped"], BAD_STEPS_TO_STOP - 1),
+            "in_a_row": min(counts["skipped"], BAD_STEPS_TO_STOP),
             "halvings": counts["skipped"] // BAD_STEPS_TO_HALVE,
         }
         for name, count in counts.items():
