@@ -15,6 +15,14 @@ from .shape import ModelShape
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Gather packed tokens into padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
+
+    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
+    """
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
 

@@ -8,7 +8,7 @@ completion nor masked for each query.
 The backward pass of flash attention needs only the output and the log-sum-exp of the forward pass
 (Dao et al., arXiv 2205.14135, algorithm 4). Given those over all keys, it returns a part's share of
 the gradients, as in ring attention (Liu et al., arXiv 2310.01889). So autograd keeps queries, keys,
-values and the output, packed; rows are gathered from them once more.
+values and the output, packed; rows are gathered from them again.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .attention import rows_of
 from .logprobs import at_least_fp32
 
 
@@ -107,9 +108,10 @@ class _Merged(torch.autograd.Function):
         out = at_least_fp32(q.new_zeros(q.shape))
         lse = out.new_full(q.shape[:2], -torch.inf)  # [N, H], over the keys of the parts so far
         for part in parts:
-            gathered = _rows(q, part.query_rows), _rows(k, part.key_rows), _rows(v, part.key_rows)
+            q_rows = rows_of(q, part.query_rows)
+            k_rows, v_rows = rows_of(k, part.key_rows), rows_of(v, part.key_rows)
             causal, mask = part.visible is None, part.mask(q.dtype)
-            padded_out, padded_lse = kernel(*gathered, 0.0, causal, attn_mask=mask)
+            padded_out, padded_lse = kernel(q_rows, k_rows, v_rows, 0.0, causal, attn_mask=mask)
             tokens, part_lse = part.tokens, _packed(padded_lse[..., None], part.real).squeeze(-1)
             total = torch.logaddexp(lse[tokens], part_lse)
             before = out[tokens] * (lse[tokens] - total).exp_()[..., None]
@@ -132,10 +134,10 @@ class _Merged(torch.autograd.Function):
             # their weights by the token's own sum could be infinite.
             grad_q, grad_k, grad_v = kernel(
                 _padded(grad, part, 0.0),
-                _rows(q, part.query_rows),
-                _rows(k, part.key_rows),
-                _rows(v, part.key_rows),
-                _rows(out, part.query_rows),
+                rows_of(q, part.query_rows),
+                rows_of(k, part.key_rows),
+                rows_of(v, part.key_rows),
+                rows_of(out, part.query_rows),
                 _padded(lse[..., None], part, torch.inf).squeeze(-1),
                 0.0,
                 part.visible is None,
@@ -145,11 +147,6 @@ class _Merged(torch.autograd.Function):
             _add(grads[1], part.key_rows.flatten(), grad_k.transpose(1, 2).flatten(0, 1))
             _add(grads[2], part.key_rows.flatten(), grad_v.transpose(1, 2).flatten(0, 1))
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None
-
-
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """`[N, H, E]` and `[R, T]` -> `[R, H, T, E]`."""
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def _padded(x: Tensor, part: AttentionPart, filler: float) -> Tensor:

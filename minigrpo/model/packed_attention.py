@@ -12,18 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import Attend, sdpa
+from .attention import Attend, rows_of, sdpa
 from .logprobs import at_least_fp32
 from .merged_attention import KERNELS, AttentionPart, merged_attention
 from .transformer import PackedTokens
-
-
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Gather packed tokens into padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
-
-    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
-    """
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class StepMemory:
     def _block_backward(self) -> float:
         """Within one block: the gradients of its MLP, and of gathered keys and values.
 
-        Merged, keys and values are gathered once more for it.
+        Merged, keys and values are gathered again for it.
         """
         counts, shape = self.counts, self.shape
         floats = (2 * shape.width + self._inside_mlp) * counts.packed

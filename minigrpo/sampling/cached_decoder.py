@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.attention import Attend, sdpa
-from ..model.packed_attention import additive_mask, rows_of
+from ..model.attention import Attend, rows_of, sdpa
+from ..model.packed_attention import additive_mask
 from ..model.packing_rows import pad_rows
 from ..model.transformer import PackedTokens, Transformer
 from .kv_cache import BLOCK, KVCache
