@@ -233,9 +233,9 @@ def test_a_tokenizer_that_is_not_the_models_own_is_said(
 
 def test_messages_stand_for_their_question_in_splits_and_logs(tmp_path: Path) -> None:
     turns = {"messages": ask("a", "b", "c", system="S"), "answer": "d"}
-    as_text = Pairs(write_lines(tmp_path / "a.jsonl", PLAIN), seed=0)
+    as_text = Pairs([write_lines(tmp_path / "a.jsonl", PLAIN)], seed=0)
     rows = [{"messages": ask(r["prompt"]), "answer": r["answer"], "prompt": None} for r in PLAIN]
-    as_chat = Pairs(write_lines(tmp_path / "b.jsonl", rows), seed=0)
+    as_chat = Pairs([write_lines(tmp_path / "b.jsonl", rows)], seed=0)
     for number in range(30):
         chat = as_chat.train(number)
         plain = as_text.train(number)
@@ -246,7 +246,7 @@ def test_messages_stand_for_their_question_in_splits_and_logs(tmp_path: Path) ->
 
     # equal questions with other instructions are other examples, in one split
     other = {**turns, "messages": ask("a", "b", "c", system="T")}
-    pairs = Pairs(write_lines(tmp_path / "c.jsonl", [*PLAIN, turns, turns, other]), seed=0)
+    pairs = Pairs([write_lines(tmp_path / "c.jsonl", [*PLAIN, turns, turns, other])], seed=0)
     everything = [pairs.held_out(i) for i in range(pairs.num_held_out)]
     everything += [pairs.train(i) for i in range(63 - pairs.num_held_out)]
     conversation = "user: a\nassistant: b\nuser: c"

@@ -209,10 +209,10 @@ def test_a_run_says_which_problems_are_held_out(tmp_path: Path) -> None:
     """A user's own numbers, from 1 on, give most of a file to MBPP's test split."""
     task = read(tmp_path, [problem(number) for number in range(1, 31)])
     assert task.about.startswith(
-        "20 problems are held out (MBPP's test split, task_id 11 to 510); "
+        "20 examples are held out (MBPP's test split, task_id 11 to 510); "
     )
     task = read(tmp_path, [problem(number) for number in range(601, 700)])
-    assert f"{task.num_held_out} problems are held out (one problem in 10)" in task.about
+    assert f"{task.num_held_out} examples are held out (one prompt in 10)" in task.about
 
 
 @linux

@@ -183,7 +183,7 @@ def test_an_endless_supply_is_checked_further_where_it_is_tight(
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, encoding: str) -> None:
     path = jsonl(tmp_path / "data.jsonl", SUMS)
     path.write_text(path.read_text(), encoding=encoding)
-    pairs = Pairs(path, seed=0)
+    pairs = Pairs([path], seed=0)
     assert {pairs.train(i).prompt for i in range(400)} <= {row["prompt"] for row in SUMS}
 
 
@@ -241,7 +241,7 @@ def test_doubtful_pairs_are_warned_of_once_each_and_repeated_ones_are_evaluated_
     heard = Heard()
     odd = [{"prompt": "0+0=", "answer": "1"}, {"prompt": "silence", "answer": ""}]
     path = jsonl(tmp_path / "data.jsonl", [*SUMS, *SUMS, *odd])
-    pairs = Pairs(path, 0, heard)
+    pairs = Pairs([path], 0, heard)
     assert heard.warnings == [
         f"--data {path}: 1 answers are empty, the first in line 802",
         f"--data {path}: 1 prompts have another answer in an earlier line, the first in line 801 "

@@ -110,14 +110,14 @@ def test_all_keys_of_a_data_line_reach_the_reward_and_tell_examples_apart(tmp_pa
         for i in range(60)
     ]
     path.write_text("\n".join(map(json.dumps, records)))
-    pairs = Pairs(path, seed=0)
+    pairs = Pairs([path], seed=0)
     found = [pairs.train(i) for i in range(len(records) - pairs.num_held_out)]
     assert all(example.fields in records for example in found)
     path.write_text(
         path.read_text() + '\n{"prompt": "a", "answer": "b", "x": ' + "[" * 100 + "]" * 100 + "}"
     )
     with pytest.raises(ValueError, match="line 61: its brackets are nested more than 100 deep"):
-        Pairs(path, seed=0)
+        Pairs([path], seed=0)
     twins = [example for example in found if example.prompt == found[0].prompt]
     assert len({json.dumps(example.fields) for example in twins}) == 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from minigrpo import Config, Trainer
 from minigrpo.tasks.pairs import Pairs
-from minigrpo.tasks.registry import load_rewards, load_task
+from minigrpo.tasks.registry import load_rewards, load_task, shipped_model
 
 from .gradients import TINY
 
@@ -68,14 +68,14 @@ def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: 
 
 
 def test_pairs_are_split_by_prompt_and_each_epoch_has_its_own_order() -> None:
-    pairs = Pairs(Path(SUMS), seed=3)
+    pairs = Pairs([Path(SUMS)], seed=3)
     n = 600 - pairs.num_held_out
     epochs = [[pairs.train(epoch * n + i).prompt for i in range(n)] for epoch in range(2)]
     held_out = {pairs.held_out(i).prompt for i in range(pairs.num_held_out)}
     assert len(held_out) == pairs.num_held_out > 30
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert len(set(epochs[0])) == n and not held_out & set(epochs[0])
-    same = Pairs(Path(SUMS), seed=3)
+    same = Pairs([Path(SUMS)], seed=3)
     assert epochs[0] == [same.train(i).prompt for i in range(n)]
     assert pairs.train(5).index != pairs.train(n + 5).index  # so that it is sampled anew
 
@@ -85,7 +85,7 @@ def test_copies_of_a_question_by_blanks_or_unicode_form_are_in_one_split(tmp_pat
     forms = ("caf\u00e9 {}  ?", "cafe\u0301 {} ?\n", " caf\u00e9\t{} ?")
     lines = [{"prompt": form.format(i), "answer": "b"} for i in range(100) for form in forms]
     path.write_text("\n".join(map(json.dumps, lines)))
-    pairs = Pairs(path, seed=0)
+    pairs = Pairs([path], seed=0)
 
     def numbers(prompts: Iterable[str]) -> set[str]:
         return {"".join(filter(str.isdigit, prompt)) for prompt in prompts}
@@ -93,6 +93,35 @@ def test_copies_of_a_question_by_blanks_or_unicode_form_are_in_one_split(tmp_pat
     held_out = numbers(pairs.held_out(i).prompt for i in range(pairs.num_held_out))
     trained = numbers(pairs.train(i).prompt for i in range(300 - pairs.num_held_out))
     assert len(held_out) > 2 and len(held_out) + len(trained) == 100 and not held_out & trained
+
+
+def test_prompts_take_turns_and_a_test_file_is_held_out_whole(tmp_path: Path) -> None:
+    def write(name: str, numbers: Iterable[int]) -> str:
+        lines = (json.dumps({"prompt": f"{i}", "answer": f"{i % 7}"}) for i in numbers)
+        (tmp_path / name).write_text("\n".join(lines))
+        return str(tmp_path / name)
+
+    a, b = write("a.jsonl", range(40)), write("b.jsonl", range(40, 80))
+    test = write("my-test.jsonl", range(75, 95))
+
+    def prompts(data: str) -> tuple[set[int], set[int]]:
+        task = load_task("prompts", seed=0, data=data)
+        held_out = {int(task.held_out(i).prompt) for i in range(task.num_held_out or 0)}
+        train = {int(task.train(i).prompt) for i in range(200)}
+        assert f"{len(held_out)} examples are held out (" in str(getattr(task, "about", ""))
+        return train, held_out
+
+    train, held_out = prompts(f"{a},{b}")
+    assert train | held_out == set(range(80)) and not train & held_out and len(held_out) < 20
+    assert prompts(f"{a},{b},{test}") == (set(range(75)), set(range(75, 95)))
+    train, held_out = prompts(test)  # nothing else is there to train on
+    assert train and train | held_out == set(range(75, 95)) and not train & held_out
+    with pytest.raises(ValueError, match="0 usable .* a line must be .*; --task prompts reads"):
+        load_task("math", seed=0, data=a)
+    with pytest.raises(ValueError, match="--task prompts needs --data FILE.jsonl"):
+        load_task("prompts", seed=0)
+    with pytest.raises(ValueError, match="shipped: no model ships for --task prompts"):
+        shipped_model("prompts")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +150,7 @@ def test_text_with_unusual_line_ends_stays_in_its_line(tmp_path: Path) -> None:
         for i in range(40)
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
-    pairs = Pairs(path, seed=0)
+    pairs = Pairs([path], seed=0)
     assert len(pairs.train(0).prompt.strip("0123456789")) == 2
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import best_move, transitions
+from . import best_move, pairs, transitions
 from .best_move import BestMove
 from .chess_env import ChessEnv
 from .files import ExampleSource, Listener, SilentListener
@@ -44,13 +44,13 @@ def chess_env(request: TaskRequest) -> Pairs | Mixed:
 
 
 def _pairs(request: TaskRequest) -> Pairs:
-    pairs = Pairs(request.paths[0], request.seed, request.listener)
-    if pairs.train(0).prompt.startswith(WHAT_TO_PLAY):
+    found = pairs.of_files(request)
+    if found.train(0).prompt.startswith(WHAT_TO_PLAY):
         request.listener.warn(
             f"--data {request.data}: looks annotated; --task {BEST_MOVE} scores its moves one by "
             "one"
         )
-    return pairs
+    return found
 
 
 def of_files(request: TaskRequest) -> Mixed:

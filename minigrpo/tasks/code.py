@@ -122,6 +122,10 @@ class CodeTask(BatchScored):
 
     @property
     def about(self) -> str:
+        return self.how_code_runs
+
+    @property
+    def how_code_runs(self) -> str:
         """What holds the code that is run; starts a worker to find out. Raises ConfigError."""
         try:
             held = sandbox().describe()

@@ -18,7 +18,6 @@ from .code import CodeTask, setup_of
 from .data_lines import parse_record
 from .files import MAX_NAMED, SilentListener
 from .pairs import JSONLExamples
-from .splits import PROMPTS_PER_HELD_OUT
 from .task_request import TaskRequest
 
 PUBLISHED_TEST = range(11, 511)  # task_id
@@ -37,7 +36,6 @@ class CodeData(JSONLExamples, CodeTask):
     def __init__(self, request: TaskRequest) -> None:
         """Raises ValueError, in one line, for a line that is no problem with tests."""
         CodeTask.__init__(self, request.timeout_s)
-        self.held_out_are = f"one problem in {PROMPTS_PER_HELD_OUT}"
         JSONLExamples.__init__(self, request.paths, request.seed, request.listener, parse)
         if type(request.listener) is not SilentListener:  # nobody would hear it
             self._check_solutions(request)
@@ -51,8 +49,7 @@ class CodeData(JSONLExamples, CodeTask):
     @property
     def about(self) -> str:
         """As `CodeTask`, and which problems are held out."""
-        held_out = f"{self.num_held_out} problems are held out ({self.held_out_are})"
-        return f"{held_out}; {super().about}"
+        return f"{super().about}; {self.how_code_runs}"
 
     def _check_solutions(self, request: TaskRequest) -> None:
         """Warn if the code of some problems fails their own tests: no completion would be paid.
@@ -64,7 +61,7 @@ class CodeData(JSONLExamples, CodeTask):
         for pair in pairs[:: -(-len(pairs) // MOST_RUN)]:
             number += 1
             if said := self.explain(pair.example, pair.example.answer):
-                failed.append(f"{pair.where.removeprefix('--data ')}, line {pair.line}: {said}")
+                failed.append(f"{pair.path}, line {pair.line}: {said}")
             if len(failed) == MAX_NAMED:
                 break
         if failed:

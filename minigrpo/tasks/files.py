@@ -5,6 +5,7 @@ text. Invalid records are skipped, counted, and reported in one warning.
 """
 
 import codecs
+import re
 import stat
 import zlib
 from abc import ABC, abstractmethod
@@ -96,6 +97,20 @@ def check_readable(path: Path) -> None:
     """Raises ValueError, in one line, for a file that cannot be opened."""
     with readable(path):
         open_data(path).close()
+
+
+def is_test(path: Path) -> bool:
+    """Whether a file is named as a test: `test` is a word of its name."""
+    return "test" in re.split(r"[^a-z]+", path.name.lower())
+
+
+def test_files(paths: Sequence[Path]) -> list[Path]:
+    """Those of several files that are named as tests (test.jsonl, gsm8k-test.jsonl).
+
+    They are held out whole. None if there is nothing else to train on.
+    """
+    tests = [path for path in paths if is_test(path)]
+    return tests if len(tests) < len(paths) else []
 
 
 def check_is_text(path: Path, head: bytes) -> None:

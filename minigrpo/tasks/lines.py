@@ -42,9 +42,7 @@ PLIES_TO_FIFTH_OCCURRENCE = 16
 EN_PASSANT: tuple[Literal["fen", "legal", "xfen"], ...] = ("fen", "legal", "xfen")
 PROGRESS_BYTES = 1 << 16  # between progress reports
 LONGEST_LINES = 512  # that `Lines.longest` yields
-PAIRS_HINT = (
-    "; prompts and answers that are not about chess need --task chess-env and no other file"
-)
+PAIRS_HINT = "; prompts and answers that are not about chess need --task prompts"
 
 
 class Line(NamedTuple):

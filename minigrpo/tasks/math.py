@@ -21,7 +21,15 @@ import numpy as np
 from ..runtime.text import as_asked, has_lone_surrogate, short
 from ..types import Example
 from .data_lines import data_lines, decode_line, parse_record
-from .files import Listener, ShuffledExamples, SilentListener, SkippedRecords, open_data, readable
+from .files import (
+    Listener,
+    ShuffledExamples,
+    SilentListener,
+    SkippedRecords,
+    open_data,
+    readable,
+    test_files,
+)
 from .math_answers import HASHES, after_hashes, boxed, final_answer, in_tags, number, stated
 from .math_judge import Judge, Numbers, make_judge
 from .scoring import BatchScored
@@ -136,8 +144,8 @@ class Problem(NamedTuple):
 class MathFiles(ShuffledExamples):
     """The problems of GSM8K's and MATH's files; of several, each epoch visits all.
 
-    Files that are named as tests (test.jsonl, gsm8k-test.jsonl) are held out, and the others are
-    trained on. If there are none, one question in ten is held out, chosen by its hash.
+    Of several files, those that are named as tests (test.jsonl, gsm8k-test.jsonl) are held out, and
+    the others are trained on. Otherwise one question in ten is held out, chosen by its hash.
     """
 
     def __init__(
@@ -153,7 +161,7 @@ class MathFiles(ShuffledExamples):
         """
         listener = listener or SilentListener()
         self.problems = [problem for path in paths for problem in read(path, chat, listener)]
-        tests = [path for path in paths if is_test(path)]
+        tests = test_files(paths)
         if tests:
             self.about = f"{', '.join(map(str, tests))} is held out"
             held_out = np.array([problem.path in tests for problem in self.problems], dtype=bool)
@@ -172,8 +180,9 @@ class MathFiles(ShuffledExamples):
             )
         keys, training = np.arange(len(self.problems)), ~held_out & ~in_both
         named = Path(",".join(map(str, paths)))
+        hint = "" if self.problems else f"; a line {LINE}; --task prompts reads prompts and answers"
         super().__init__(
-            named, seed, keys[training], keys[held_out], hashes[held_out], share=self.about
+            named, seed, keys[training], keys[held_out], hashes[held_out], hint, self.about
         )
 
     def example(self, key: int, index: int) -> Example:
@@ -185,11 +194,6 @@ class MathFiles(ShuffledExamples):
         """Yield all examples, the longest question first, each with its file and line."""
         for problem in sorted(self.problems, key=lambda p: -len(p.question.encode())):
             yield f"--data {problem.path}, line {problem.line}", problem.example
-
-
-def is_test(path: Path) -> bool:
-    """Whether a file is named as a test: `test` is a word of its name."""
-    return "test" in re.split(r"[^a-z]+", path.name.lower())
 
 
 def read(path: Path, chat: bool, listener: Listener) -> Iterator[Problem]:

@@ -1,10 +1,10 @@
-"""Prompts and answers from a JSONL file: one `{"prompt": ..., "answer": ...}` per line.
+"""Prompts and answers from JSONL files: one `{"prompt": ..., "answer": ...}` per line.
 
 The prompt and the answer are used verbatim, without a separator between them. In place of the
-prompt, a line may have chat messages, of which the model's chat template makes one. One prompt in
-ten, chosen by a hash of the prompt, is held out for evaluation. The rewards are `exact` and
-`similarity`; --rewards adds functions of your own. `JSONLExamples` is also the base of tasks that
-read the lines of another format.
+prompt, a line may have chat messages, of which the model's chat template makes one. Files that are
+named as tests are held out for evaluation; without one, that is one prompt in ten, chosen by a hash
+of the prompt. The rewards are `exact` and `similarity`; --rewards adds functions of your own.
+`JSONLExamples` is also the base of tasks that read the lines of another format.
 """
 
 import copy
@@ -21,17 +21,23 @@ from ..runtime.rng import stream
 from ..runtime.text import as_asked
 from ..types import Example
 from .data_lines import data_lines, decode_line, parse_example
-from .files import Listener, SilentListener, open_data, readable
+from .files import Listener, SilentListener, open_data, readable, test_files
 from .scoring import BatchScored
 from .splits import PROMPTS_PER_HELD_OUT, is_held_out_prompt
+from .task_request import TaskRequest
 
 
 class Pair(NamedTuple):
     """A line of the file."""
 
     example: Example  # not numbered yet
-    where: str  # the file
+    path: Path
     line: int
+
+    @property
+    def where(self) -> str:
+        """The file and the line."""
+        return f"--data {self.path}, line {self.line}"
 
     @property
     def question(self) -> tuple[str, ...]:
@@ -75,11 +81,21 @@ class JSONLExamples:
             raise ValueError(f"--data {error}") from None
         self.has_messages = any(pair.example.messages for pair in pairs)
         evaluated = set[Example]()
-        is_held_out = self.split([pair.example for pair in pairs])
-        tested = {as_asked(self.asks(x.example)) for x in pairs if is_held_out(x.example)}
+        tests = test_files(paths)
+        self.held_out_are = (
+            ", ".join(map(str, tests)) if tests else f"one prompt in {PROMPTS_PER_HELD_OUT}"
+        )
+        if tests:
+            split = [pair.path in tests for pair in pairs]
+        else:
+            split = list(map(self.split([x.example for x in pairs]), (x.example for x in pairs)))
+        tested = {
+            as_asked(self.asks(pair.example))
+            for pair, held_out in zip(pairs, split, strict=True)
+            if held_out
+        }
         in_both = 0
-        for pair in pairs:
-            held_out = is_held_out(pair.example)
+        for pair, held_out in zip(pairs, split, strict=True):
             if held_out and pair.example in evaluated:
                 continue  # a question that occurs several times is evaluated once
             if not held_out and as_asked(self.asks(pair.example)) in tested:
@@ -95,18 +111,24 @@ class JSONLExamples:
         for held_out, name in ((False, "training"), (True, "evaluation")):
             if not self._split[held_out]:
                 raise ValueError(
-                    f"{names}: no pair for {name}; one prompt in {PROMPTS_PER_HELD_OUT} is "
-                    "held out, add more"
+                    f"{names}: no pair for {name}; {self.held_out_are} is held out, add more"
                 )
         for path in paths if listener else ():
-            of_file = [pair for pair in pairs if pair.where == f"--data {path}"]
+            of_file = [pair for pair in pairs if pair.path == path]
             for warning in _doubts(of_file):
                 (listener or SilentListener()).warn(f"--data {path}: {warning}")
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
+    @property
+    def about(self) -> str:
+        """Which examples are held out."""
+        return f"{self.num_held_out} examples are held out ({self.held_out_are})"
+
     def split(self, examples: Sequence[Example]) -> Callable[[Example], bool]:
-        """What says which of all examples are held out: a hash of what they ask."""
+        """Without a test file: what says which of all examples are held out, by a hash of what they
+        ask.
+        """
         return lambda example: is_held_out_prompt(as_asked(self.asks(example)))
 
     def asks(self, example: Example) -> str:
@@ -126,14 +148,14 @@ class JSONLExamples:
         """Yield all examples, most bytes first, each with its file and line."""
         pairs = self._split[False] + self._split[True]
         for pair in sorted(pairs, key=lambda pair: -pair.size):
-            yield f"{pair.where}, line {pair.line}", pair.example
+            yield pair.where, pair.example
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         return stream(self.seed, "pairs", epoch).permutation(len(self._split[False]))
 
 
 class Pairs(JSONLExamples, BatchScored):
-    """The task of `--data FILE.jsonl`: prompts and answers.
+    """The task of `--task prompts --data FILE.jsonl`: prompts and answers.
 
     Reward parts, each in [0, 1]:
         exact: the completion is the answer.
@@ -142,16 +164,17 @@ class Pairs(JSONLExamples, BatchScored):
 
     parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.2}
 
-    def __init__(self, path: Path, seed: int, listener: Listener | None = None) -> None:
-        """As `JSONLExamples`, of one file."""
-        super().__init__([path], seed, listener)
-
     def score_batch(
         self, examples: Sequence[Example], texts: Sequence[str]
     ) -> dict[str, np.ndarray]:
         answers = [example.answer for example in examples]
         exact = [text == answer for text, answer in zip(texts, answers, strict=True)]
         return {"exact": np.array(exact, dtype=float), "similarity": similarities(texts, answers)}
+
+
+def of_files(request: TaskRequest) -> Pairs:
+    """The task on the files of --data."""
+    return Pairs(request.paths, request.seed, request.listener)
 
 
 def _asked(example: Example, index: int) -> Example:
@@ -166,7 +189,7 @@ def _read(path: Path, parse: Callable[[str], Example]) -> list[Pair]:
     with readable(path), open_data(path) as file:
         for number, _, raw in data_lines(file):
             try:
-                pairs.append(Pair(parse(decode_line(raw)), f"--data {path}", number))
+                pairs.append(Pair(parse(decode_line(raw)), path, number))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     return pairs

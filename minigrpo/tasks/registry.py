@@ -13,7 +13,7 @@ from typing import Any
 from ..runtime.flags import ConfigError, job_of
 from ..runtime.renamed import modern
 from ..types import Task
-from . import chess_files, code_data, countdown, hidden_digit, lessons, math, one_liners, qa
+from . import chess_files, code_data, countdown, hidden_digit, lessons, math, one_liners, pairs, qa
 from .chess_files import BEST_MOVE, BOTH, CHESS_ENV
 from .countdown import CountdownFiles
 from .files import Listener, SilentListener, check_readable
@@ -63,6 +63,7 @@ TASKS: dict[str, TaskRow] = {
         settings=math.SUMS,
         data_settings=math.PROBLEMS,
     ),
+    "prompts": TaskRow(read=pairs.of_files),
     "qa": TaskRow(read=qa.read),
     "hidden-digit": TaskRow(
         make=hidden_digit.make, shipped="hidden-digit", settings=hidden_digit.SETTINGS
