@@ -40,6 +40,7 @@ def ask(trainer: Trainer) -> None:
 def main(model: str) -> None:
     config = Config.of(
         init_from=model,
+        task="prompts",
         data=str(HERE.with_name("sums.jsonl")),
         system="You are a calculator.",
         rewards=str(HERE),  # the functions above, also for a run that is resumed

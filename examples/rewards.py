@@ -1,10 +1,11 @@
 r"""Reward functions of your own, added to the parts that a task has.
 
-    minigrpo train --data examples/sums.jsonl --init-from scratch --loss nll --max-steps 600 \
-        --stop-after 400 --learning-rate 2e-3 --prompts-per-step 32 --max-new-tokens 8 \
-        --out-dir runs/sums-warm
-    minigrpo train --data examples/sums.jsonl --init-from runs/sums-warm --max-new-tokens 8 \
-        --rewards examples/rewards.py --reward-weights exact=1,close=0.5,brevity=0.1
+    minigrpo train --task prompts --data examples/sums.jsonl --init-from scratch --loss nll \
+        --max-steps 600 --stop-after 400 --learning-rate 2e-3 --prompts-per-step 32 \
+        --max-new-tokens 8 --out-dir runs/sums-warm
+    minigrpo train --task prompts --data examples/sums.jsonl --init-from runs/sums-warm \
+        --max-new-tokens 8 --rewards examples/rewards.py \
+        --reward-weights exact=1,close=0.5,brevity=0.1
 
 The first command trains on true answers, the second one with these rewards. `example.prompt` is the
 question, `example.answer` the truth, and `text` what the model wrote. A function that raises, takes

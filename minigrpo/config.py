@@ -52,7 +52,7 @@ class TaskConfig(Group):
     history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
     confidence: bool = False
-    """Ask how sure each answer is, and pay for calibration too (RLCR); for any task."""
+    """Ask how sure each answer is, and pay for calibration too (RLCR); tasks with right answers."""
     student: str = ""
     """The frozen model that --task teach explains to: a path or ORG/NAME; or shipped."""
     rewards: str = ""
@@ -128,11 +128,11 @@ class LossConfig(Group):
     name: Annotated[LossName, tyro.conf.arg(name="loss")] = "grpo"
     """The policy loss; nll is supervised training on true answers, the warm start."""
     clip_low: Annotated[float | None, AtLeast(0), AtMost(10**6)] = None
-    """The ratio is clipped at 1 - this; None: the loss's default."""
+    """The ratio is clipped at 1 - this; unset: the loss's default."""
     clip_high: Annotated[float | None, AtLeast(0), AtMost(10**6)] = None
-    """The ratio is clipped at 1 + this; None: the loss's default."""
+    """The ratio is clipped at 1 + this; unset: the loss's default."""
     ratio_cap: Annotated[float | None, Above(0), AtMost(10**6)] = None
-    """Absolute cap on the ratio (cispo, two-sided clip); None: the loss's default."""
+    """Absolute cap on the ratio (cispo, two-sided clip); unset: the loss's default."""
     advantage: Literal["auto", "group_mean", "leave_one_out"] = "auto"
     """Baseline of the advantage; auto: the loss's default."""
     scale: ScaleName = "auto"

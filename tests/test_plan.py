@@ -333,6 +333,10 @@ def test_a_plan_rejects_what_a_run_rejects(settings: dict[str, Any], words: str)
 
 # as the publishers say, in millions
 PARAMETERS = {
+    "openai-community/gpt2": 124.44,
+    "openai-community/gpt2-medium": 354.82,
+    "openai-community/gpt2-large": 774.03,
+    "openai-community/gpt2-xl": 1557.61,
     "Qwen/Qwen2.5-0.5B-Instruct": 494.03,
     "Qwen/Qwen2.5-1.5B-Instruct": 1543.71,
     "Qwen/Qwen2.5-3B": 3085.94,

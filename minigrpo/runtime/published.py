@@ -13,12 +13,17 @@ LLAMA = {**ARCHITECTURES["llama"], "family": "llama"}
 QWEN2 = {**ARCHITECTURES["llama"], "family": "qwen2", "qkv_bias": True}
 QWEN3 = {**ARCHITECTURES["qwen3"], "family": "qwen3", "head_dim": 128}
 # vocabulary and context of a series
+OF_GPT2 = {**ARCHITECTURES["gpt2"], "family": "gpt2", "vocab_size": 50257, "context": 1024}
 OF_SMOLLM2 = {**LLAMA, "vocab_size": 49152, "context": 8192}
 OF_LLAMA = {**LLAMA, "vocab_size": 128256, "context": 131072}
 OF_QWEN2 = {**QWEN2, "vocab_size": 151936, "context": 32768}
 OF_QWEN3 = {**QWEN3, "vocab_size": 151936, "context": 40960}
 # name -> its series, layers, width, heads, heads of keys and values, width of the MLP
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int, int]] = {
+    "openai-community/gpt2": (OF_GPT2, 12, 768, 12, 12, 3072),
+    "openai-community/gpt2-medium": (OF_GPT2, 24, 1024, 16, 16, 4096),
+    "openai-community/gpt2-large": (OF_GPT2, 36, 1280, 20, 20, 5120),
+    "openai-community/gpt2-xl": (OF_GPT2, 48, 1600, 25, 25, 6400),
     "HuggingFaceTB/SmolLM2-135M": (OF_SMOLLM2, 30, 576, 9, 3, 1536),
     "HuggingFaceTB/SmolLM2-360M": (OF_SMOLLM2, 32, 960, 15, 5, 2560),
     "HuggingFaceTB/SmolLM2-1.7B": (OF_SMOLLM2, 24, 2048, 32, 32, 8192),
