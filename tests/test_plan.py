@@ -27,7 +27,7 @@ from minigrpo.runtime.estimate import estimate_step
 from minigrpo.runtime.flags import ConfigError
 from minigrpo.runtime.flops import step_flops
 from minigrpo.runtime.line import Line
-from minigrpo.runtime.machine import memory_limit_mib
+from minigrpo.runtime.machine import MOST_CALLS, memory_limit_mib, undisturbed_seconds
 from minigrpo.runtime.planner import Planner, step_seconds
 from minigrpo.runtime.published import published_shape
 from minigrpo.runtime.rates import Probe, Rates
@@ -132,7 +132,9 @@ def test_memory_of_a_step_by_hand() -> None:
     assert found["KV cache"] == 2 * 2 * 8 * 4 * 12 * (10 + 16)
     # a round runs 12 tokens, the prompts 40; 4 copies of the logits
     assert found["decoding round"] == 4 * (12 * 8 * 40 + 4 * 12 * 50)
-    assert found["logits"] == 3.5 * 4 * 60 * 50
+    assert found["logits"] == 6 * 4 * 60 * 50
+    returned = StepMemory(config.replace(keep_freed_memory=False), SHAPE, counts_of(config), "cpu")
+    assert returned.by_kind()["logits"] == 3.5 * 4 * 60 * 50
     head = 4 * 50 * 8
     update = found["activations"] + max(found["logits"], found["block's backward"]) + head
     assert memory.peak(found) == 4 * weights + update  # weights, reference, Adam
@@ -153,7 +155,7 @@ def test_the_logits_of_decoding_can_be_the_peak() -> None:
 def test_an_offloaded_reference_stays_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (step_memory, kept_activations):
         monkeypatch.setattr(module, "KERNELS", {})  # otherwise attention keeps less on a CPU
-    config = job(kl_coef=0.1, offload_reference=True)
+    config = job(kl_coef=0.1, offload_reference=True, keep_freed_memory=False)
     memories = [StepMemory(config, SHAPE, counts_of(config), device) for device in ("cpu", "cuda")]
     on_cpu, on_cuda = (memory.peak(memory.by_kind()) for memory in memories)
     assert on_cpu == on_cuda + 4 * SHAPE.num_parameters
@@ -327,6 +329,28 @@ def test_a_plan_rejects_what_a_run_rejects(settings: dict[str, Any], words: str)
     with pytest.raises(ValueError, match=words) as refused:
         Planner(job(**settings), DistContext(world_size=2))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("took", "expected", "calls"),
+    [
+        ([9.0, 1.0, 1.2, 1.1], 1.1, 4),  # the first call warms up
+        ([9.0, 4.0, 4.4, 1.0, 5.0, 1.2, 1.1], 1.1, 7),
+        ([9.0, 1.0, *[4.0] * 20], 1.0, 1 + MOST_CALLS),
+    ],
+)
+def test_a_rate_leaves_disturbed_calls_out(
+    took: list[float], expected: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], iter(took)
+
+    def call() -> None:
+        clock[0] += next(left)
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    seconds = undisturbed_seconds(call, torch.device("cpu"), repeats=3)
+    assert seconds == pytest.approx(expected)
+    assert len(list(left)) == len(took) - calls
 
 
 # --- what is not here -----------------------------------------------------------------------------

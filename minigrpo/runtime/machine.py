@@ -14,6 +14,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linu
 RESET_PEAK = "5"  # written to clear_refs, it resets the peak
 LOAD = Path("/proc/loadavg")  # Linux only
 LOOKS, LOOK_EVERY_S = 5, 0.01  # at how many threads run
+DISTURBED, MOST_CALLS = 1.5, 12
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's; "max" is no limit
 
 
@@ -24,14 +25,33 @@ def synchronize(device: torch.device) -> None:
 
 def seconds(function: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     """Median seconds of a call, after one call that warms up. It waits for the device."""
-    times = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
+    return median([_time(function, device) for _ in range(repeats + 1)][1:])
+
+
+def undisturbed_seconds(
+    function: Callable[[], object], device: torch.device, repeats: int
+) -> float:
+    """As `seconds`, of calls to which nothing else on the machine has happened.
+
+    A call that takes more than DISTURBED times as long as the fastest one is made again, up to
+    MOST_CALLS in all.
+    """
+    times = list[float]()
+    kept = list[float]()
+    _time(function, device)
+    while len(kept) < repeats and len(times) < MOST_CALLS:
+        times.append(_time(function, device))
+        kept = [taken for taken in times if taken <= DISTURBED * min(times)]
+    return median(kept)
+
+
+def _time(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 class PeakMemory:

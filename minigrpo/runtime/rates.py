@@ -32,7 +32,7 @@ from ..types import Completions
 from . import accel
 from .base_model import add_lora
 from .line import Line
-from .machine import seconds
+from .machine import undisturbed_seconds
 from .optim import make_optimizer
 from .step_counts import StepCounts
 
@@ -40,7 +40,7 @@ TARGET_SECONDS = 0.1
 # A decoding round is timed up to its own number of slots where possible: few rows take as long as
 # it takes to read the weights, so a line through 1 and 4 slots is far too steep for 16.
 TARGET_SECONDS_OF_ROUNDS = 1.5
-REPEATS = 2
+REPEATS = 3
 MOST_LAYERS = 4  # of the model in which decoding is timed
 MOST_WIDTH = 768
 MOST_LOGITS = 1 << 24
@@ -128,7 +128,7 @@ class Probe:
         return accel.autocast(self.config.speed, self.device)
 
     def _seconds(self, function: Callable[[], object]) -> float:
-        return seconds(function, self.device, repeats=REPEATS)
+        return undisturbed_seconds(function, self.device, REPEATS)
 
     def _grown(
         self, work_of: Work, most: float, target: float = TARGET_SECONDS

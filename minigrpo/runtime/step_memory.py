@@ -15,6 +15,9 @@ from .stored_weights import StoredWeights
 MIB = 2**20
 # float32 copies of a logit that log-softmax, its gradient and the entropy hold at once
 LOGIT_COPIES = 3.5
+# With --keep-freed-memory. Where an aligned block was freed, glibc 2.36 finds no room for another
+# one of its size.
+LOGIT_COPIES_KEPT = 6
 # of a decoding round: logits, log-probs, and the CDF by slot and by sequence
 DECODING_COPIES = 4
 ON_HOST = ", in host memory"
@@ -221,7 +224,8 @@ class StepMemory:
     def _logits(self, shape: ModelShape) -> float:
         tokens = self.counts.predictions * self._share
         if not self.config.memory.chunked_logprobs:
-            return FLOAT * LOGIT_COPIES * tokens * shape.vocab_size
+            kept = self.config.speed.keep_freed_memory and self.device == "cpu"
+            return FLOAT * (LOGIT_COPIES_KEPT if kept else LOGIT_COPIES) * tokens * shape.vocab_size
         chunk = chunk_size(shape.vocab_size, self.device)
         size = LOW if self.config.speed.use_amp else FLOAT
         trained = bool(self.weights.head_gradient)
