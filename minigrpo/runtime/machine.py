@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -14,7 +14,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linu
 RESET_PEAK = "5"  # written to clear_refs, it resets the peak
 LOAD = Path("/proc/loadavg")  # Linux only
 LOOKS, LOOK_EVERY_S = 5, 0.01  # at how many threads run
-DISTURBED, MOST_CALLS = 1.5, 12
+DISTURBED, MOST_CALLS = 2.5, 12
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's; "max" is no limit
 
 
@@ -31,9 +31,9 @@ def seconds(function: Callable[[], object], device: torch.device, repeats: int =
 def undisturbed_seconds(
     function: Callable[[], object], device: torch.device, repeats: int
 ) -> float:
-    """As `seconds`, of calls to which nothing else on the machine has happened.
+    """Mean seconds of a call that nothing else on the machine has held up, after a warm-up call.
 
-    A call that takes more than DISTURBED times as long as the fastest one is made again, up to
+    It is the mean because a step adds up many such calls. A call that takes more than DISTURBED times as long as the fastest one is made again, up to
     MOST_CALLS in all.
     """
     times = list[float]()
@@ -42,7 +42,7 @@ def undisturbed_seconds(
     while len(kept) < repeats and len(times) < MOST_CALLS:
         times.append(_time(function, device))
         kept = [taken for taken in times if taken <= DISTURBED * min(times)]
-    return median(kept)
+    return mean(kept)
 
 
 def _time(function: Callable[[], object], device: torch.device) -> float:
