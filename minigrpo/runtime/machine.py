@@ -33,8 +33,8 @@ def undisturbed_seconds(
 ) -> float:
     """Mean seconds of a call that nothing else on the machine has held up, after a warm-up call.
 
-    It is the mean because a step adds up many such calls. A call that takes more than DISTURBED times as long as the fastest one is made again, up to
-    MOST_CALLS in all.
+    It is the mean because a step adds up many such calls. A call that takes more than DISTURBED
+    times as long as the fastest one is made again, up to MOST_CALLS in all.
     """
     times = list[float]()
     kept = list[float]()
