@@ -42,7 +42,7 @@ class TaskConfig(Group):
     """What the model is asked, and how its answers are scored."""
 
     name: Annotated[str, tyro.conf.arg(name="task")] = "chess-env"
-    """A task of docs/tasks.md (chess-env, math, code, teach, ..) or a Python file (FILE.py)."""
+    """A task of docs/tasks.md (chess-env, prompts, math, code, ..) or a Python file (FILE.py)."""
     data: str = ""
     """Comma-separated files with prompts, instead of self-play: .pgn, .pgn.gz, .txt, .jsonl."""
     system: Annotated[str, SeveralLines()] = ""
