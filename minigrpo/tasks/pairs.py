@@ -80,31 +80,9 @@ class JSONLExamples:
         except ValueError as error:
             raise ValueError(f"--data {error}") from None
         self.has_messages = any(pair.example.messages for pair in pairs)
-        evaluated = set[Example]()
-        tests = test_files(paths)
-        self.held_out_are = (
-            ", ".join(map(str, tests)) if tests else f"one prompt in {PROMPTS_PER_HELD_OUT}"
-        )
-        if tests:
-            split = [pair.path in tests for pair in pairs]
-        else:
-            split = list(map(self.split([x.example for x in pairs]), (x.example for x in pairs)))
-        tested = {
-            as_asked(self.asks(pair.example))
-            for pair, held_out in zip(pairs, split, strict=True)
-            if held_out
-        }
-        in_both = 0
-        for pair, held_out in zip(pairs, split, strict=True):
-            if held_out and pair.example in evaluated:
-                continue  # a question that occurs several times is evaluated once
-            if not held_out and as_asked(self.asks(pair.example)) in tested:
-                in_both += 1
-                continue
-            self._split[held_out].append(pair)
-            evaluated.add(pair.example)
-        if in_both and listener:
-            listener.warn(
+        self.held_out_are = f"one prompt in {PROMPTS_PER_HELD_OUT}"
+        if in_both := self._share_out(pairs, test_files(paths)):
+            (listener or SilentListener()).warn(
                 f"{names}: {in_both} lines for training ask what a held-out line asks, and are "
                 "left out"
             )
@@ -119,6 +97,26 @@ class JSONLExamples:
                 (listener or SilentListener()).warn(f"--data {path}: {warning}")
         self.num_held_out = len(self._split[True])
         self._order = lru_cache(maxsize=4)(self._shuffle)
+
+    def _share_out(self, pairs: Sequence[Pair], tests: Sequence[Path]) -> int:
+        """Put pairs into their splits. Returns how many of training's were asked in a test too."""
+        if tests:
+            self.held_out_are = ", ".join(map(str, tests))
+            marked = [(pair, pair.path in tests) for pair in pairs]
+        else:
+            is_held_out = self.split([pair.example for pair in pairs])
+            marked = [(pair, is_held_out(pair.example)) for pair in pairs]
+        tested = {as_asked(self.asks(pair.example)) for pair, held_out in marked if held_out}
+        evaluated, in_both = set[Example](), 0
+        for pair, held_out in marked:
+            if held_out and pair.example in evaluated:
+                continue  # a question that occurs several times is evaluated once
+            if not held_out and as_asked(self.asks(pair.example)) in tested:
+                in_both += 1
+                continue
+            self._split[held_out].append(pair)
+            evaluated.add(pair.example)
+        return in_both
 
     @property
     def about(self) -> str:
