@@ -52,7 +52,7 @@ class TaskConfig(Group):
     history: Few = 0
     """Number of earlier moves that a chess prompt includes."""
     confidence: bool = False
-    """Ask how sure each answer is, and pay for calibration too (RLCR); tasks with right answers."""
+    """Ask how sure each answer is, and pay for calibration too (RLCR); not for --task teach."""
     student: str = ""
     """The frozen model that --task teach explains to: a path or ORG/NAME; or shipped."""
     rewards: str = ""
