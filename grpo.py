@@ -18,7 +18,7 @@ that within a few minutes on a CPU.
 What this file leaves out, and where the library does it:
 
     running shared prefixes only once        minigrpo/model/packing.py
-    speculative decoding, CUDA graphs        minigrpo/sampling/
+    speculative decoding                     minigrpo/sampling/
     DAPO, Dr. GRPO, GSPO, CISPO, RLOO        minigrpo/losses.py
     micro-batches, non-finite gradients      minigrpo/learner.py
     reward functions in a thread pool        minigrpo/rewards.py
@@ -185,7 +185,7 @@ def evaluate(model: Transformer, task: Task, tokenizer: Tokenizer) -> str:
 
 def main() -> None:
     tokenizer, task = load_tokenizer("chess"), ChessEnv(SEED)
-    weights = str(files("minigrpo.assets") / "warm-start.safetensors")
+    weights = str(files("minigrpo.assets") / "chess.safetensors")
     model = Transformer.from_pretrained(weights)  # the policy
     reference = Transformer.from_pretrained(weights).requires_grad_(False) if KL_COEF else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)

@@ -14,13 +14,12 @@ from torch import Tensor
 import grpo
 from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
-from minigrpo.runtime import accel
-from minigrpo.runtime.logging import PhaseTimer
+from minigrpo.runtime import device as layers
+from minigrpo.runtime.device import PhaseTimer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
-from .bench_step import pad_tokens
-from .workload import Workload
+from .work import Work, pad_tokens
 
 
 def to_columns(x: Tensor, starts: Tensor, columns: int) -> Tensor:
@@ -39,9 +38,9 @@ def from_columns(x: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 class GrpoPyStep:
-    """The same interface as BenchStep, implemented with grpo.py."""
+    """The same interface as Step, implemented with grpo.py."""
 
-    def __init__(self, config: Config, work: Workload) -> None:
+    def __init__(self, config: Config, work: Work) -> None:
         self.config, self.work, self.device = config, work, work.device
         self.model = copy.deepcopy(work.model)
         self.reference = copy.deepcopy(work.model) if config.loss.kl_coef else None
@@ -55,7 +54,7 @@ class GrpoPyStep:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        accel.set_up_process(self.config.speed, self.device)
+        layers.set_up_process(self.config.speed, self.device)
         timer, prompts = self.timer, self.config.sampling.prompts_per_step
         timer.take()
         start = time.perf_counter()
@@ -81,8 +80,7 @@ class GrpoPyStep:
         return {
             "seconds": seconds,
             **timer.take(),
-            "completions": float(len(ids)),
-            "completion_len": float(mask.sum(1).float().mean()),
+            "completion_tokens": float(mask.sum()),
             "rollout/rounds": float(rounds),
             "rollout/rounds_each": float(rounds),
             "rollout/tokens": float(ids[:, 1:].numel()),
@@ -95,7 +93,7 @@ class GrpoPyStep:
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
         """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss."""
-        accel.set_up_process(self.config.speed, self.device)
+        layers.set_up_process(self.config.speed, self.device)
         completions, groups = batch.completions.to(self.device), self.config.sampling.group_size
         starts = completions.prompt_len.repeat_interleave(groups)  # [B]
         columns = completions.prompt_ids.shape[1] + completions.completion_ids.shape[-1]

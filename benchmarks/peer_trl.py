@@ -15,29 +15,27 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizer, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
+from minigrpo.build import make_scorer
 from minigrpo.config import Config
 from minigrpo.model.tokenizer import Tokenizer
-from minigrpo.model.vocabulary import END_OF_TEXT
-from minigrpo.model.weight_files import CONFIG
-from minigrpo.runtime.build import make_scorer
-from minigrpo.runtime.optim import BETAS, learning_rate_at
+from minigrpo.runtime.optimizer import BETAS, learning_rate_at
 from minigrpo.types import Example
 
-from .peer_jobs import RANK, Settings
-from .workload import Workload
+from .peers import RANK, Settings
+from .work import Work
 
-NEVER = "<|never|>"  # stands for end of text where completions have a forced length
+END, NEVER = "<|endoftext|>", "<|never|>"  # NEVER: where completions have a forced length
 
 
-class TiktokenTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
+class WrappedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     """Our tokenizer as transformers wants it; a token's name is its number."""
 
     def __init__(self, encoding: Tokenizer, end: str) -> None:
-        """`end` ends completions: END_OF_TEXT, or NEVER, a token that the model does not have."""
+        """`end` ends completions: END, or NEVER, a token that the model does not have."""
         self.encoding = encoding
-        self.names = [*map(str, range(encoding.n_vocab - 1)), END_OF_TEXT]
+        self.names = [*map(str, range(encoding.n_vocab - 1)), END]
         self.ids = {name: number for number, name in enumerate(self.names)}
-        super().__init__(eos_token=end, pad_token=END_OF_TEXT, padding_side="left")
+        super().__init__(eos_token=end, pad_token=END, padding_side="left")
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +132,7 @@ def job_settings(config: Config, steps: int) -> Settings:
 
 
 def make_trainer(
-    work: Workload,
+    work: Work,
     config: Config,
     settings: Mapping[str, Any],
     *,
@@ -145,11 +143,11 @@ def make_trainer(
 ) -> tuple[GRPOTrainer, LastStep]:
     """A trainer of `steps` steps, one whole rollout each, and what its last step sampled.
 
-    The model is read from `folder`, which `Workload.save_model` wrote, and which must stay while
+    The model is read from `folder`, which `Work.save_model` wrote, and which must stay while
     the trainer is used. Raises ValueError if a prompt has other tokens than in this library.
     """
     logging.set_verbosity_error()
-    tokenizer = TiktokenTokenizer(work.tokenizer, NEVER if work.forced else END_OF_TEXT)
+    tokenizer = WrappedTokenizer(work.tokenizer, NEVER if work.forced else END)
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
     check_tokens(tokenizer, work.tokenizer, examples)
     declare_end(folder, tokenizer.eos_token_id)
@@ -193,7 +191,7 @@ def declare_end(folder: Path, eos: int) -> None:
 
     The embedding of a declared padding token would get no gradient.
     """
-    file = folder / CONFIG
+    file = folder / "config.json"
     tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
     file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
 
@@ -213,7 +211,7 @@ def count_positions_without_padding(
     return args, kwargs
 
 
-def check_tokens(theirs: TiktokenTokenizer, ours: Tokenizer, examples: Sequence[Example]) -> None:
+def check_tokens(theirs: WrappedTokenizer, ours: Tokenizer, examples: Sequence[Example]) -> None:
     """Raise ValueError unless both tokenizers give the same ids for every prompt and answer."""
     for text in [text for example in examples for text in (example.prompt, example.answer)]:
         ids = ours.encode(text)
@@ -224,10 +222,13 @@ def check_tokens(theirs: TiktokenTokenizer, ours: Tokenizer, examples: Sequence[
 
 
 def reward_function(
-    work: Workload, config: Config, examples: Sequence[Example], last: LastStep
+    work: Work, config: Config, examples: Sequence[Example], last: LastStep
 ) -> Callable[..., list[float]]:
     """Our rewards as a reward function of TRL; it records what it scores in `last`."""
-    scorer, group = make_scorer(config, work.task), config.sampling.group_size
+    scorer, group = (
+        make_scorer(config, work.task, work.tokenizer, work.device),
+        config.sampling.group_size,
+    )
 
     def reward(
         completions: list[str], completion_ids: list[list[int]], number: list[int], **others: Any

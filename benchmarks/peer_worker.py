@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
+from minigrpo.build import base_dtype
 from minigrpo.config import Config
+from minigrpo.model.hf import save_model_folder
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime import accel
-from minigrpo.runtime.base_model import base_dtype
+from minigrpo.runtime import device as layers
 
-from . import probe
-from .bench_step import BenchStep
-from .peer_jobs import RANK
-from .workload import Workload, WorkloadFlags
+from .measure import PeakMemory, synchronize
+from .peers import RANK
+from .work import Step, Work, WorkFlags
 
 HELD_OUT_STEP = 0  # its random numbers; the examples are others than in training
+SCHEDULE = Config().run.max_steps  # over which the learning rate decays
 OOM_SCORE = Path("/proc/self/oom_score_adj")  # Linux only
-Trained = Callable[[], Transformer]  # reads the trained model back into this library
 
 
 class Finished(Exception):
@@ -37,110 +37,80 @@ class Finished(Exception):
 
 
 class Link:
-    """Waits for commands and answers them."""
+    """Waits for commands, times the steps between, and answers."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         # libraries print to standard output too: keep it for the answers, and send theirs to stderr
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
+        self.metrics: Callable[[], dict[str, float]] = dict
 
-    def wait(self) -> None:
+    def begin(self) -> None:
         """Return when a step is asked for. Raises Finished."""
-        command = sys.stdin.readline().strip()
-        if command != "step":
+        if sys.stdin.readline().strip() != "step":
             raise Finished
+        self.started = time.perf_counter()
+
+    def end(self) -> None:
+        synchronize(self.device)
+        seconds = time.perf_counter() - self.started
+        self.answer({"seconds": seconds, **self.metrics()})
 
     def answer(self, record: dict[str, Any]) -> None:
         self.answers.write(json.dumps(record) + "\n")
         self.answers.flush()
 
 
-class TimedSteps:
-    """Answers every step with its seconds, and with the metrics that the row adds."""
-
-    def __init__(self, link: Link, device: torch.device) -> None:
-        self.link, self.device = link, device
-        self.metrics: Callable[[], dict[str, float]] = dict
-
-    def begin(self) -> None:
-        self.link.wait()
-        probe.synchronize(self.device)
-        self.started = time.perf_counter()
-
-    def end(self) -> None:
-        probe.synchronize(self.device)
-        seconds = time.perf_counter() - self.started
-        self.link.answer({"seconds": seconds, **self.metrics()})
-
-
 def train_ours(
-    work: Workload,
-    config: Config,
-    steps: TimedSteps,
-    number: int,
-    ready: Callable[[], object],
-    folder: Path,
-) -> Trained:
+    work: Work, config: Config, link: Link, steps: int, ready: Callable[[], object], folder: Path
+) -> Transformer:
     """Train the model in `folder` with this library."""
-    model = Transformer.from_pretrained(folder, base_dtype(config.model)).to(work.device)
-    bench = BenchStep(config, work, model=model)
-    found: dict[str, float] = {}
-    steps.metrics = lambda: found
+    stored = base_dtype(config.model) if config.model.lora_rank else None
+    model = Transformer.from_pretrained(folder, stored).to(work.device)
+    own, found = Step(config, work, model=model), dict[str, float]()
+    link.metrics = lambda: found
     ready()
-    for step in range(number):
-        steps.begin()
-        timed = bench.step(step)
-        assert bench.batch.rewards is not None
-        found = {
-            "completion_tokens": timed["completions"] * timed["completion_len"],
-            "reward": float(bench.batch.rewards.total.mean()),
-            "tokens/run": timed["tokens/run"],
-        }
-        steps.end()
-    return lambda: bench.model
+    for number in range(steps):
+        link.begin()
+        timed = own.step(number)
+        assert own.batch.rewards is not None
+        found = {name: timed[name] for name in ("completion_tokens", "tokens/run")}
+        found["reward"] = float(own.batch.rewards.total.mean())
+        link.end()
+    return own.model
 
 
 def train_theirs(
-    work: Workload,
+    work: Work,
     config: Config,
     settings: dict[str, Any],
-    steps: TimedSteps,
-    number: int,
+    link: Link,
+    steps: int,
     ready: Callable[[], object],
     folder: Path,
-) -> Trained:
+) -> Transformer:
     """Train the model in `folder` with TRL."""
     from .peer_trl import make_trainer
 
     trainer, last = make_trainer(
-        work, config, settings, steps=number, folder=folder, begin=steps.begin, end=steps.end
+        work, config, settings, steps=steps, folder=folder, begin=link.begin, end=link.end
     )
-    steps.metrics = last.metrics
+    link.metrics = last.metrics
     ready()
     trainer.train()
-
-    def trained() -> Transformer:
-        model = trainer.model.merge_and_unload() if RANK in settings else trainer.model
-        model.save_pretrained(folder / "trained")
-        return Transformer.from_pretrained(folder / "trained").to(work.device)
-
-    return trained
+    model = trainer.model.merge_and_unload() if RANK in settings else trainer.model
+    model.save_pretrained(folder / "trained")
+    return Transformer.from_pretrained(folder / "trained").to(work.device)
 
 
-def held_out_rewards(
-    work: Workload, config: Config, model: Transformer, number: int
-) -> list[float]:
-    """Mean reward of samples for each of the first held-out prompts, in float32: the same prompts
-    and random numbers for all rows.
-    """
-    # adapters are in the trained model already
-    plain = config.replace(
-        use_amp=False, low_precision_weights=False, lora_rank=0, base_dtype="float32"
-    )
-    bench = BenchStep(plain, work, model=model)
+def held_out_rewards(work: Work, config: Config, model: Transformer, number: int) -> list[float]:
+    """Mean reward of samples for each of the first held-out prompts, in float32."""
+    plain = config.replace(use_amp=False, lora_rank=0, base_dtype="float32")
     examples = [work.task.held_out(i) for i in range(number)]
-    rolled = bench.source.roll_out(examples, HELD_OUT_STEP)
-    means: list[float] = bench.source.scorer.score(examples, rolled.texts).total.mean(1).tolist()
+    batch = Step(plain, work, model=model).source.roll_out(examples, HELD_OUT_STEP)
+    assert batch.rewards is not None
+    means: list[float] = batch.rewards.total.mean(1).tolist()
     return means
 
 
@@ -149,40 +119,32 @@ def main() -> None:
     with suppress(OSError):  # if memory runs out, the system ends this process before any other
         OOM_SCORE.write_text("1000")
     asked = json.loads(sys.stdin.readline())
-    settings, number = asked["settings"], asked["steps"]
+    settings, steps, held_out = asked["settings"], asked["steps"], asked["held_out"]
     if settings is not None:
         from . import peer_trl  # noqa: F401 - imported before memory is measured, as ours is
-    device = accel.pick_device(asked["workload"]["device"])
-    work = Workload.of(WorkloadFlags(**asked["workload"]), device)
-    config = work.config.replace(**asked["flags"], max_steps=asked["schedule_steps"])
-    number_held_out = asked["held_out"]
-    before = held_out_rewards(work, config, work.model, number_held_out) if number_held_out else []
-    timed, described = TimedSteps(link, device), work.describe()
-
-    def ready() -> None:
-        link.answer({"work": described})
-
+    work = Work.of(WorkFlags(**asked["work"]))
+    link.device = work.device
+    layers.set_up_process(work.config.speed, work.device)
+    config = work.config.replace(**asked["flags"], max_steps=SCHEDULE)
+    before = held_out_rewards(work, config, work.model, held_out) if held_out else []
+    described = work.describe()
     with TemporaryDirectory() as path:
         folder = Path(path)
-        work.save_model(folder)
+        save_model_folder(work.model, folder)
         # both sides read the file; of a large model, a copy more would not fit into memory
-        work = replace(work, model=Transformer.empty(work.shape, "meta"))
-        with probe.PeakMemory(device) as memory:
+        work = replace(work, model=Transformer.empty(work.model.shape, "meta"))
+        with PeakMemory(work.device) as memory:
+
+            def ready() -> None:
+                link.answer({"work": described})
+
             if settings is None:
-                trained = train_ours(work, config, timed, number, ready, folder)
+                trained = train_ours(work, config, link, steps, ready, folder)
             else:
-                trained = train_theirs(work, config, settings, timed, number, ready, folder)
+                trained = train_theirs(work, config, settings, link, steps, ready, folder)
         sys.stdin.readline()
-        after = held_out_rewards(work, config, trained(), number_held_out) if before else []
-    link.answer(
-        {
-            "peak_mib": memory.mib,
-            "process_mib": memory.before + memory.mib,
-            "memory_measures": memory.measures,
-            "held_out_before": before,
-            "held_out_after": after,
-        }
-    )
+        after = held_out_rewards(work, config, trained, held_out) if held_out else []
+    link.answer({"peak_mib": memory.mib, "held_out_before": before, "held_out_after": after})
 
 
 if __name__ == "__main__":

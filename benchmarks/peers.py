@@ -1,201 +1,228 @@
 """TRL's GRPOTrainer on the same job: `python benchmark.py peers`.
 
 Each row is a process of its own, which does one training step when it is told to. The rows take
-turns, A B C D A B C D, so a machine that slows down slows all of them. The rows of a large job do
-not fit into memory together: they run one or two at a time. After the last step of a small job all
-models are compared on the same held-out prompts, which shows whether the rows did the same work.
-peer_jobs.py has the jobs.
+turns, A B A B, so a machine that slows down slows all of them; of a large job one row runs after
+the other, because together they do not fit into memory.
+
+The same in all rows: initial weights, prompts and their order, rewards (this library's scorer),
+group size, lengths, temperature, the loss (grpo; KL by k3), AdamW, learning rate and schedule,
+clipping to a norm of 1, one optimizer step per rollout. TRL has the fastest of several settings
+without checkpointing, which are tried here first. TRL samples with transformers' generate; vLLM,
+which needs a GPU, is not compared. LoRA has rank 8 on all linear layers of the blocks, on both
+sides. Memory is the growth of each row's own process, from before it loads the model.
 """
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, Literal
+from statistics import mean, median
+from tempfile import TemporaryFile
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
-from minigrpo.config import Config
-from minigrpo.runtime import accel
-from minigrpo.runtime.constraints import AtLeast
-from minigrpo.runtime.flags import ConfigError
-from minigrpo.runtime.logging import Screen
+from .measure import Column, Median, device_name, gain, number, show
 
-from . import probe
-from .flags import BenchmarkFlags
-from .peer_jobs import JOBS, WAYS, Job, Settings, as_it_is, candidates, in_words, least_memory
-from .peer_rows import COLUMNS, REWARDS, Row, record, take_turns
-from .report import folder_for, markdown, print_table
-from .workload import Workload, WorkloadFlags
-
-NEEDED = ("transformers", "trl", "accelerate", "datasets", "peft")  # the extra `peer`
-SIZES = ("prompts_per_step", "group_size", "max_new_tokens")
-NOTES = """\
-The same in all rows: initial weights, prompts and their order, rewards (this library's scorer),
-group size, lengths, temperature, the loss (grpo: the mean over completions of the mean over
-tokens; KL by k3), AdamW, learning rate and schedule, clipping to a norm of 1, one optimizer step
-per rollout. No row computes old log-probs: with one update per rollout the ratio is 1.
-
-What the job changes in TRL's defaults: the loss (dapo), the learning rate (1e-6, linear), Adam's
-second beta (0.999), use_bias_correction_kl (on), shuffling of prompts (on) and dropout (on: with
-GPT-2's default of 0.1, TRL also samples with dropout). TRL's update counts the padding on the left
-as positions of a GPT-2, although it samples without: all TRL rows are told the true positions.
-With that, its gradient on the same completions is ours (pytest -m peer).
-
-A row of TRL is compared with this library's row of the same way to train. It has the fastest of
-several settings without checkpointing, tried here first; with checkpointing only if none of them
-fits into memory. LoRA has rank 8 on all linear layers of the blocks, on both sides; with bfloat16,
-the frozen weights are stored in it. "TRL, as it is" keeps TRL's own settings: bfloat16 autocast,
-gradient checkpointing, micro-batches of 8 completions.
-
-What differs: the rows draw different random numbers, so they sample different completions. TRL
-samples with transformers' generate, and pads all rows to the longest prompt and completion; vLLM,
-which needs a GPU, is not compared. This library runs equal prefixes once. Except on a large model,
-it proposes tokens from the known answer while sampling; the samples stay exact. "Tokens run" counts
-what the update runs.
-A step is everything from the prompts to the new weights; logs and checkpoints are not timed.
-Memory is the growth of each row's own process, from before it loads the model."""
+RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
+Settings = dict[str, Any]
+# a way to train: flags of this library, and settings of TRL that do the same
+WAYS: dict[str, tuple[Settings, Settings]] = {
+    "float32": ({}, {"bf16": False}),
+    "bfloat16": ({"use_amp": True}, {"bf16": True}),
+    "lora-float32": ({RANK: 8}, {"bf16": False, RANK: 8}),
+    "lora-bfloat16": (  # frozen weights are stored in two bytes
+        {"use_amp": True, RANK: 8, "base_dtype": "bfloat16"},
+        {"bf16": True, RANK: 8, "model_init_kwargs": {"dtype": "bfloat16"}},
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Peers(BenchmarkFlags):
+class Job:
+    """What is trained, for how many steps, and how many rows take turns."""
+
+    work: Settings  # of WorkFlags
+    flags: Settings = field(default_factory=dict)  # of this library, in every way
+    steps: int = 30
+    warm_up: int = 2  # steps that train but are not timed
+    at_once: int = 4  # rows that take turns; those after them start when these have ended
+    held_out: int = 64  # prompts on which the trained models are compared
+
+
+# a few steps on random text: no true answer is known that completions resemble
+LARGE: Settings = {"flags": {"num_speculative_tokens": 0}, "steps": 4, "warm_up": 1, "held_out": 0}
+JOBS = {
+    "chess": Job({"natural": True}),
+    "forced": Job({"preset": "tiny"}),
+    "gpt2": Job(
+        {"preset": "gpt2", "prompts_per_step": 2, "group_size": 8, "max_new_tokens": 48},
+        at_once=2,
+        **LARGE,
+    ),
+    "qwen2.5-0.5b": Job({"preset": "qwen2.5-0.5b"}, at_once=1, **LARGE),
+}
+COLUMNS: tuple[Column, ...] = (
+    ("", "name", str),
+    ("s/step", "s/step", str),
+    ("times minigrpo", "multiple", str),
+    ("peak MiB", "peak_mib", number("{:,.0f}")),
+    ("tokens sampled", "completion_tokens", number("{:,.0f}")),
+    ("tokens run by the update", "tokens/run", number("{:,.0f}")),
+    ("mean reward", "reward", number("{:.3f}")),
+    ("held out before", "held_out_before", number("{:.3f}")),
+    ("after", "held_out_after", number("{:.3f}")),
+    ("TRL's settings", "trl", str),
+    ("", "status", str),
+)
+
+
+@dataclass
+class Row:
+    """A way to train, its process, and what was measured."""
+
+    name: str
+    flags: Settings = field(default_factory=dict)  # of this library
+    settings: Settings | None = None  # of TRL; None: this library
+    status: str = ""  # why it did not run to its end
+    steps: list[dict[str, float]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)  # what the process says after the last step
+
+    def start(self, asked: Mapping[str, Any]) -> None:
+        self.errors = TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.peer_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        self.end = self.ask(json.dumps({**asked, "flags": self.flags, "settings": self.settings}))
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """The process's answer; if it has died, the status says why: its last line on stderr."""
+        if self.status:
+            return {}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+            return answer
+        except (BrokenPipeError, ValueError):
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").strip().splitlines()
+            self.status = lines[-1][:100] if lines else f"exit code {self.process.wait()}"
+            return {}
+
+    def seconds(self, warm_up: int) -> dict[int, float]:
+        """Seconds of the timed steps, by number; empty if the row failed."""
+        timed = {} if self.status else dict(enumerate(self.steps))
+        return {turn: step["seconds"] for turn, step in timed.items() if turn >= warm_up}
+
+
+@dataclass(frozen=True)
+class Peers:
     """Seconds per step, memory and reward of this library and of TRL's GRPOTrainer, in turns."""
 
     jobs: tuple[Literal["chess", "forced", "gpt2", "qwen2.5-0.5b"], ...] = ("chess", "forced")
-    """chess: the default job, until end of text. The others: random text and weights, completions
-    of a fixed length, with a KL term; gpt2 has 124M parameters, qwen2.5-0.5b 494M.
+    """chess: the default job. The others: random text and weights, completions of a fixed length,
+    with a KL term; gpt2 has 124M parameters, qwen2.5-0.5b 494M.
     """
-    ways: tuple[Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"], ...] | None = None
-    """Ways to train that are compared, LoRA with rank 8; default: all, or for the first two jobs
-    those without LoRA.
-    """
-    steps: Annotated[int | None, AtLeast(3)] = None
+    ways: tuple[Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"], ...] = (
+        "float32",
+        "bfloat16",
+    )
+    """Ways to train that are compared."""
+    steps: int | None = None
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
-    probe_steps: Annotated[int | None, AtLeast(2)] = None
-    """Steps with which each candidate for TRL's best settings is tried; the first is not timed."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    prompts_per_step: int | None = None
-    """Prompts per step, instead of the job's."""
-    group_size: int | None = None
-    """Completions per prompt, instead of the job's."""
-    max_new_tokens: int | None = None
-    """Longest completion in tokens, instead of the job's."""
     out_dir: Path | None = None
-    """Folder for peers.md and peers.json; default: benchmarks/results/<device>-<date>."""
+    """Write the tables to this folder too."""
     json: Path | None = None
-    """Write the figures here too."""
+    """Write the figures to this file too."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        if missing := [name for name in NEEDED if find_spec(name) is None]:
-            raise ConfigError(
-                f"peers needs {', '.join(missing)}: install the extra with pip install -e '.[peer]'"
-            )
-        device = accel.pick_device(self.device)
-        machine = probe.describe_machine(device)
-        machine["versions"] |= {name: version(name) for name in NEEDED}
-        result = {
-            **machine,
-            "benchmark": "peers",
-            "made_by": probe.made_by(self.command()),
-            "jobs": [self._measure(job, console) for job in dict.fromkeys(self.jobs)],
-            "notes": NOTES,
-        }
-        texts = [f"# {result['device']}, TRL {result['versions']['trl']}\n", result["made_by"], ""]
-        for job in result["jobs"]:
-            after = f"{job['name']}: reward, the same held-out prompts before and after all steps"
-            tables = [(f"{job['name']}: {job['work']}", COLUMNS), (after, REWARDS)]
-            for title, columns in tables[: 2 if JOBS[job["name"]].held_out else 1]:
-                print_table(console, title, job["rows"], columns)
-                texts.append(markdown(title, job["rows"], columns))
-            for way, settings in job["best"].items():
-                texts.append(f"TRL's best settings here, {way}: {in_words(settings)}\n")
-                console.print(texts[-1], highlight=False)
-        console.print(NOTES, highlight=False)
-        folder = folder_for(result, self.out_dir)
-        (folder / "peers.md").write_text("\n".join([*texts, NOTES, ""]))
-        (folder / "peers.json").write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"wrote {folder}/peers.md, .json", highlight=False)
-        return result
+        tables, jobs = list[str](), dict[str, Any]()
+        for name in self.jobs:
+            job = JOBS[name]
+            rows = [row for way in self.ways for row in self._rows(job, way, console)]
+            steps = self.steps or job.steps
+            for group in (rows[i : i + job.at_once] for i in range(0, len(rows), job.at_once)):
+                take_turns(group, self._asked(job, steps, job.held_out), console, name)
+            jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
+            work = rows[0].end.get("work", "")
+            tables.append(show(console, f"{name}: {work}", jobs[name], COLUMNS))
+        device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return {"device": device, "jobs": jobs, "tables": tables}
 
-    def _measure(self, name: str, console: Console) -> dict[str, Any]:
-        job, screen = JOBS[name], Screen(quiet=console.quiet)
-        sizes = {size: x for size in SIZES if (x := getattr(self, size)) is not None}
-        workload = {**job.workload, **sizes, "device": self.device}
-        # only to describe it: the rows' processes make their own
-        work = Workload.of(WorkloadFlags(**workload), torch.device("meta"))
-        sampling = work.config.sampling
-        completions = sampling.prompts_per_step * sampling.group_size
-        asked = {"workload": workload, "schedule_steps": Config().run.max_steps}
-        rows, compared, best, tried = list[Row](), list[Row](), dict[str, Settings](), list[Row]()
-        for way in self.ways or job.ways:
-            ours = Row(f"minigrpo, {way}", flags={**job.flags, **WAYS[way].flags})
-            fastest, others = self._fastest(job, way, completions, asked, screen, f"{name}, {way}")
-            rows += [ours, Row(f"TRL, {way}", settings=fastest.settings, status=fastest.status)]
-            compared += [ours, ours]
-            if fastest.status == "ok":
-                best[way] = fastest.settings or {}
-            else:
-                words = "; ".join(in_words(row.settings or {}) for row in others)
-                rows[-1].status += f" (tried: {words})"
-            tried += others
-        if job.as_it_is:
-            rows.append(Row("TRL, as it is", settings=as_it_is(completions)))
-            compared.append(rows[0])
-        steps = {**asked, "steps": self.steps or job.steps, "held_out": job.held_out}
-        in_groups(rows, job, steps, screen, name)
-        return {
-            "name": name,
-            "work": work.describe(),
-            "steps": steps["steps"],
-            "best": best,
-            "tried": [as_tried(row) for row in tried],
-            "rows": [record(*pair) for pair in zip(rows, compared, strict=True)],
-        }
+    def _asked(self, job: Job, steps: int, held_out: int) -> Settings:
+        return {"work": {**job.work, "device": self.device}, "steps": steps, "held_out": held_out}
 
-    def _fastest(
-        self,
-        job: Job,
-        way: str,
-        completions: int,
-        asked: Mapping[str, Any],
-        screen: Screen,
-        title: str,
-    ) -> tuple[Row, list[Row]]:
-        """Of the settings of TRL the fastest, as a row that was tried, and all that were tried."""
-        steps = {**asked, "steps": self.probe_steps or job.probe_steps, "held_out": 0}
+    def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
+        """Our row, and TRL's with the fastest of the settings that fit into memory."""
+        flags, settings = WAYS[way]
+        completions = job.work.get("prompts_per_step", 16) * job.work.get("group_size", 16)
+        if "preset" in job.work and "group_size" not in job.work:
+            completions = {"tiny": 64, "qwen2.5-0.5b": 8}[job.work["preset"]]
         tried = list[Row]()
-        lean = least_memory(WAYS[way], completions)
-        for settings in (candidates(WAYS[way], completions), [lean]):
-            rows = [Row(f"TRL, {in_words(x)}", settings=x) for x in settings]
-            in_groups(rows, job, steps, screen, f"{title}, trying")
-            tried += rows
-            if any(row.status == "ok" for row in rows):
-                break
-        return min(tried, key=seconds_tried), tried
+        for size in sorted({completions, max(1, completions // 4)}, reverse=True):
+            own = {
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": completions // size,
+                "gradient_checkpointing": False,
+                **settings,
+            }
+            tried.append(Row(f"TRL in batches of {size}", settings=own))
+            take_turns([tried[-1]], self._asked(job, 2, 0), console, f"trying TRL, {way}")
+        fastest = min(tried, key=lambda row: min(row.seconds(1).values(), default=math.inf))
+        best = Row(f"TRL, {way}", settings=fastest.settings, status=fastest.status)
+        return [Row(f"minigrpo, {way}", flags={**job.flags, **flags}), best]
 
 
-def in_groups(
-    rows: Sequence[Row], job: Job, asked: Mapping[str, Any], screen: Screen, title: str
-) -> None:
-    """Let rows take turns, as many at once as the job says."""
-    for start in range(0, len(rows), job.at_once):
-        group = rows[start : start + job.at_once]
-        take_turns(group, asked, screen, title, warm_up=job.warm_up)
+def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, title: str) -> None:
+    """Let every row do `asked["steps"]` training steps, one row after the other in each step."""
+    rows = [row for row in rows if not row.status]
+    try:
+        for row in rows:
+            row.start(asked)
+        for turn in range(asked["steps"]):
+            for row in rows:
+                if step := row.ask("step"):
+                    row.steps.append(step)
+            shown = [f"{r.name} {r.steps[-1]['seconds']:.2f} s" for r in rows if r.steps]
+            console.print(f"{title}: step {turn + 1}, {', '.join(shown)}", highlight=False)
+        for row in rows:
+            row.end |= row.ask("finish")
+    finally:
+        for row in rows:
+            row.process.kill()
+            row.process.communicate()
 
 
-def as_tried(row: Row) -> dict[str, Any]:
-    """A candidate's figures as plain JSON."""
-    seconds = seconds_tried(row) if row.status == "ok" else None
-    return {"settings": row.settings, "status": row.status, "seconds": seconds}
-
-
-def seconds_tried(row: Row) -> float:
-    """Median seconds of a candidate's steps after the first; infinite if it failed."""
-    seconds = [step["seconds"] for step in row.steps[1:]]
-    return median(seconds) if seconds and row.status == "ok" else math.inf
+def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
+    """A row's figures as plain JSON; `multiple` is of our row of the same way."""
+    seconds, settings = row.seconds(warm_up), row.settings or {}
+    found: dict[str, Any] = {"name": row.name, "status": row.status}
+    if not seconds:
+        return found
+    multiple = gain(seconds, ours.seconds(warm_up))
+    names = ("completion_tokens", "tokens/run", "reward")
+    found |= {name: mean(step[name] for step in row.steps) for name in names}
+    found |= {
+        "samples": list(seconds.values()),
+        "s/step": Median.of(list(seconds.values())).text(),
+        "middle": median(seconds.values()),
+        "multiple": multiple.text("{:.1f}") if multiple else "",
+        "peak_mib": row.end.get("peak_mib"),
+        "trl": f"batches of {settings['per_device_train_batch_size']}" if settings else "",
+    }
+    for when in ("held_out_before", "held_out_after"):
+        if row.end.get(when):
+            found[when] = mean(row.end[when])
+    return found

@@ -2,183 +2,228 @@
 
 The first row is grpo.py's step, the second the library without its speed layers, and each further
 row adds one layer. All rows sample the same tokens for the same prompts. A learning rate close to
-zero keeps their weights equal, although the whole step runs. On CPU the rows are interleaved, A B C
-A B C, so that a machine that slows down slows all of them. intervals.py says when two rows differ.
+zero keeps their weights equal, although the whole step runs. On a CPU the rows are interleaved,
+A B C A B C, so that a machine that slows down slows all of them.
 """
 
 import gc
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from minigrpo.runtime import accel
-from minigrpo.runtime.flags import ConfigError
-from minigrpo.runtime.oom import is_out_of_memory
+from minigrpo.config import Config
+from minigrpo.types import ConfigError, RolloutBatch
 
-from . import probe
-from .bench_step import BenchStep
-from .flags import Positive, PositiveOrZero
 from .grpo_step import GrpoPyStep
-from .layers import RowSpec, alone, stacked
-from .report import write_report
-from .roofline import Roofline
-from .rows import Baseline, Comparisons, Row, records
-from .workload import Workload, WorkloadFlags
+from .measure import Column, Median, PeakMemory, device_name, gain, number, show
+from .work import FROZEN_LR, Step, Work, WorkFlags
 
-FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
+GRPO_PY = "grpo.py"
+DEFAULTS = "the defaults of train.py"
+# every speed layer off, regardless of defaults and config
+PLAIN: dict[str, Any] = {
+    "packing": "repeated",
+    "num_speculative_tokens": 0,
+    "fused_optimizer": False,
+    "parallel_rewards": False,
+    "use_amp": False,
+    "use_tf32": False,
+    "compile_model": False,
+    "gradient_checkpointing": False,
+    "offload_reference": False,
+}
 
 
 @dataclass(frozen=True)
-class Steps(WorkloadFlags):
-    """Seconds per step, one speed layer more in each row, with its effect on loss, gradient and
-    memory.
-    """
+class Layer:
+    """What a row adds to the rows above it."""
 
-    full: bool = False
-    """Print a second table, with each layer alone."""
+    name: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    only_on: str = ""  # a kind of device
+    kept_on: tuple[str, ...] = ("cpu", "cuda")  # where the rows below keep it
+
+
+LAYERS = (
+    Layer(GRPO_PY),
+    Layer("the library, no speed layers"),
+    Layer("rewards in a pool", {"parallel_rewards": True}),
+    Layer("fused AdamW", {"fused_optimizer": True}),
+    Layer("prefix-tree packing", {"packing": "prefix-tree"}),
+    Layer("speculative decoding", {"num_speculative_tokens": 4}),
+    Layer("TF32", {"use_tf32": True}, only_on="cuda"),
+    # not kept on a CPU, so that the rows below sample the same completions as grpo.py
+    Layer("bfloat16 autocast", {"use_amp": True}, kept_on=("cuda",)),
+    Layer("torch.compile", {"compile_model": True}, kept_on=("cuda",)),
+    Layer("gradient checkpointing", {"gradient_checkpointing": True}, kept_on=()),
+    Layer("offloaded reference", {"offload_reference": True}, kept_on=()),
+    Layer("one prompt at a time", {"micro_batch_size": 1}, kept_on=()),
+)
+PHASES = ("rollout", "reward", "reference", "update")
+COLUMNS: tuple[Column, ...] = (
+    ("", "name", str),
+    ("s/step", "s/step", str),
+    *((phase, phase, number("{:.3f}")) for phase in PHASES),
+    ("speedup", "speedup", str),
+    ("gain over the row above", "verdict", str),
+    ("peak MiB", "peak_mib", number("{:,.0f}")),
+    ("tokens: rollout", "rollout/tokens", number("{:,.0f}")),
+    ("update", "tokens/run", number("{:,.0f}")),
+    ("rounds", "rollout/rounds", number("{:,.0f}")),
+    ("gradient off by", "grad_difference", number("{:.0e}")),
+    ("other completions", "different", number("{}")),
+    ("", "status", str),
+)
+
+
+@dataclass
+class Row:
+    """A row's step, and what was measured of it."""
+
+    name: str
+    flags: dict[str, Any]
+    over: "Row | None"  # the row whose layers it adds one to
+    status: str = ""  # why it did not run
+    step: Any = None
+    times: dict[int, dict[str, float]] = field(default_factory=dict)  # by turn
+    tokens: dict[int, torch.Tensor] = field(default_factory=dict)  # by turn
+    peak_mib: float = math.nan
+    grad_difference: float = math.nan
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        return {turn: time["seconds"] for turn, time in self.times.items()}
+
+
+@dataclass(frozen=True)
+class Steps(WorkFlags):
+    """Seconds per step, one speed layer more in each row, and each layer's peak memory."""
+
     only: tuple[str, ...] = ()
-    """Run only grpo.py and the rows whose names contain one of these words; each row still has the
-    layers of the omitted rows above it.
-    """
-    repeats: Positive = 6
+    """Run only grpo.py and the rows whose names contain one of these words."""
+    repeats: int = 6
     """Timed steps per row, after two that warm up; 6 are the fewest for an interval of 95 %."""
-    max_repeats: Positive = 12
-    """A row whose interval is wider than 6 % takes more steps than --repeats, up to this number."""
-    max_seconds: PositiveOrZero = 300
-    """No step beyond --repeats begins later than this many seconds after the first row."""
-    out_dir: Path | None = None
-    """Folder for tables, charts and figures; default: benchmarks/results/<device>-<date>."""
-    json: Path | None = None
-    """Write the figures here too."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        device = accel.pick_device(self.device)
-        work = Workload.of(self, device)
-        tables = {"rows": self._chosen(stacked(work, as_configured=bool(self.config)))}
-        if self.full:
-            tables["alone"] = self._chosen(alone(work))
-        console.print(f"{probe.device_name(device)}: {work.describe()}", highlight=False)
-        result = {
-            **probe.describe_machine(device),
-            "made_by": probe.made_by(self.command()),
-            "work": work.to_dict(),
-        }
-        for name, specs in tables.items():
-            result[name] = self._measure(work, specs, console)
-        write_report(result, self.out_dir, console)
-        return result
-
-    def _chosen(self, specs: list[RowSpec]) -> list[tuple[RowSpec, bool]]:
-        """Each row, and whether --only wants it. Raises ConfigError for a word in no row's name."""
-        for word in self.only:
-            if not any(word in spec.name for spec in specs):
-                names = ", ".join(spec.name.strip("()") for spec in specs)
-                raise ConfigError(f"--only {word!r}: no row has this in its name; rows: {names}")
-        words = self.only
-        return [
-            (spec, not words or spec.is_grpo_py or any(word in spec.name for word in words))
-            for spec in specs
-        ]
-
-    def _measure(
-        self, work: Workload, specs: list[tuple[RowSpec, bool]], console: Console
-    ) -> list[dict[str, Any]]:
-        rows = [Row(spec, spec.status) for spec, wanted in specs if wanted]
-        baseline, deadline = Baseline(), time.perf_counter() + self.max_seconds
-        comparisons = Comparisons(rows, [spec for spec, _ in specs])
+        work = Work.of(self)
+        title = f"{device_name(work.device)}: {work.describe()}"
+        console.print(title, highlight=False)
+        rows = [row for row in rows_of(work, configured=bool(self.config)) if self._wants(row)]
         # a GPU has no room for the models of all rows, so there they run one after the other
         groups = [rows] if work.device.type == "cpu" else [[row] for row in rows]
+        baseline: tuple[RolloutBatch, list[torch.Tensor]] | None = None
         with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task(f"{len(rows)} rows", total=(1 + self.repeats) * len(rows))
-
-            def run(row: Row, job: Callable[[Row], None]) -> None:
-                _attempt(row, job)
-                progress.advance(bar)
-
+            bar = progress.add_task("steps", total=(1 + self.repeats) * len(rows))
             for group in groups:
                 for row in group:
-                    run(row, partial(_warm_up, work=work, baseline=baseline))
-                turn = 1
-                while due := self._due(group, turn, comparisons, deadline):
-                    for row in due:
-                        run(row, partial(_time_step, turn=turn, baseline=baseline))
-                    turn += 1
+                    baseline = _attempt(row, work, 0, baseline)
+                    progress.advance(bar)
+                for turn in range(1, self.repeats + 1):
+                    for row in group:
+                        _attempt(row, work, turn, baseline)
+                        progress.advance(bar)
                 for row in group:
-                    _release(row)
-        return list(records(rows, comparisons, Roofline.probed(work)))
+                    row.step = None
+                gc.collect()
+                torch.cuda.empty_cache()
+        records = list(_records(rows))
+        table = show(console, title, records, COLUMNS)
+        return {"device": device_name(work.device), "rows": records, "tables": [table]}
 
-    def _due(
-        self, group: list[Row], turn: int, comparisons: Comparisons, deadline: float
-    ) -> list[Row]:
-        """The rows of a group that run in this turn.
-
-        Beyond --repeats these are the rows whose interval is wide, and those that they are compared
-        with.
-        """
-        rows = [row for row in group if row.status == "ok"]
-        if turn <= self.repeats:
-            return rows
-        if turn > self.max_repeats or time.perf_counter() > deadline:
-            return []
-        due = list[Row]()
-        for row in filter(comparisons.is_wide, rows):
-            before = comparisons.before(row) or row
-            # a row of another group is over: only the turns that it ran can be paired
-            if before in group or turn in before.steps:
-                due += [row, before]
-        return [row for row in rows if row in due]
+    def _wants(self, row: Row) -> bool:
+        words = self.only
+        return not words or row.name == GRPO_PY or any(word in row.name for word in words)
 
 
-def _attempt(row: Row, job: Callable[[Row], None]) -> None:
-    """Run a job of a row; running out of memory becomes the row's status."""
-    if row.status != "ok":
-        return
+def rows_of(work: Work, *, configured: bool) -> Iterator[Row]:
+    """Every layer on top of the layers above it that this device keeps."""
+    flags, above, kind = PLAIN, None, work.device.type
+    for layer in LAYERS:
+        if layer.only_on not in ("", kind):
+            continue
+        keeps = kind in layer.kept_on
+        added = {**flags, **layer.flags}
+        row = Row(layer.name if keeps else f"({layer.name})", added, above)
+        yield row
+        if keeps:
+            flags, above = added, row
+    default = Config().flat()
+    if configured:
+        own = {name: work.config.flat()[name] for name in PLAIN}
+        yield Row("as configured", own, above)
+    elif any(flags[name] != default[name] for name in flags):
+        yield Row(DEFAULTS, {name: default[name] for name in PLAIN}, above)
+
+
+def _attempt(
+    row: Row, work: Work, turn: int, baseline: tuple[RolloutBatch, list[torch.Tensor]] | None
+) -> tuple[RolloutBatch, list[torch.Tensor]] | None:
+    """One turn of a row; turn 0 builds it, warms up, and compares gradients on one rollout."""
+    if row.status:
+        return baseline
     try:
-        job(row)
-    except ConfigError as error:
-        row.status = str(error)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        row.status = "out of memory"
-    if row.status != "ok":
-        _release(row)
+        if turn:
+            row.times[turn] = row.step.step(turn)
+            row.tokens[turn] = row.step.tokens()
+            return baseline
+        config = work.config.replace(**row.flags, learning_rate=FROZEN_LR)
+        resident = torch.cuda.memory_allocated() if work.device.type == "cuda" else 0
+        row.step = GrpoPyStep(config, work) if row.name == GRPO_PY else Step(config, work)
+        row.step.step(0)
+        if work.device.type == "cuda":
+            resident = torch.cuda.memory_allocated() - resident
+        # not in a timed step: measuring the peak returns freed memory, which takes time
+        with PeakMemory(work.device) as peak:
+            row.step.step(0)
+        row.peak_mib = peak.mib + resident / 2**20
+        batch = baseline[0] if baseline else row.step.batch
+        gradient = [g.cpu().double() for g in row.step.gradient(batch)[1]]
+        baseline = baseline or (batch, gradient)
+        apart = _norm([a - b for a, b in zip(gradient, baseline[1], strict=True)])
+        row.grad_difference = apart / (_norm(baseline[1]) or 1)
+    except (ConfigError, MemoryError, RuntimeError) as error:
+        row.status, row.step = str(error).splitlines()[0][:80], None
+    return baseline
 
 
-def _release(row: Row) -> None:
-    row.bench = None
-    gc.collect()  # compiled blocks refer to themselves
-    torch.cuda.empty_cache()
+def _norm(tensors: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(x.square().sum()) for x in tensors))
 
 
-def _warm_up(row: Row, work: Workload, baseline: Baseline) -> None:
-    """Build the row's step, run it twice, and compare its loss and gradient."""
-    config = work.config.replace(**row.spec.flags, learning_rate=FROZEN_LR)
-    with probe.PeakMemory(work.device) as memory:
-        start = time.perf_counter()
-        row.bench = GrpoPyStep(config, work) if row.spec.is_grpo_py else BenchStep(config, work)
-        row.bench.step(0)
-        row.warm_up_s = time.perf_counter() - start
-    resident = 0.0
-    if work.device.type == "cuda":
-        resident = torch.cuda.memory_allocated(work.device) / 2**20 - memory.before
-    # not in a timed step: measuring the peak returns freed memory to the system, which takes time
-    with probe.PeakMemory(work.device) as peak:
-        row.bench.step(0)
-    row.peak_mib = peak.mib + resident
-    row.loss_difference, row.grad_difference = baseline.compare(row.bench)
+def _records(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """The figures of each row as plain JSON."""
+    first = rows[0]
+    for row in rows:
+        record: dict[str, Any] = {"name": row.name, "flags": row.flags, "status": row.status}
+        if row.times and not row.status:
+            middle = {
+                n: median(t.get(n, 0.0) for t in row.times.values()) for n in ("seconds", *_KEYS)
+            }
+            over = row.over
+            while over and not over.times:
+                over = over.over
+            faster = gain(first.seconds, row.seconds)
+            gained = gain(over.seconds, row.seconds) if over else None
+            record |= {
+                **middle,
+                "s/step": Median.of(list(row.seconds.values())).text(),
+                "speedup": faster.text("{:.1f}") + "x" if faster else "",
+                "verdict": gained.verdict() if gained else "",
+                "peak_mib": row.peak_mib,
+                "grad_difference": row.grad_difference,
+                "different": sum(
+                    int((ids != first.tokens[turn]).any(-1).sum())
+                    for turn, ids in row.tokens.items()
+                    if turn in first.tokens
+                ),
+            }
+        yield record
 
 
-def _time_step(row: Row, turn: int, baseline: Baseline) -> None:
-    assert row.bench is not None
-    graphs = accel.graphs_compiled()
-    row.steps[turn] = row.bench.step(turn)
-    row.recompiles += accel.graphs_compiled() - graphs
-    baseline.count_different(row, turn, row.bench.tokens())
+_KEYS = (*PHASES, "rollout/tokens", "tokens/run", "rollout/rounds")

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from minigrpo import Config, Trainer, reward
-from minigrpo.evaluate import answer
-from minigrpo.types import Example
+from minigrpo.model.encoding import decode
+from minigrpo.types import Completions, Example
 
 HERE = Path(__file__).resolve()
 
@@ -33,13 +33,14 @@ def brevity(example: Example, text: str) -> float:
 def ask(trainer: Trainer) -> None:
     """Print the most likely answers to questions that training leaves out."""
     questions = [trainer.task.held_out(number) for number in range(4)]
-    for question, text in zip(questions, answer(trainer.sampler, questions), strict=True):
+    completions = Completions.join(list(trainer.sampler.complete(questions)))  # greedy, one each
+    for question, [text] in zip(questions, decode(trainer.tokenizer, completions), strict=True):
         print(f"{question.prompt} {text!r}, solved: {solved(question, text):.0f}")
 
 
 def main(model: str) -> None:
     config = Config.of(
-        init_from=model,
+        model=model,
         task="prompts",
         data=str(HERE.with_name("sums.jsonl")),
         system="You are a calculator.",
@@ -52,7 +53,7 @@ def main(model: str) -> None:
         warmup_steps=2,
         max_steps=10,
         eval_size=16,
-        fast=True,
+        use_amp=True,
     )
     trainer = Trainer(config)
     ask(trainer)

@@ -1,24 +1,27 @@
 r"""A task of your own in one file: write a word backwards.
 
-    minigrpo train --task examples/reverse.py --init-from scratch --loss nll --group-size 1 \
+    minigrpo train --task examples/reverse.py --model scratch --loss nll --group-size 1 \
         --max-steps 600 --stop-after 400 --learning-rate 2e-3 --prompts-per-step 32 \
-        --max-new-tokens 12 --out-dir runs/reverse-warm
-    minigrpo train --task examples/reverse.py --init-from runs/reverse-warm --max-steps 200 \
+        --max-new-tokens 12 --out-dir runs/reverse-sft
+    minigrpo train --task examples/reverse.py --model runs/reverse-sft --max-steps 200 \
         --max-new-tokens 12
 
 The first command trains on true answers, because a model with random weights would never earn a
 reward. The second one continues with GRPO. A task is a class with `parts`, `train`, `held_out` and
-`score`; the library creates an instance with the run's seed.
+`score`; the library makes one with the run's seed, and with the --task-args that `__init__` names.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from minigrpo.rewards import similarity
-from minigrpo.types import Example
+from minigrpo.types import Example, Task
 
 
-class Reverse:
-    parts = {"exact": 1.0, "similarity": 0.5}  # noqa: RUF012 - reward part -> default weight
+class Reverse(Task):
+    parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.5}  # name -> weight in the reward
+    about = "words to write backwards"
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -37,13 +40,11 @@ class Reverse:
         }
 
     def _example(self, number: int, *, held_out: bool) -> Example:
-        """Example `number`: a pure function of (seed, number), so that a resumed run sees the same
-        words.
+        """Example `number`: a function of (seed, number), so that a resumed run sees the same.
 
         The splits share no word: held-out words end in e or o, and training words do not.
         """
         rng = np.random.default_rng([self.seed, number, held_out])
         letters = rng.choice(list("abcdefghijklmnop"), rng.integers(3, 8))
         word = "".join(letters) + rng.choice(list("eo" if held_out else "aiu"))
-        kind = f"{len(word)} letters"
-        return Example(prompt=f"{word}=", answer=word[::-1], index=number, kind=kind)
+        return Example(f"{word}=", word[::-1], number, kind=f"{len(word)} letters")

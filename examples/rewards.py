@@ -1,16 +1,16 @@
-r"""Reward functions of your own, added to the parts that a task has.
+r"""Reward functions of your own, added to those of a task.
 
-    minigrpo train --task prompts --data examples/sums.jsonl --init-from scratch --loss nll \
+    minigrpo train --task prompts --data examples/sums.jsonl --model scratch --loss nll \
         --max-steps 600 --stop-after 400 --learning-rate 2e-3 --prompts-per-step 32 \
-        --max-new-tokens 8 --out-dir runs/sums-warm
-    minigrpo train --task prompts --data examples/sums.jsonl --init-from runs/sums-warm \
+        --max-new-tokens 8 --out-dir runs/sums-sft
+    minigrpo train --task prompts --data examples/sums.jsonl --model runs/sums-sft \
         --max-new-tokens 8 --rewards examples/rewards.py \
         --reward-weights exact=1,close=0.5,brevity=0.1
 
 The first command trains on true answers, the second one with these rewards. `example.prompt` is the
 question, `example.answer` the truth, and `text` what the model wrote. A function that raises, takes
-too long or does not return a finite number does not stop the run: the completion gets the
-function's floor, and the failure is counted in the metrics.
+too long or does not return a finite number does not stop the run: the completion gets 0, and the
+failure is counted in the metrics.
 """
 
 from minigrpo import reward
@@ -19,7 +19,7 @@ from minigrpo.types import Example
 
 @reward(weight=0.5)
 def close(example: Example, text: str) -> float:
-    """1 for the true number, less for others. Non-numbers raise, and so get the floor of 0."""
+    """1 for the true number, less for others. What is no number raises, and so gets 0."""
     return 1 / (1 + abs(int(text) - int(example.answer)))
 
 

@@ -8,19 +8,21 @@ it are model/ (the model and packing), sampling/ (decoding), tasks/ (prompts and
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["Config", "Trainer", "Transformer", "reward"]
+__all__ = ["Config", "Task", "Trainer", "Transformer", "reward"]
 
 if TYPE_CHECKING:
     from .config import Config
     from .model.transformer import Transformer
     from .rewards import reward
     from .trainer import Trainer
+    from .types import Task
 else:
     _MODULES = {
         "Config": "config",
         "Trainer": "trainer",
         "Transformer": "model.transformer",
         "reward": "rewards",
+        "Task": "types",
     }
 
     def __getattr__(name: str) -> object:

@@ -1,277 +1,232 @@
-"""Config: every setting that a run depends on, in groups, validated before any work starts.
+"""Config: every setting of a run, in groups, checked before any work starts.
 
-In Python a setting is `config.sampling.group_size`; flags and `Config.of(...)` leave the group out:
-`--group-size 8`, `Config.of(group_size=8)`. The docstring under a field is its --help text. How
-groups become flags and TOML is in runtime/settings.py. Precedence: the defaults below, the settings
-of the task (tasks/registry.py), `--config FILE.toml`, the command line; the last one wins.
+In Python a setting is `config.sampling.group_size`; flags, TOML files without tables and
+`Config.of(...)` leave the group out: `--group-size 8`, `Config.of(group_size=8)`. The setting
+`name` of a group is the flag of the group: `config.loss.name` is `--loss`. The text under a field
+is its --help. Precedence, the last one wins: the defaults below, the settings of the task
+(task_table.py), `--config FILE.toml`, the command line.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+import argparse
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import tyro
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from .losses import KL_ESTIMATORS, KL_IN_REWARD, LOSSES, SCALES
-from .model.architectures import ArchName
-from .runtime import combinations
-from .runtime.constraints import Above, AtLeast, AtMost, Group, SeveralLines
-from .runtime.fast import fast_layers
-from .runtime.reward_weights import parse_weights
-from .runtime.settings import Grouped
-from .tasks.registry import settings_by_task
+from .task_table import settings_of_task
+from .types import ConfigError
 
-# The upper limits only refuse slips of the keyboard, which would fill the memory or never end.
-Count = Annotated[int, AtLeast(1), AtMost(10**9)]
-CountOrZero = Annotated[int, AtLeast(0), AtMost(10**9)]
-Size = Annotated[int, AtLeast(1), AtMost(10**6)]
-Few = Annotated[int, AtLeast(0), AtMost(1024)]
-PositiveOrZero = Annotated[float, AtLeast(0)]
-if TYPE_CHECKING:  # type checkers cannot evaluate the table
-    LossName = str
-    KLName = str
-    ScaleName = str
-else:
-    LossName = Literal[tuple(LOSSES)]
-    KLName = Literal[(*KL_ESTIMATORS, KL_IN_REWARD)]
-    ScaleName = Literal[("auto", *SCALES)]
+LossName = Literal[
+    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo", "nll"
+]
+FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
 
 
-@dataclass(frozen=True, kw_only=True)
+def read_pairs(value: Any) -> Any:
+    """`"a=1,b=2"` as a dict; a comma separates only where NAME= follows: `"sizes=2x12,3x12"`."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in re.split(r"[,\s]+(?=\w+=)", value.strip()) if pair]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ValueError(f"must be NAME=VALUE,NAME=VALUE, got {value!r}")
+    return {name: text for name, _, text in pairs}
+
+
+AsPairs = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="NAME=VALUE,..",
+    instance_from_str=lambda words: read_pairs(words[0]),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda pairs: [",".join(f"{name}={x}" for name, x in pairs.items())],
+)
+Texts = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
+Weights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
 class TaskConfig(Group):
     """What the model is asked, and how its answers are scored."""
 
     name: Annotated[str, tyro.conf.arg(name="task")] = "chess-env"
     """A task of docs/tasks.md (chess-env, prompts, math, code, ..) or a Python file (FILE.py)."""
+    task_args: Texts = {}
+    """Settings of this task alone, such as difficulty=2x12,3x12 (docs/tasks.md)."""
     data: str = ""
-    """Comma-separated files with prompts, instead of self-play: .pgn, .pgn.gz, .txt, .jsonl."""
-    system: Annotated[str, SeveralLines()] = ""
+    """Comma-separated files to train on: .jsonl; for chess also .pgn, .pgn.gz and .txt."""
+    eval_data: str = ""
+    """Files that are held out whole; without them, a tenth of the questions of --data is."""
+    system: str = ""
     """A system message for all prompts without their own; the chat template then writes them."""
-    difficulty: str = ""
-    """Problems that countdown makes: numbers x the largest, equally many of each of 2x12,3x12."""
-    history: Few = 0
-    """Number of earlier moves that a chess prompt includes."""
-    confidence: bool = False
-    """Ask how sure each answer is, and pay for calibration too (RLCR); not for --task teach."""
-    student: str = ""
-    """The frozen model that --task teach explains to: a path or ORG/NAME; or shipped."""
     rewards: str = ""
-    """A Python file with more reward parts: functions decorated with @minigrpo.reward()."""
-    reward_weights: str = ""
-    """Weights of reward parts, such as exact_fen=1,similarity=0.5; parts left out weigh 0."""
-    reward_timeout: Annotated[float, AtLeast(0.001), AtMost(10**7)] = 10.0
-    """Seconds per completion that a reward function may take before it counts as failed."""
-
-    def weights(self) -> dict[str, float]:
-        """`reward_weights` as a mapping; empty means the defaults. Raises ConfigError."""
-        return parse_weights(self.reward_weights)
+    """A Python file with more reward functions, decorated with @minigrpo.reward."""
+    reward_weights: Weights = {}
+    """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Group):
     """Which model is trained."""
 
-    init_from: str = "shipped"
-    """shipped, scratch, a run's folder, a model's folder or file, or ORG/NAME on the Hub."""
+    name: Annotated[str, tyro.conf.arg(name="model")] = "shipped"
+    """shipped, scratch, a run, a model's folder (only config.json: random weights), or ORG/NAME."""
     tokenizer: str = "auto"
     """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
     chat_template: str = ""
     """A jinja2 file that writes prompts from messages, instead of the model's own template."""
-    arch: ArchName = "gpt2"
-    """Family of the model, with --init-from scratch."""
-    layers: Size = 4
-    """Transformer blocks, with --init-from scratch."""
-    width: Size = 128
-    """Size of the residual stream, with --init-from scratch."""
-    heads: Size = 4
-    """Attention heads, with --init-from scratch."""
-    kv_heads: Few = 0
-    """Heads of keys and values, which --heads share (llama, qwen3), with scratch; 0: as many."""
-    context: Size = 256
-    """Context length in tokens, with --init-from scratch."""
-    lora_rank: Few = 0
+    lora_rank: int = Field(0, ge=0)
     """Train adapters of this rank (LoRA) beside frozen weights; 0: train all weights."""
-    lora_alpha: PositiveOrZero = 0.0
+    lora_alpha: float = Field(0.0, ge=0)
     """Adapters are scaled by this over --lora-rank; 0: twice the rank."""
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
     base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How frozen weights are stored: under --lora-rank, of --student and other reward models."""
+    """How frozen weights are stored: under --lora-rank, and of models that rewards ask."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Group):
     """How completions are sampled."""
 
-    prompts_per_step: Size = 16
+    prompts_per_step: int = Field(16, ge=1)
     """Prompts per step, over all processes."""
-    group_size: Size = 16
+    group_size: int = Field(16, ge=1)
     """Completions per prompt."""
-    max_new_tokens: Size = 96
+    max_new_tokens: int = Field(96, ge=1)
     """Longest completion in tokens, end of text included."""
-    temperature: Annotated[float, AtLeast(0.001), AtMost(1000)] = 1.0
+    temperature: float = Field(1.0, ge=0.001)
     """Sampling temperature; training divides the logits by it too."""
-    top_k: CountOrZero = 0
+    top_k: int = Field(0, ge=0)
     """Sample from the k most likely tokens; training uses the full distribution. 0: all."""
-    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens with this total probability; training uses all."""
-    min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens at least this times as likely as the likeliest; training uses all."""
-    dynamic_sampling: Few = 0
+    dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossConfig(Group):
     """What is minimised."""
 
     name: Annotated[LossName, tyro.conf.arg(name="loss")] = "grpo"
-    """The policy loss; nll is supervised training on true answers, the warm start."""
-    clip_low: Annotated[float | None, AtLeast(0), AtMost(10**6)] = None
+    """The policy loss; nll is supervised fine-tuning (SFT) on true answers."""
+    clip_low: float | None = Field(None, ge=0)
     """The ratio is clipped at 1 - this; unset: the loss's default."""
-    clip_high: Annotated[float | None, AtLeast(0), AtMost(10**6)] = None
+    clip_high: float | None = Field(None, ge=0)
     """The ratio is clipped at 1 + this; unset: the loss's default."""
-    ratio_cap: Annotated[float | None, Above(0), AtMost(10**6)] = None
+    ratio_cap: float | None = Field(None, gt=0)
     """Absolute cap on the ratio (cispo, two-sided clip); unset: the loss's default."""
-    advantage: Literal["auto", "group_mean", "leave_one_out"] = "auto"
-    """Baseline of the advantage; auto: the loss's default."""
-    scale: ScaleName = "auto"
+    scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
     """What divides advantages: a standard deviation, the group's mean; auto: the loss's default."""
-    kl: KLName = "k3"
+    kl: Literal["k2", "k3", "k3_is", "k1_reward"] = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
-    kl_coef: PositiveOrZero = 0.0
+    kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the initial model; above 0 a frozen copy is kept, except with LoRA."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
     """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
-    overlong_buffer: Count = 16
+    overlong_buffer: int = Field(16, ge=1)
     """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
-    sampler_correction: bool = False
-    """Weight each token by min(p_trainer / p_sampler, cap): truncated importance sampling."""
-    sampler_correction_cap: Annotated[float, Above(0), AtMost(10**6)] = 2.0
-    """The cap of --sampler-correction."""
+    sampler_correction: float = Field(0.0, ge=0)
+    """Weight each token by min(p_trainer / p_sampler, this): importance sampling. 0: off."""
     shuffle_rewards: bool = False
     """For control runs: shuffle rewards within each group, so that they carry no signal."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Group):
     """AdamW and its schedule."""
 
-    num_iterations: Count = 1
+    num_iterations: int = Field(1, ge=1)
     """Optimizer steps per rollout."""
-    learning_rate: Annotated[float, Above(0)] = 6e-4
-    """Peak learning rate."""
-    warmup_steps: CountOrZero = 10
+    learning_rate: float = Field(6e-4, gt=0)
+    """Peak learning rate; it falls by a cosine to a tenth of that over --max-steps."""
+    warmup_steps: int = Field(10, ge=0)
     """Steps of linear learning-rate warm-up."""
-    weight_decay: PositiveOrZero = 0.0
+    weight_decay: float = Field(0.0, ge=0)
     """Weight decay on matrices; biases and norms have none."""
-    grad_clip: Annotated[float, Above(0)] = 1.0
+    grad_clip: float = Field(1.0, gt=0)
     """The gradient is clipped to this norm."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SpeedConfig(Group):
     """Speed layers, one flag each. None of them changes results beyond rounding."""
 
-    fast: bool = False
-    """Turn on the layers that help on this device, except where set; the run lists them."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     use_amp: bool = False
     """Run the model under autocast in --amp-dtype; log-softmax and the loss stay in float32."""
     amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """Precision of --use-amp; float16 needs a CUDA GPU and scales the loss."""
-    low_precision_weights: bool = False
-    """With --use-amp: sampler and reference store the blocks' linear layers in --amp-dtype."""
     use_tf32: bool = False
     """TF32 matrix products on CUDA."""
-    onednn: bool = True
-    """Large float32 products by oneDNN, on CPUs with AVX-512 other than Intel's: MKL is slower."""
-    keep_freed_memory: bool = True
-    """On a CPU, keep freed memory in the process (glibc only): getting new pages takes time."""
     compile_model: bool = False
     """torch.compile the training blocks, except attention; needs a C or C++ compiler."""
-    packing: Literal["repeated", "shared-prompt", "prefix-tree"] = "prefix-tree"
-    """What runs only once: nothing, each prompt and distinct completion, or each prefix."""
-    kv_cache: bool = True
-    """Cache keys and values while sampling."""
-    speculative_decoding: bool = True
-    """Propose tokens from the known answer while sampling: same tokens, fewer rounds."""
-    num_speculative_tokens: Few = 7
-    """Most tokens proposed per completion and decoding round; fewer while few of them are right."""
-    cuda_graphs: bool = False
-    """Capture decoding rounds as CUDA graphs, and replay them."""
+    packing: Literal["repeated", "prefix-tree"] = "prefix-tree"
+    """The update runs each distinct prefix once; repeated: every completion in full."""
+    num_speculative_tokens: int = Field(4, ge=0)
+    """Tokens proposed per decoding round, from the known answer: same tokens, fewer rounds."""
     fused_optimizer: bool = True
     """Use AdamW's fused kernel."""
-    skip_zero_variance_groups: bool = True
-    """Leave out of the update groups whose gradient is exactly 0: equal rewards, no KL."""
     parallel_rewards: bool = True
     """Score completions in a thread pool."""
-    num_reward_workers: Annotated[int, AtLeast(1), AtMost(256)] = 2
+    num_reward_workers: int = Field(2, ge=1, le=256)
     """Threads in the reward pool."""
-    overlap_rewards: bool = False
-    """Score in the reward pool while the next rollout batch decodes and the reference runs."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Group):
     """Less memory for more time. Results stay the same, except for bnpo with micro-batches."""
 
-    micro_batch_size: CountOrZero = 0
+    micro_batch_size: int = Field(0, ge=0)
     """Prompts per forward and backward pass; 0: all of them."""
-    rollout_batch_size: CountOrZero = 0
+    rollout_batch_size: int = Field(0, ge=0)
     """Prompts sampled together, others enter as completions end; 0: all of them."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
-    chunked_logprobs: bool = False
-    """Compute logits in chunks, and recompute them in backward; for large vocabularies."""
     offload_reference: bool = False
     """Keep the reference of --kl-coef, and models of rewards, in host memory between steps."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps."""
-    share_prompt_kv: bool = False
-    """While sampling, store a prompt's keys and values once for all of its completions."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(Group):
     """How long a run is, when it evaluates, and what it saves."""
 
-    max_steps: Count = 350
+    max_steps: int = Field(350, ge=1)
     """Steps to train for; the learning rate decays over them."""
-    stop_after: CountOrZero = 0
+    stop_after: int = Field(0, ge=0)
     """Stop after this step as if interrupted; the schedule does not change. 0: off."""
-    eval_every: CountOrZero = 100
+    eval_every: int = Field(100, ge=0)
     """Steps between evaluations; 0: only before and after training."""
-    eval_size: Size = 1024
-    """Held-out examples in the first and the last evaluation."""
-    eval_size_during: Size = 512
-    """Held-out examples in the evaluations in between."""
-    eval_samples: Annotated[int, AtLeast(1), AtMost(1024)] = 1
+    eval_size: int = Field(512, ge=1)
+    """Held-out examples per evaluation."""
+    eval_samples: int = Field(1, ge=1, le=1024)
     """Completions sampled per example of an evaluation; above 1 it also has pass@k."""
-    save_every: Count = 100
+    save_every: int = Field(100, ge=1)
     """Steps between checkpoints; the last step is always saved."""
-    keep_last: Count = 2
+    keep_last: int = Field(2, ge=1)
     """How many of the newest checkpoints to keep."""
-    seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed for examples, samples and initial weights."""
     out_dir: str = ""
     """The run's folder; empty: runs/<time>-<loss>."""
     resume: str = ""
-    """auto (the newest intact checkpoint in --out-dir, if any), or the step to resume from."""
-    plan: bool = False
-    """Print the estimated tokens, FLOPs, memory and seconds of a step, and run nothing."""
+    """auto (go on in --out-dir, if it holds a run), or a run or checkpoint to branch from."""
     track: Literal["none", "wandb", "trackio"] = "none"
     """Also log to Weights & Biases or to Trackio (extras wandb and trackio)."""
     profile: bool = False
     """Write a torch.profiler trace of the 4th to 6th step from the start or the resume."""
-    pg_timeout: Annotated[float, AtLeast(1), AtMost(31_536_000)] = 600.0
-    """Seconds that a process waits for the others before it fails."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(Grouped):
-    """All settings of a run, by group. Raises ConfigError for an invalid combination."""
+class Config(Group):
+    """Train with GRPO. --config FILE.toml sets any of these; flags override it."""
 
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
@@ -282,19 +237,150 @@ class Config(Grouped):
     memory: MemoryConfig = MemoryConfig()
     run: RunConfig = RunConfig()
 
-    def __post_init__(self) -> None:
-        combinations.check(self, LOSSES[self.loss.name])
-
     @property
     def supervised(self) -> bool:
         """Whether completions are the true answers, one per prompt."""
-        return not LOSSES[self.loss.name].needs_group
+        return self.loss.name == "nll"
 
-    @staticmethod
-    def settings_by_task() -> Mapping[str, Mapping[str, Any]]:
-        """The settings of built-in tasks, which count below --config and the command line."""
-        return settings_by_task()
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        sampling, loss = self.sampling, self.loss
+        if sampling.group_size < 2 and not self.supervised:
+            raise ValueError(f"--group-size must be at least 2 with --loss {loss.name}")
+        if self.supervised and loss.kl_coef:
+            raise ValueError("--kl-coef must be 0 with --loss nll, which samples nothing")
+        if loss.overlong == "punish" and loss.overlong_buffer > sampling.max_new_tokens:
+            raise ValueError("--overlong-buffer must be at most --max-new-tokens")
+        scale = "mean" if (loss.name, loss.scale) == ("maxrl", "auto") else loss.scale
+        if scale == "mean" and (loss.overlong == "punish" or loss.kl == "k1_reward"):
+            raise ValueError("--scale mean (maxrl) divides by rewards, which may not be negative")
+        if self.run.resume == "auto" and not self.run.out_dir:
+            raise ValueError("--resume auto needs --out-dir, the folder of the run to continue")
+        if self.task.eval_data and not self.task.data:
+            raise ValueError("--eval-data needs --data, the files to train on")
+        return self
 
-    def resolved(self, given: Collection[str]) -> Self:
-        """This config with the layers of --fast, except the settings that are `given`."""
-        return replace(self, **self._groups(fast_layers(self.speed, given)))
+    # --- flat names -----------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
+        return cls._layered(settings)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """A config from a TOML file, or from a preset by its name. Raises ConfigError."""
+        return cls._layered(read_toml(path))
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
+        """Parse flags; on a mistake, print what is wrong and exit with code 2."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        early.add_argument("--config", action="append", default=[])
+        rest = early.parse_known_args(words)[1]
+        early.add_argument("--task")
+        early.add_argument("--data")
+        given = early.parse_known_args(words)[0]
+        settings: dict[str, Any] = {}
+        for path in given.config:
+            settings |= read_toml(path)
+        of_task = {key: x for key in ("task", "data") if (x := getattr(given, key)) is not None}
+        below = cls._layered(settings | of_task, check=False)
+        return tyro.cli(
+            cls, args=rest, default=below, prog=prog, config=(tyro.conf.OmitArgPrefixes,)
+        )
+
+    @classmethod
+    def _layered(cls, settings: Mapping[str, Any], *, check: bool = True) -> Self:
+        """The defaults, the settings of the task, then `settings`, by flat name."""
+        known = places()
+        if unknown := settings.keys() - known.keys():
+            raise ConfigError(f"unknown setting: {', '.join(sorted(unknown))}")
+        task, data = settings.get("task", TaskConfig().name), settings.get("data", "")
+        groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
+        for name, value in {**settings_of_task(task, bool(data)), **settings}.items():
+            group, field = known[name]
+            groups[group][field] = value
+        try:
+            kinds: dict[str, Any] = {g: info.annotation for g, info in cls.model_fields.items()}
+            build: Any = cls if check else cls.model_construct
+            made: Self = build(**{group: kinds[group](**own) for group, own in groups.items()})
+            return made
+        except ValidationError as error:
+            raise ConfigError(_words(error)) from None
+
+    def replace(self, **settings: Any) -> Self:
+        """A copy with some settings changed, by flat name. Raises ConfigError."""
+        if {"task", "data"} & settings.keys():
+            raise ConfigError("task and data bring settings of their own: use Config.of")
+        return self._layered({**self.flat(), **settings})
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting, by flat name."""
+        return {name: getattr(getattr(self, g), field) for name, (g, field) in places().items()}
+
+    def as_toml(self) -> str:
+        """The settings as TOML, with a table per group. None is left out: TOML has no null."""
+        lines = []
+        for group in type(self).model_fields:
+            lines += ["", f"[{group}]"]
+            own = getattr(self, group).model_dump(exclude_none=True)
+            lines += [f"{name} = {toml_value(value)}" for name, value in own.items()]
+        return "\n".join(lines[1:]) + "\n"
+
+
+def places() -> dict[str, tuple[str, str]]:
+    """Flat name -> (group, field), in order of declaration."""
+    return {
+        group if field == "name" else field: (group, field)
+        for group, info in Config.model_fields.items()
+        for field in info.annotation.model_fields  # type: ignore[union-attr]
+    }
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings of a TOML file, by flat name; a name without .toml is a preset.
+
+    The table `versions` of a run's own config.toml is skipped. Raises ConfigError.
+    """
+    file = Path(path)
+    here = Path(__file__).parent  # presets lie beside the package in a checkout, inside when built
+    folders = [here.parent / "configs", here / "configs"]
+    if file.suffix != ".toml":
+        file = next((f for x in folders if (f := x / f"{path}.toml").is_file()), file)
+    if not file.is_file():
+        presets = ", ".join(sorted(f.stem for folder in folders for f in folder.glob("*.toml")))
+        raise ConfigError(f"--config {path}: no such file; presets: {presets}")
+    try:
+        contents = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    contents.pop("versions", None)
+    settings: dict[str, Any] = {}
+    for key, value in contents.items():
+        in_group = key in Config.model_fields and isinstance(value, dict)
+        for name, x in value.items() if in_group else [(key, value)]:
+            settings[key if in_group and name == "name" else name] = x
+    return settings
+
+
+def toml_value(value: Any) -> str:
+    """A plain value as TOML."""
+    if isinstance(value, dict):
+        inner = (f"{toml_value(str(name))} = {toml_value(x)}" for name, x in value.items())
+        return "{" + ", ".join(inner) + "}"
+    if isinstance(value, str):
+        # JSON's strings are TOML's, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _words(error: ValidationError) -> str:
+    """A pydantic error in one line, with the names of the flags."""
+    found = []
+    for problem in error.errors():
+        name = ".".join(map(str, problem["loc"])).replace("_", "-")
+        message = problem["msg"].removeprefix("Value error, ")
+        found.append(f"--{name}: {message}, got {problem['input']!r}" if name else message)
+    return "; ".join(found)

@@ -21,14 +21,12 @@ from .losses import LOSSES, LossNormalizer, per_local_token, policy_loss
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
-from .runtime import accel
-from .runtime.batch_arguments import check_batch
+from .runtime import device as layers
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard, check_weights, load_scaler, weight_norm
-from .runtime.oom import OOMBackoff
-from .runtime.optim import learning_rate_at, load_optimizer, make_optimizer
-from .runtime.sampler_gap import LARGEST, MEAN, OFF, gap_sums, truncated_importance_weights
-from .types import Completions, RolloutBatch
+from .runtime.guard import NonFiniteGuard, OOMBackoff, check_weights, weight_norm
+from .runtime.optimizer import learning_rate_at, make_optimizer
+from .runtime.stats import LARGEST, MEAN, OFF, gap_sums, truncated_importance_weights
+from .types import RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
 # Micro-batches' metrics are added up, but for LARGEST; of these, the sum is divided by the tokens.
@@ -47,13 +45,12 @@ class Learner:
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
     ) -> None:
         """`warn` receives messages; `dump` saves a batch whose step was skipped."""
-        accel.check_compiler(config.speed, model.device)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.dump, self.device = warn, dump, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
-        self.trained = accel.with_training_layers(config, model)
+        self.trained = layers.with_training_layers(config, model)
         self.wrapped = self.dist.wrap(self.trained)
-        self.scaler = accel.grad_scaler(config.speed, self.device)
+        self.scaler = layers.grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(
             model,
             learning_rate=config.optimizer.learning_rate,
@@ -98,10 +95,8 @@ class Learner:
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
 
-        The normalizer counts the whole step over all processes, skipped groups included. Raises
-        ValueError for a batch whose parts do not fit each other.
+        The normalizer counts the whole step over all processes, skipped groups included.
         """
-        check_batch(batch)
         batch = batch.with_loss_mask_applied()
         mask = batch.completions.completion_mask
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
@@ -116,16 +111,14 @@ class Learner:
         every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
         local = LOSSES[self.config.loss.name].reduce is per_local_token
-        has_kl = batch.ref_logp is not None
-        skip = self.config.speed.skip_zero_variance_groups
-        if batch.advantages is None or has_kl or local or not skip:
+        if batch.advantages is None or batch.ref_logp is not None or local:
             return every
         return [p for p in every if batch.advantages[p].any()] or [0]
 
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
         def in_parts(size: int) -> Tensor:
-            logps = [self.forward(self.pack(part.completions))[0] for part in batch.split(size)]
+            logps = [self.forward(self.pack(part))[0] for part in batch.split(size)]
             return torch.cat([logp.cpu() for logp in logps])
 
         return self.backoff.run(in_parts, len(batch))
@@ -157,7 +150,7 @@ class Learner:
         return self._over_processes(sums)
 
     def _backward(self, part: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
-        packing = self.pack(part.completions)
+        packing = self.pack(part)
         part = part.to(self.device)
         loss, metrics = self.objective(part, packing, normalizer)
         # undo DDP's averaging: the loss is already this process's share of the sum
@@ -195,9 +188,9 @@ class Learner:
             metrics |= gap_sums(_old(part, logp), part.completions.sampler_logp, mask)
         return loss, metrics
 
-    def pack(self, completions: Completions) -> Packing:
+    def pack(self, part: RolloutBatch) -> Packing:
         """Build the packing on the host, then move it to the device."""
-        return PACKINGS[self.config.speed.packing](completions).to(self.device)
+        return PACKINGS[self.config.speed.packing](part.completions).to(self.device)
 
     def forward(self, packing: Packing) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
@@ -210,13 +203,13 @@ class Learner:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""
         if self.guard.halvings:
             return nullcontext()
-        return accel.autocast(self.config.speed, self.device)
+        return layers.autocast(self.config.speed, self.device)
 
     def _sampler_correction(self, part: RolloutBatch, logp: Tensor) -> Tensor | None:
-        if not self.config.loss.sampler_correction or part.behavior_logp is None:
+        cap, behavior_logp = self.config.loss.sampler_correction, part.completions.behavior_logp
+        if not cap or behavior_logp is None:
             return None
-        cap = self.config.loss.sampler_correction_cap
-        return truncated_importance_weights(_old(part, logp), part.behavior_logp, cap)
+        return truncated_importance_weights(_old(part, logp), behavior_logp, cap)
 
     def _over_processes(self, sums: Metrics) -> Metrics:
         largest = sums.pop(LARGEST, None)
@@ -276,12 +269,10 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         load_trained(self.model, state["model"])
-        steps = state["step"]
-        most_updates = steps * self.config.optimizer.num_iterations
-        load_optimizer(self.optimizer, state["optimizer"], most_updates=most_updates)
-        self.guard.load_state_dict(state.get("guard", {}), steps)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.load_state_dict(state["guard"])
         if self.scaler.is_enabled() and "scaler" in state:
-            load_scaler(self.scaler, state["scaler"])
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def _old(part: RolloutBatch, logp: Tensor) -> Tensor:

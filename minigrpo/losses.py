@@ -20,14 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .runtime import loss_arguments as check
-
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
 SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> what divides
     "group": lambda rewards: rewards.std(-1, keepdim=True) + STD_EPS,
     "batch": lambda rewards: rewards.std() + STD_EPS,
     "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
     "none": lambda rewards: 1.0,  # Dr. GRPO, arXiv 2503.20783
+}
+# factor on R_i - mean(R): with G / (G - 1), the baseline is the mean of the others
+ESTIMATORS: dict[str, Callable[[int], float]] = {
+    "group_mean": lambda size: 1.0,
+    "leave_one_out": lambda size: size / (size - 1),
 }
 SAPO_TAU = 1.0, 1.05  # the paper's temperatures, where A > 0 and elsewhere
 GMPO_CLIP = 1 - math.exp(-0.4), math.exp(0.4) - 1  # the paper's range is exp(-0.4) to exp(0.4)
@@ -37,27 +40,25 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
 
     Args:
-        estimator: `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out`: R_i minus
-            the mean of the others (RLOO, arXiv 2402.14740).
+        estimator: a row of ESTIMATORS. `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300).
+            `leave_one_out`: R_i minus the mean of the others (RLOO, arXiv 2402.14740).
         scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
 
     A group with equal rewards has advantages of exactly 0. They have no gradient. Raises ValueError
-    for groups of one, for rewards that are not finite, and for an argument that is not allowed.
+    for groups of one and for rewards that are not finite or, with scale `mean`, negative.
     """
-    check.choice("estimator", estimator, ("group_mean", "leave_one_out"))
-    check.choice("advantage scale", scale, SCALES)
-    check.rewards(rewards, may_be_negative=scale != "mean")
-    dtype, size = torch.promote_types(rewards.dtype, torch.float32), rewards.shape[-1]
-    large = bool((rewards.to(dtype).abs() > check.FLOAT32_UP_TO).any())
-    rewards = rewards.detach().to(torch.float64 if large else dtype)
-    centred = rewards - rewards.mean(-1, keepdim=True)
-    if estimator == "leave_one_out":
-        centred = centred * (size / (size - 1))
+    size = rewards.shape[-1]
+    if rewards.dim() != 2 or size < 2:
+        raise ValueError(f"rewards must be [P, G] with G of at least 2, got {list(rewards.shape)}")
+    if not rewards.isfinite().all() or (scale == "mean" and (rewards < 0).any()):
+        raise ValueError("rewards must be finite, and with the scale mean not negative")
+    rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
+    centred = (rewards - rewards.mean(-1, keepdim=True)) * ESTIMATORS[estimator](size)
     centred = centred / SCALES[scale](rewards)
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
     # error would become a gradient.
     equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
-    return torch.where(equal, 0.0, centred).to(dtype)
+    return torch.where(equal, 0.0, centred)
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,8 @@ class LossNormalizer:
     completions: int | Tensor  # B
     tokens: int | Tensor  # N, completion tokens in the loss
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is no whole number, or below 1."""
-        check.count("completions", self.completions, may_be_tensor=True)
-        check.count("tokens", self.tokens, may_be_tensor=True)
-
     @classmethod
     def of(cls, mask: Tensor) -> "LossNormalizer":
-        check.mask(mask)
         return cls(max(1, mask[..., 0].numel()), mask.sum().clamp(min=1))
 
 
@@ -248,36 +243,37 @@ def policy_loss(
         max_completion_length: what dr_grpo divides by; None: S.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
-        token_weights: `[..., S]`, factors on the policy term, not on the KL (sampler_gap.py).
+        token_weights: `[..., S]`, factors on the policy term, not on the KL.
         normalizer: B and N of the whole optimizer step; None counts this batch only. With a common
             normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
 
     Returns:
         The scalar loss, and metrics: scalars without gradient. Only `logp` gets a gradient. Raises
-        ValueError, with the name of the argument, for one that is unknown, missing, out of range,
-        of another type, or of a shape that only broadcasts. Numbers that are not finite give a loss
-        that is not finite.
+        ValueError for an unknown loss or KL, and for a tensor that is missing or of another shape.
     """
-    check.choice("loss", loss, LOSSES)
-    check.choice("kl", kl, (*KL_ESTIMATORS, KL_IN_REWARD))
-    check.number("kl_coef", kl_coef, least=0)
-    spec, estimate_kl = LOSSES[loss], KL_ESTIMATORS.get(kl) if kl_coef else None
+    if loss not in LOSSES or kl not in (*KL_ESTIMATORS, KL_IN_REWARD):
+        raise ValueError(f"unknown loss {loss!r} or KL estimator {kl!r}")
+    spec = LOSSES[loss]
+    estimate_kl = KL_ESTIMATORS[kl] if kl_coef and kl != KL_IN_REWARD else None
+    if spec.needs_group and advantages is None:
+        raise ValueError(f"loss {loss} needs advantages")
+    if estimate_kl and ref_logp is None:
+        raise ValueError("kl_coef above 0 needs ref_logp")
+    shapes = {"mask": (mask, logp.shape), "advantages": (advantages, logp.shape[:-1])}
+    per_token_inputs = {"old_logp": old_logp, "ref_logp": ref_logp, "token_weights": token_weights}
+    shapes |= {name: (x, logp.shape) for name, x in per_token_inputs.items()}
+    for name, (x, shape) in shapes.items():
+        if x is not None and x.shape != shape:  # another shape could broadcast by chance
+            raise ValueError(f"{name} must have the shape {list(shape)}, got {list(x.shape)}")
     low = spec.clip_low if clip_low is None else clip_low
     high = spec.clip_high if clip_high is None else clip_high
     cap = spec.ratio_cap if ratio_cap is None else ratio_cap
-    check.clip(low, high, cap)
-    check.batch(logp, mask, advantages, spec.needs_group)
-    check.tensor("old_logp", old_logp, logp.shape)
-    check.tensor("ref_logp", ref_logp, logp.shape, needed=estimate_kl is not None)
-    check.tensor("token_weights", token_weights, logp.shape)
     max_length = logp.shape[-1] if max_completion_length is None else max_completion_length
-    check.count("max_completion_length", max_length)
     # constants of the objective: a gradient through one of them would be another objective's
     old_logp, ref_logp, advantages, token_weights = (
         None if x is None else x.detach() for x in (old_logp, ref_logp, advantages, token_weights)
     )
     normalizer = LossNormalizer.of(mask) if normalizer is None else normalizer
-    check.instance("normalizer", normalizer, LossNormalizer)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
     m = mask.to(at_least_fp32)
     # mask before exp, because inf * 0 is NaN in the backward pass
@@ -292,7 +288,7 @@ def policy_loss(
     by_token = per_token(m, normalizer, 0)
     by_row = by_token if spec.ratio is token_ratio else per_completion(m, normalizer, 0)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
-    if estimate_kl and ref_logp is not None:
+    if estimate_kl and ref_logp is not None:  # never None here: mypy does not know
         penalty = estimate_kl(torch.where(mask, ref_logp, 0.0) - logp, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty

@@ -1,44 +1,34 @@
-"""Text similarity, and the scorer that runs all reward parts.
+"""Reward functions: the decorator, and the scorer that calls them and the task.
 
-The tasks' own scores are in tasks/, a user's functions in runtime/reward_functions.py. How calls
-are cut, limited and checked is in runtime/reward_calls.py.
-
-Scoring is cheap because each distinct (example, text) is scored once, except by functions of whole
-groups, and malformed texts are rejected before they are parsed. Threads do not make it faster,
-because python-chess holds the interpreter lock (GIL). They let scoring overlap with work on the
-device, let rewards wait side by side (for a network, say), and keep one that hangs from stopping
-the run.
+Each distinct (example, text) is scored once, except by functions of whole groups. The task is
+trusted: it has no time limit, and an error in it ends the run. A function may hang or raise or
+return no number: then its completions get 0, and the failure is counted. Threads do not make
+scoring chess faster, because python-chess holds the interpreter lock (GIL); they run several
+programs or network calls side by side.
 """
 
+import copy
+import math
+import runpy
+import threading
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
-from rapidfuzz import process
-from rapidfuzz.distance import Levenshtein  # unlike the package Levenshtein, a batch per call
+import torch
+from rapidfuzz.distance import Levenshtein
 
-from .runtime.measures import success_of
-from .runtime.pending_rewards import PendingRewards as PendingRewards
-from .runtime.pool import WorkerPool
-from .runtime.reward_calls import (
-    BATCHED,
-    GROUPED,
-    TOKENS,
-    RewardSource,
-    check_texts,
-    describe_failure,
-    distinct_pairs,
-)
-from .runtime.reward_functions import RewardFunction as RewardFunction
-from .runtime.reward_functions import check_functions, check_number, check_time_limit
-from .runtime.reward_functions import reward as reward
-from .runtime.reward_weights import narrow, total_so_far
-from .runtime.task_sources import check_is_object, task_sources
-from .runtime.token_rewards import TokenBatch as TokenBatch
-from .runtime.token_rewards import TokenScoring
-from .tasks.fen import is_valid_fen as is_valid_fen
-from .types import Completions, Example, RewardTable, Task
+from .fen import is_valid_fen as is_valid_fen
+from .types import Completions, ConfigError, Example, RewardTable, Task, TokenBatch
+
+MAX_THREADS = 1000  # of the process; where calls that hang make more of them, others fail at once
+RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
 
 
 def similarity(a: str, b: str) -> float:
@@ -46,16 +36,101 @@ def similarity(a: str, b: str) -> float:
     return Levenshtein.normalized_similarity(a, b)
 
 
-def similarities(a: Sequence[str], b: Sequence[str]) -> np.ndarray:
-    """Return `similarity` of each pair, `[n]` float64, computed in one call."""
-    scores: np.ndarray = process.cpdist(
-        a, b, scorer=Levenshtein.normalized_similarity, dtype=np.float64
-    )
-    return scores
+# --- the decorator ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function with the decorator `reward`, which explains the fields."""
+
+    function: Callable[..., Any]
+    weight: float = 1.0
+    batched: bool = False
+    grouped: bool = False
+    tokens: bool = False
+    success: bool = False
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.batched + self.grouped + self.tokens > 1:
+            raise ConfigError("@reward: batched, grouped and tokens exclude each other")
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def values(self, examples: Sequence[Example], texts: Sequence[str]) -> np.ndarray:
+        """`[n]` values of n texts: of any, of a group, or of one."""
+        given: Any = copies(examples) if self.batched else copy.deepcopy(examples[0])
+        if self.batched or self.grouped:
+            return as_numbers(self.function(given, texts), (len(texts),))
+        return as_numbers(self.function(given, texts[0]), ()).reshape(1)
+
+
+def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorator: make a function a reward function, known by its name.
+
+        @reward(weight=0.2)
+        def brevity(example, text):
+            return 1 / (1 + len(text))
+
+    `--rewards FILE.py` adds the decorated functions of a file to the task's. A call that raises,
+    takes too long or returns no finite number has failed: the failure is counted, and the
+    completion gets 0.
+
+    Args:
+        weight: in the total (default 1); --reward-weights overrides it.
+        batched: it takes lists of examples and texts, and returns a float per text, as a reward
+            model does. Which texts share a call is not fixed, so a text's score should depend on
+            that text alone.
+        grouped: it takes an example and all completions of its prompt, duplicates included, and
+            returns a float per completion. A greedy completion of an evaluation is a group of one.
+        tokens: it takes a `types.TokenBatch`, and returns `[P, G]` floats. It has no time limit,
+            and an error in it ends the run.
+        success: it returns 1 for a right completion, and anything else for others. Evaluations and
+            pass@k then count by it.
+        timeout_s: seconds per completion (default 10).
+    """
+    if function is None:
+        return lambda decorated: RewardFunction(decorated, **options)
+    return RewardFunction(function, **options)
+
+
+def load_rewards(path: str) -> list[RewardFunction]:
+    """The functions that a Python file decorates with `@minigrpo.reward`. It is run: trust it."""
+    found = [x for x in runpy.run_path(path).values() if isinstance(x, RewardFunction)]
+    if not found:
+        raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
+    return found
+
+
+# --- the scorer ---------------------------------------------------------------------------------
+
+
+def copies(examples: Sequence[Example]) -> list[Example]:
+    """Copies one by one: a function may take numbers out of a list in `fields`."""
+    return [copy.deepcopy(example) for example in examples]
+
+
+def as_numbers(answer: Any, shape: tuple[int, ...], may_be_nan: bool = False) -> np.ndarray:
+    """A copy of an answer as float64. Raises ValueError unless it is finite numbers, or NaN."""
+    if isinstance(answer, torch.Tensor):
+        answer = answer.detach().double().cpu().numpy()
+    numbers = np.array(answer, dtype=np.float64)
+    unknown = np.isnan(numbers) & may_be_nan
+    if numbers.shape != shape or not (np.isfinite(numbers) | unknown).all():
+        raise ValueError(f"returned {answer!r:.80}, not finite numbers of the shape {list(shape)}")
+    return numbers
+
+
+Call = tuple[Sequence[Example], Sequence[str]]  # what `RewardFunction.values` takes
 
 
 class RewardScorer:
-    """Runs the reward parts over a batch of texts, each distinct (example, text) once."""
+    """Calls the task and the reward functions for a batch of completions."""
 
     def __init__(
         self,
@@ -64,118 +139,140 @@ class RewardScorer:
         weights: Mapping[str, float] | None = None,
         functions: Sequence[RewardFunction] = (),
         workers: int = 0,
-        timeout_s: float = 10.0,
         warn: Callable[[str], object] = lambda text: None,
-        token_scoring: TokenScoring | None = None,
+        token_model: Any = None,
+        tokenizer: Any = None,
     ) -> None:
         """
         Args:
-            weights: of each part in the total; parts that are not named weigh 0. None or empty:
+            weights: of each function in the total; those that are not named weigh 0. None or empty:
                 the weights of the task and of the functions.
-            functions: reward parts beside the task's.
-            workers: threads; 0 scores in the calling thread, except for calls that might hang.
-            timeout_s: seconds per completion, for functions without a limit of their own and for a
-                task without `score_batch`.
-            warn: called with the first failure of each reward source.
-            token_scoring: for parts that look at tokens; None if there are none.
+            functions: reward functions beside the task's.
+            workers: calls side by side.
+            warn: called with the first failure of each function.
+            token_model: for functions of tokens: from a name to a frozen model.
+            tokenizer: the policy's, for functions of tokens.
 
-        Raises:
-            ValueError: a weight of an unknown part, two parts of one name or two that are the
-                success, a time limit that is not above 0, a number of workers that cannot be, a
-                class as the task, or a function without the decorator `reward`.
+        Raises ConfigError for names and weights that cannot be.
         """
-        check_is_object(task)
-        check_time_limit("timeout_s", timeout_s)
-        check_functions(functions, task.parts)
-        allowed = {**task.parts, **{function.name: function.weight for function in functions}}
-        self.weights = dict(weights or allowed)
-        if unknown := set(self.weights) - set(allowed):
-            raise ValueError(
-                f"--reward-weights: no part {', '.join(sorted(unknown))}; allowed: "
-                f"{', '.join(allowed)}"
-            )
-        for name, weight in self.weights.items():
-            check_number(f"--reward-weights: {name}", weight)
-        self.task = task
-        # the part that says which completions are right
-        self.success = next((f.name for f in functions if f.success), success_of(task))
-        found = [*task_sources(task, timeout_s), *(f.source(timeout_s) for f in functions)]
-        self.sources = [source for source in found if source.kind != TOKENS]
-        self.token_sources = [source for source in found if source.kind == TOKENS]
-        self.token_scoring = token_scoring
-        self.pool, self.workers, self.warn = WorkerPool(workers, "reward"), workers, warn
-        self._warned: set[tuple[str, bool]] = set()
+        self.names = [*task.parts, *(function.name for function in functions)]
+        own = {**task.parts, **{function.name: function.weight for function in functions}}
+        self.task, self.weights = task, dict(weights or own)
+        for name in {*self.names, *self.weights}:
+            known = self.names.count(name) == 1 and name.isidentifier() and name not in RESERVED
+            if not (known and math.isfinite(self.weights.get(name, 0.0))):
+                names = ", ".join(self.names)
+                raise ConfigError(f"reward {name}: needs a name and a weight of its own ({names})")
+        self.success = next((f.name for f in functions if f.success), task.success)
+        self.functions = [function for function in functions if not function.tokens]
+        self.token_functions = [function for function in functions if function.tokens]
+        self.token_model, self.tokenizer = token_model, tokenizer
+        self.workers, self.warn, self.warned = max(1, workers), warn, set[str]()
 
-    def score(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> RewardTable:
-        """Score `texts`, `[P][G]`: G completions of each of the P examples.
-
-        Raises ValueError for another shape, anything but text, or a part that looks at tokens.
-        """
-        if self.token_sources:
-            names = [name for source in self.token_sources for name in source.names]
-            raise ValueError(
-                f"{', '.join(names)}: cannot be scored by the text, see evaluate.grade"
-            )
-        return self.submit(examples, texts).result()
-
-    def with_token_parts(
+    def score(
         self,
-        table: RewardTable,
+        examples: Sequence[Example],
+        texts: Sequence[Sequence[str]],
+        token_parts: Mapping[str, np.ndarray] = {},
+    ) -> RewardTable:
+        """Score `texts`, `[P][G]`. `token_parts`: the values from functions of tokens."""
+        shape = len(texts), len(texts[0])
+        every = [(p, text) for p, group in enumerate(texts) for text in group]
+        places = {pair: place for place, pair in enumerate(dict.fromkeys(every))}
+        index = np.array([places[pair] for pair in every]).reshape(shape)
+        parts, failures = dict(token_parts), dict[str, int]()
+        if len(self.task.parts) > len(self.task.token_parts):
+            calls = split(examples, list(places), -(-len(places) // self.workers))
+            parts |= {name: values[index] for name, values in self._score_task(calls).items()}
+        for function in self.functions:
+            pairs, size, where = list(places), 1, index
+            if function.batched:
+                size = len(places)
+            elif function.grouped:
+                pairs, size, where = every, shape[1], np.arange(len(every)).reshape(shape)
+            values = self._run(function, split(examples, pairs, size))[where]
+            failures[function.name] = int(np.isnan(values).sum())
+            parts[function.name] = np.nan_to_num(values)
+        ordered = {name: parts[name] for name in self.names if name in parts}
+        total = np.zeros(shape)
+        for name, values in ordered.items():  # NaN counts 0
+            total += self.weights.get(name, 0.0) * np.nan_to_num(values)
+        return RewardTable(total, ordered, failures)
+
+    def score_completions(
+        self,
         examples: Sequence[Example],
         texts: Sequence[Sequence[str]],
         completions: Completions,
         temperature: float,
     ) -> RewardTable:
-        """A table with the parts that look at tokens too, and with the total of all parts.
+        """`score`, and the functions of tokens, which run on the device, in this thread.
 
-        It works on the device, in the calling thread. `temperature` is that of the samples.
-        Raises ConfigError if such a part fails.
+        `temperature` is that of the samples. An error in a function of tokens is raised.
         """
-        if not self.token_sources:
-            return table
-        if self.token_scoring is None:
-            raise ValueError("parts that look at tokens need RewardScorer(token_scoring=...)")
-        found = self.token_scoring.parts(
-            self.token_sources, examples, texts, completions, temperature
-        )
-        parts = {**table.parts, **{name: narrow(values) for name, values in found.items()}}
-        return replace(
-            table, total=total_so_far(parts, self.weights, table.total.shape), parts=parts
-        )
+        parts, shape = dict[str, np.ndarray](), tuple(completions.completion_mask.shape[:2])
 
-    def submit(self, examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> PendingRewards:
-        """Start scoring; with workers, return before it is done."""
-        check_texts(examples, texts)
-        asked, distinct, index = distinct_pairs(examples, texts)
-        pending = PendingRewards(self.sources, self.weights, self.pool, self.warn_once, index)
-        for source in self.sources:
-            group, size = index.shape[1], len(distinct) if source.of_distinct else index.size
-            for part in source.pieces(size, self.workers, group):
-                if source.kind == GROUPED:
-                    place = part.start // group
-                    args: tuple[Any, Any] = source.asked(examples[place]), list(texts[place])
-                elif source.kind == BATCHED:
-                    args = [source.asked(one) for one in asked[part]], distinct[part]
-                else:
-                    args = source.asked(asked[part.start]), distinct[part.start]
-                job = self.pool.submit(source.answer, *args, needs_thread=not source.trusted)
-                pending.calls.append((source, part, job))
-        return pending
+        def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
+            own = copy.deepcopy((examples, texts))
+            every = completions.select(torch.arange(len(completions)))
+            return TokenBatch(*own, every, temperature, self.tokenizer.decode, self.token_model)
 
-    def warn_once(self, source: RewardSource, error: Exception) -> None:
-        """Warn of the first failure of a source, and the first time that all threads hang.
+        with torch.no_grad():
+            if self.task.token_parts:
+                found = self.task.score_tokens(batch())
+                parts |= {x: as_numbers(found[x], shape, True) for x in self.task.token_parts}
+            for function in self.token_functions:
+                parts[function.name] = as_numbers(function(batch()), shape)
+        return self.score(examples, texts, parts)
 
-        A line per failure would flood the log; the metrics rewards/<part>/failures count them all.
-        """
-        name, what = ", ".join(source.names), describe_failure(error)
-        key = (name, what.startswith("all threads hang"))
-        if key not in self._warned:
-            self._warned.add(key)
-            self.warn(
-                f"reward {name}: {what}; such completions get {source.floor}, "
-                "rewards/<part>/failures counts them"
-            )
+    def _score_task(self, calls: Sequence[Call]) -> dict[str, np.ndarray]:
+        """The task's values `[n]` by part, from a call per worker."""
+        asked, texts = zip(*calls, strict=True)
+        kinds = type(self.task).__mro__[:-1]
+        if not all(kind.__module__.startswith("minigrpo.") for kind in kinds):
+            asked = tuple(map(copies, asked))
+        with ThreadPoolExecutor(self.workers) as pool:
+            found = list(pool.map(self.task.score_batch, asked, texts))
+        names = [name for name in self.task.parts if name not in self.task.token_parts]
+        columns = {name: np.concatenate([x[name] for x in found]) for name in names}
+        return {name: as_numbers(x, x.shape[:1], may_be_nan=True) for name, x in columns.items()}
 
-    def close(self) -> None:
-        """Stop the idle threads."""
-        self.pool.close()
+    def _run(self, function: RewardFunction, calls: Sequence[Call]) -> np.ndarray:
+        """`[n]` values of n completions; NaN where a call failed."""
+        values, waiting = list[np.ndarray](), iter(calls)
+        running = deque(started(function, call) for call in islice(waiting, self.workers))
+        for _, texts in calls:
+            future, began = running.popleft()
+            limit_s = function.timeout_s * len(texts)
+            wait([future], began + limit_s - time.monotonic())
+            error = future.exception() if future.done() else TimeoutError(f"took {limit_s:g} s")
+            values.append(np.full(len(texts), np.nan) if error else future.result())
+            if error and function.name not in self.warned:  # a line per failure would flood the log
+                self.warned.add(function.name)
+                reason = traceback.format_exception_only(error)[-1].strip()[:200]
+                self.warn(f"reward {function.name}: {reason}; such completions get 0")
+            running.extend(started(function, call) for call in islice(waiting, 1))
+        return np.concatenate(values)
+
+
+def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], float]:
+    """A call in a daemon thread, which does not keep the process alive; and when it began."""
+    future: Future[np.ndarray] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function.values(*call))
+        except BaseException as error:  # sys.exit() too
+            future.set_exception(error)
+
+    if threading.active_count() < MAX_THREADS:
+        threading.Thread(target=run, daemon=True).start()
+    else:
+        future.set_exception(TimeoutError("too many calls hang"))
+    return future, time.monotonic()
+
+
+def split(examples: Sequence[Example], pairs: Sequence[tuple[int, str]], size: int) -> list[Call]:
+    """Calls of `size` texts each, from pairs of a prompt's number and a text."""
+    pieces = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+    return [([examples[p] for p, _ in x], [text for _, text in x]) for x in pieces]

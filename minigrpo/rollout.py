@@ -1,12 +1,11 @@
 """The batches of a run: completions sampled from the policy and scored, or the true answers.
 
-`RolloutBatches` samples, scores and computes advantages; `SupervisedBatches` takes the true answers
-for the warm start. The trainer treats both alike. Decoding itself is in sampling/, scoring in
-rewards.py.
+`RolloutBatches` samples, scores and computes advantages; `SupervisedBatches` takes the true
+answers, for supervised fine-tuning. The trainer treats both alike. Decoding itself is in sampling/,
+scoring in rewards.py.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,18 +15,16 @@ from torch import Tensor
 from .config import Config
 from .losses import KL_IN_REWARD, LOSSES, advantages
 from .model.encoding import decode, encode_pairs
+from .model.frozen_model import FrozenModel
 from .model.tokenizer import Tokenizer
-from .reference import Reference
-from .rewards import PendingRewards, RewardScorer
+from .rewards import RewardScorer
+from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
-from .runtime.flags import ConfigError
-from .runtime.logging import PhaseTimer
-from .runtime.loss_arguments import FLOAT32_UP_TO, LARGEST_REWARD
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
-from .runtime.rollout_metrics import has_ended, has_zero_variance
-from .sampling.generate import SamplingParams
-from .sampling.sampler import Sampler
+from .runtime.stats import has_ended, has_zero_variance
+from .sampling.generate import Sampler
+from .sampling.pick import SamplingParams
 from .types import Completions, Example, RewardTable, RolloutBatch
 
 
@@ -42,7 +39,7 @@ class BatchSource(Protocol):
 
 
 class SupervisedBatches:
-    """The true answers, one per prompt, for the supervised warm start."""
+    """The true answers, one per prompt, for supervised fine-tuning."""
 
     def __init__(
         self, examples: ExamplePrefetcher, tokenizer: Tokenizer, timer: PhaseTimer, context: int
@@ -58,16 +55,6 @@ class SupervisedBatches:
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Completions sampled for some examples, and their pending rewards."""
-
-    examples: list[Example]
-    completions: Completions
-    texts: list[list[str]]  # [P][G]
-    pending: list[PendingRewards]  # one per rollout batch
-
-
 class RolloutBatches:
     """Samples completions from the policy, scores them, and turns rewards into advantages."""
 
@@ -77,145 +64,104 @@ class RolloutBatches:
         examples: ExamplePrefetcher,
         sampler: Sampler,
         scorer: RewardScorer,
-        reference: Reference,
+        reference: FrozenModel | None,
         timer: PhaseTimer,
         dist: DistContext,
     ) -> None:
+        """`reference` is the frozen initial model of the KL; None: no KL."""
         self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer
 
     def batch(self, step: int) -> RolloutBatch:
-        metrics = dict[str, float]()
         self.sampler.work.clear()
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-        rollout = self.roll_out(examples, step)
+        batch = self.roll_out(examples, step)
         if self.config.sampling.dynamic_sampling:
-            rollout, rewards, metrics = self._replace_zero_variance(rollout, step)
-            ref_logp = self._ref_logp(rollout.completions)
-        else:
-            ref_logp = self._ref_logp(rollout.completions)  # while the pool scores
-            rewards = self._rewards(rollout)
-        mask_overlong, stops = self.config.loss.overlong == "mask", self.sampler.stops
-        return RolloutBatch(
-            examples=rollout.examples,
-            completions=rollout.completions,
-            texts=rollout.texts,
-            rewards=rewards,
-            advantages=self._advantages(rollout, rewards, ref_logp, step),
-            ref_logp=ref_logp,
-            loss_mask=has_ended(rollout.completions, stops) if mask_overlong else None,
-            metrics=metrics | self._work(),
-        )
+            batch = self._replace_zero_variance(batch, step)
+        return self._with_advantages(batch, step)
 
-    # --- sampling and scoring -------------------------------------------------------------------
-
-    def sample(self, examples: Sequence[Example], step: int) -> Iterator[Completions]:
-        """Completions of a step's examples, in batches of --rollout-batch-size prompts.
+    def roll_out(self, examples: Sequence[Example], step: int) -> RolloutBatch:
+        """Sample a group for each example, and score it.
 
         A completion depends only on its example, the seed, the step and the weights, not on what
         else is in the batch.
         """
-        sampling = self.config.sampling
+        config, sampling = self.config, self.config.sampling
         rows = np.array([example.index for example in examples])
         size = sampling.group_size, sampling.max_new_tokens
-        return self.sampler.complete(
-            examples,
-            num_samples=sampling.group_size,
-            u=uniforms(self.config.run.seed, "sample", step, rows, *size),
-            params=SamplingParams.of(sampling),
-            batch_size=self.config.memory.rollout_batch_size,
-        )
-
-    def roll_out(self, examples: list[Example], step: int) -> Rollout:
-        """Sample, and submit each rollout batch for scoring as soon as it is decoded."""
-        parts, pending = list[Completions](), list[PendingRewards]()
-        texts: list[list[str]] = []
-        sampled = self.sample(examples, step)
-        while True:
-            with self.timer.phase("rollout"):
-                part = next(sampled, None)
-                if part is None:
-                    break
-                part_texts = decode(self.sampler.tokenizer, part)
-            with self.timer.phase("reward"):
-                part_examples = examples[len(texts) : len(texts) + len(part)]
-                scores = self.scorer.submit(part_examples, part_texts)
-                if not self.config.speed.overlap_rewards:
-                    scores.result()
-            parts.append(part)
-            texts += part_texts
-            pending.append(scores)
-        return Rollout(examples, Completions.join(parts), texts, pending)
-
-    def _rewards(self, rollout: Rollout) -> RewardTable:
+        with self.timer.phase("rollout"):
+            parts = self.sampler.complete(
+                examples,
+                num_samples=sampling.group_size,
+                u=uniforms(config.run.seed, "sample", step, rows, *size),
+                params=SamplingParams.of(sampling),
+                batch_size=config.memory.rollout_batch_size,
+            )
+            completions = Completions.join(list(parts))
+            texts = decode(self.sampler.tokenizer, completions)
         with self.timer.phase("reward"):
-            table = RewardTable.join([scores.result() for scores in rollout.pending])
-            rolled = rollout.examples, rollout.texts, rollout.completions
-            return self.scorer.with_token_parts(table, *rolled, self.config.sampling.temperature)
+            rewards = self.scorer.score_completions(
+                examples, texts, completions, sampling.temperature
+            )
+        return RolloutBatch(examples, completions, texts, rewards)
 
-    def _ref_logp(self, completions: Completions) -> Tensor | None:
-        with self.timer.phase("reference"):
-            return self.reference.logp(completions)
-
-    def _replace_zero_variance(
-        self, rollout: Rollout, step: int
-    ) -> tuple[Rollout, RewardTable, dict[str, float]]:
+    def _replace_zero_variance(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """Replace the prompts of zero-variance groups, up to --dynamic-sampling times."""
-        rollouts, tables = [rollout], [self._rewards(rollout)]
-        # for each prompt of this process's share, the index of its group among all rollouts
-        chosen = np.arange(len(rollout.examples))
+        assert batch.rewards is not None
+        drawn = {"frac_reward_zero_std/drawn": float(has_zero_variance(batch.rewards).mean())}
         for attempt in range(self.config.sampling.dynamic_sampling):
-            equal = np.flatnonzero(has_zero_variance(RewardTable.join(tables).select(chosen)))
+            assert batch.rewards is not None
+            equal = np.flatnonzero(has_zero_variance(batch.rewards))
             if not len(equal):
                 break
-            first = sum(len(one.examples) for one in rollouts)
             others = self.examples.replacements(step, attempt, equal.tolist())
-            rollouts.append(self.roll_out(others, step))
-            tables.append(self._rewards(rollouts[-1]))
-            chosen[equal] = first + np.arange(len(equal))
-        examples = [example for one in rollouts for example in one.examples]
-        texts = [group for one in rollouts for group in one.texts]
-        completions = Completions.join([one.completions for one in rollouts])
-        completions = completions.select(torch.from_numpy(chosen))
-        kept = Rollout([examples[i] for i in chosen], completions, [texts[i] for i in chosen], [])
-        drawn = {"frac_reward_zero_std/drawn": float(has_zero_variance(tables[0]).mean())}
-        return kept, RewardTable.join(tables).select(chosen), drawn
+            rows = np.arange(len(batch))
+            rows[equal] = len(batch) + np.arange(len(equal))
+            batch = join([batch, self.roll_out(others, step)], rows)
+        return RolloutBatch(
+            batch.examples, batch.completions, batch.texts, batch.rewards, metrics=drawn
+        )
 
-    # --- advantages -----------------------------------------------------------------------------
+    def _with_advantages(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """The batch with everything that the learner needs."""
+        ref_logp = None
+        if self.reference:
+            with self.timer.phase("reference"):
+                ref_logp = self.reference.logp(batch.completions)
+        masks = self.config.loss.overlong == "mask"
+        return RolloutBatch(
+            examples=batch.examples,
+            completions=batch.completions,
+            texts=batch.texts,
+            rewards=batch.rewards,
+            advantages=self._advantages(batch, ref_logp, step),
+            ref_logp=ref_logp,
+            loss_mask=has_ended(batch.completions, self.sampler.stops) if masks else None,
+            metrics={**batch.metrics, **self._work()},
+        )
 
-    def _advantages(
-        self, rollout: Rollout, rewards: RewardTable, ref_logp: Tensor | None, step: int
-    ) -> Tensor:
+    def _advantages(self, batch: RolloutBatch, ref_logp: Tensor | None, step: int) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
-        loss, spec = self.config.loss, LOSSES[self.config.loss.name]
-        completions, share = rollout.completions, len(rewards.total)
-        total = torch.from_numpy(rewards.total)
+        loss, spec, completions = self.config.loss, LOSSES[self.config.loss.name], batch.completions
+        assert batch.rewards is not None
+        total = torch.from_numpy(batch.rewards.total)  # float64
         if loss.shuffle_rewards:
-            total = shuffled(total, rollout.examples, self.config.run.seed, step)
-        if (
-            loss.kl == KL_IN_REWARD
-            and ref_logp is not None
-            and completions.sampler_logp is not None
-        ):
+            total = shuffled(total, batch.examples, self.config.run.seed, step)
+        if ref_logp is not None and loss.kl == KL_IN_REWARD:
+            assert completions.sampler_logp is not None
             total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if loss.overlong == "punish":
             lengths = completions.completion_mask.sum(-1)
             longest = self.config.sampling.max_new_tokens
             total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
-        estimator = spec.advantage if loss.advantage == "auto" else loss.advantage
+        total = self.dist.gather(total)
         scale = spec.scale if loss.scale == "auto" else loss.scale
-        # float64 for the gather, because each process has its own precision; then float32, unless
-        # that would merge different rewards
-        total = self.dist.gather(total.double())
-        if not (total.abs() <= LARGEST_REWARD).all():  # such as a NaN: the learner skips the step
-            return torch.full((share, total.shape[1]), torch.nan)
-        small = bool((total.abs() <= FLOAT32_UP_TO).all())
-        rewards_of_all = total.float() if small else total
-        try:
-            everyone = advantages(rewards_of_all, estimator=estimator, scale=scale).float()
-        except ValueError as error:  # a negative reward with --scale mean; all processes see it
-            raise ConfigError(str(error)) from None
+        if total.isfinite().all():
+            everyone = advantages(total, estimator=spec.advantage, scale=scale).float()
+        else:
+            everyone = torch.full(total.shape, torch.nan)  # the guard skips the step
+        share = len(batch)
         return everyone[self.dist.rank * share :][:share]
 
     def _work(self) -> dict[str, float]:
@@ -226,6 +172,20 @@ class RolloutBatches:
             "rollout/rounds_each": work["row_rounds"] / max(1, work["rows"]),
             "rollout/tokens": float(work["tokens"]),
         }
+
+
+def join(batches: Sequence[RolloutBatch], rows: np.ndarray) -> RolloutBatch:
+    """Some of the prompts of several rolled out batches, by their numbers in all of them."""
+    examples = [example for batch in batches for example in batch.examples]
+    texts = [group for batch in batches for group in batch.texts]
+    completions = Completions.join([batch.completions for batch in batches])
+    rewards = RewardTable.join([batch.rewards for batch in batches if batch.rewards])
+    return RolloutBatch(
+        [examples[row] for row in rows],
+        completions.select(torch.from_numpy(rows)),
+        [texts[row] for row in rows],
+        rewards.select(rows),
+    )
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:

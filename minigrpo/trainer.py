@@ -1,43 +1,40 @@
-"""The training loop. GRPO and the supervised warm start share it; only their batches differ.
+"""The training loop. GRPO and supervised fine-tuning share it; only their batches differ.
 
     batch  ->  num_iterations optimizer steps  ->  log  ->  maybe evaluate  ->  maybe save
 
 Batches come from rollout.py, losses.py defines the losses, and learner.py turns a batch into new
-weights. Speed, checkpoints, logging and the screen are in runtime/.
+weights. build.py makes the parts; speed layers, checkpoints and logs are in runtime/.
 """
 
 import time
+from dataclasses import asdict
 from typing import Any
 
-from .config import Config
-from .evaluate import measure, size_of
-from .learner import Learner
-from .rollout import BatchSource, RolloutBatches, SupervisedBatches
-from .runtime import accel, announce, samples
-from .runtime.build import (
+from .build import (
+    check_examples,
     make_model,
     make_reference,
     make_scorer,
     make_task,
-    make_token_scoring,
     make_tokenizer,
+    weights_digest,
+    with_own_tokenizer,
 )
+from .config import Config
+from .evaluate import measure
+from .learner import Learner
+from .model.lora import frozen_weights
+from .rollout import BatchSource, RolloutBatches, SupervisedBatches
+from .runtime import device as layers
+from .runtime import samples
+from .runtime.console import Console
 from .runtime.distributed import DistContext
-from .runtime.estimate import MeasuredSteps, measure_lengths_and_estimate
-from .runtime.examples import check_examples
-from .runtime.failures import Diverged, RunFailed, describe
-from .runtime.logging import PhaseTimer, Screen, peak_memory_mib
-from .runtime.measures import Estimate, is_of
-from .runtime.no_effect import Situation
-from .runtime.origins import fetch_models
+from .runtime.guard import Diverged
 from .runtime.prefetch import ExamplePrefetcher
-from .runtime.process_state import KeptState
-from .runtime.rollout_metrics import counts_of, rollout_metrics
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
-from .runtime.startup import check_machine
-from .runtime.tokenizers import with_own_tokenizer
-from .sampling.sampler import Sampler
+from .runtime.stats import Estimate, counts_of, rollout_metrics
+from .sampling.generate import Sampler
 
 Evaluation = dict[str, float]
 
@@ -48,60 +45,56 @@ class Trainer:
     def __init__(
         self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
     ) -> None:
-        """Raises ValueError (ConfigError, CheckpointError), one line that names flag or file."""
+        """Raises ConfigError, one line that names the setting or the file."""
         self.config = config = with_own_tokenizer(config)
         self.dist = dist or DistContext()
-        self.screen = Screen(quiet=quiet, rank=self.dist.rank)
-        self.run_dir = RunDir(config, self.dist, self.screen)  # before users' code may call chdir
-        self.device = check_machine(config, self.dist)
-        self.dist.on_main(lambda: fetch_models(config))
-        accel.set_up_process(config.speed, self.device)
-        self.process = KeptState()  # which users' code must not change
+        self.console = Console(quiet=quiet, rank=self.dist.rank)
+        say, warn = self.console.say, self.console.warn
+        self.run_dir = RunDir(config, self.dist, self.console)
+        self.device = layers.pick_device(config.speed.device, self.dist.local_rank)
+        layers.set_up_process(config.speed, self.device)
 
-        self.tokenizer = make_tokenizer(config, self.screen.say)
-        self.task = make_task(config, self.screen if self.dist.is_main else None)
-        warn, files = self.screen.warn, self.run_dir.files
-        token_scoring = make_token_scoring(config, self.tokenizer, self.device, warn, files)
-        self.scorer = make_scorer(config, self.task, warn, token_scoring)
-        self.process.undo(self.screen.warn)
-        self.model = make_model(config, self.tokenizer, self.device, self.screen.say, warn)
-        limits = self.model.shape.context, warn
-        self.dist.on_main(lambda: check_examples(config, self.task, self.tokenizer, *limits))
-        tried = self.scorer.token_sources, self.task, self.model.shape.context
-        self.dist.on_main(lambda: token_scoring.try_out(*tried))
-        self.estimate = measure_lengths_and_estimate(
-            config,
-            self.model.shape,
-            self.task,
-            self.tokenizer,
-            device=self.device.type,
-            world_size=self.dist.world_size,
+        self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config, say))
+        self.task = make_task(config)
+        self.model = self.dist.on_main_first(
+            lambda: make_model(config, self.tokenizer, self.device, say)
         )
-        self.process.undo(self.screen.warn)
-
+        check_examples(config, self.task, self.tokenizer, self.model.shape.context)
+        self.scorer = make_scorer(config, self.task, self.tokenizer, self.device, warn)
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
-        autocast = self.learner.autocast
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
-        self.sampler = Sampler(config, self.model, self.tokenizer, autocast, warn)
-        self.timer = PhaseTimer(self.device)
-        judge = getattr(self.task, "judged_by", "")
-        self.step = self.run_dir.open(self.learner, self.tokenizer.fingerprint, judge)  # steps done
-        self.source = self._make_source(first_step=self.step)
+        base = self._initial_weights_digest()
+        self.sampler = Sampler(
+            config,
+            self.model,
+            self.tokenizer,
+            self.learner.autocast,
+            warn,
+            speculate=self.task.speculate,
+        )
+        self.timer = layers.PhaseTimer(self.device)
+        shape = asdict(self.model.shape)
+        facts = {"tokenizer": self.tokenizer.fingerprint, "base_model": base, "shape": shape}
+        questions = self.task.questions
+        self.step = self.run_dir.open(self.learner.load_state_dict, facts, questions)  # steps done
+        self.source = self._make_source()
 
         self.stop_reason = ""
-        self.measured = MeasuredSteps()
-        self.signal = announce.SignalWatch(self.screen, self.dist.is_main)
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None
         self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 
-    def _situation(self) -> Situation:
-        processes, shape = self.dist.world_size, self.model.shape
-        return Situation(self.config, self.device, processes, shape, self.task)
+    def _initial_weights_digest(self) -> str:
+        """A hash of the weights that no checkpoint holds, and a resumed run needs; "" if none."""
+        if self.config.model.name == "scratch":  # made again from the seed
+            return ""
+        if self.config.model.lora_rank:
+            return weights_digest(frozen_weights(self.model))
+        return weights_digest(self.model.state_dict()) if self.reference else ""
 
-    def _make_source(self, first_step: int) -> BatchSource:
-        examples = ExamplePrefetcher(self.task, self.config, self.dist, first_step)
+    def _make_source(self) -> BatchSource:
+        examples = ExamplePrefetcher(self.task, self.config, self.dist, self.step)
         if self.config.supervised:
             context = self.model.shape.context
             return SupervisedBatches(examples, self.tokenizer, self.timer, context)
@@ -114,113 +107,120 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         self.log = self.run_dir.open_log(self.step)
-        began = time.perf_counter() - self.run_dir.earlier_seconds
+        began = time.perf_counter()
         parameters = sum(p.numel() for p in self.model.parameters())
-        announce.introduce(self.screen, self._situation(), parameters, self.scorer.weights)
+        self.console.introduce(
+            self.config,
+            self.device,
+            self.dist.world_size,
+            parameters,
+            self.task,
+            self.scorer.weights,
+        )
         try:
-            with StopRequest(self.screen.warn) as request:
+            with StopRequest(self.console.warn) as request:
                 self._train(request)
-                self.run_dir.save(self.step, self.learner)
-                self.run_dir.save_weights(self.model)
+                self.run_dir.save_weights(self.model)  # first: with little room they matter most
+                self._save()
                 if not self.stop_reason:
-                    self._evaluate(self.config.run.eval_size)
+                    self._evaluate()
         except BaseException as error:
-            has_weights = not isinstance(error, RunFailed) or isinstance(error, Diverged)
-            if has_weights and not self.learner.in_update:
-                why = "stopped" if isinstance(error, KeyboardInterrupt) else "the run fails"
-                self.run_dir.save_before_ending(self.step, self.learner, why)
-            self._summarise("failed", describe(error), time.perf_counter() - began)
+            # weights in the middle of an update belong to no step; those that diverged are finite
+            if not self.learner.in_update:
+                self.run_dir.save_before_ending(self.step, self.learner.state_dict())
+            reason = str(error) or type(error).__name__
+            status = "diverged" if isinstance(error, Diverged) else "failed"
+            self._summarise(status, reason, time.perf_counter() - began)
             raise
         finally:
-            self.screen.stop()
+            self.console.stop()
             self.log.close()
-            self.scorer.close()
-        return self._finish(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        status = "stopped" if self.stop_reason else "finished"
+        self.console.finish(self.run_dir.path, status, self.stop_reason, self.step, seconds)
+        if not self.stop_reason and self.first and self.last:
+            self.console.show_change(self.first, self.last, self.intervals)
+        return self._summarise(status, self.stop_reason or "max_steps", seconds)
 
     def _train(self, request: StopRequest) -> None:
         run = self.config.run
         evaluated = self.dist.on_main(lambda: self.log.evaluated)
         self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
-        if not self.last:
-            self._evaluate(run.eval_size)
-        elif self.last["step"] < self.step:  # an evaluation that was due here may have been stopped
-            self._evaluate(self._size_due())
+        if not self.last or (self._evaluation_is_due() and self.last["step"] < self.step):
+            self._evaluate()
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        self.screen.start(end, self.step)
-        where = self.run_dir.path, self.device, self.dist.is_main
-        with accel.profiler(run, *where, end - self.step, self.screen.warn) as profiler:
+        self.console.start(end, self.step)
+        with layers.profiler(run, self.run_dir.path, self.dist.is_main) as profiler:
             while self.step < end and not self.stop_reason:
                 self.one_step()
                 profiler.step()
-                self._evaluate(self._size_due())
+                if self._evaluation_is_due():
+                    self._evaluate()
                 if self.step < run.max_steps and self.step % run.save_every == 0:
-                    self.run_dir.save(self.step, self.learner, required=False)
+                    self._save(required=False)
                 self.stop_reason = request.agreed(self.dist)
         if self.step < run.max_steps and not self.stop_reason:
             self.stop_reason = "stop_after"
 
-    def one_step(self) -> None:
-        """Draw a batch, learn from it, log it."""
-        start, graphs = time.perf_counter(), accel.graphs_compiled()
+    def one_step(self) -> dict[str, float]:
+        """Draw a batch, learn from it, log it; return the metrics."""
+        start, graphs = time.perf_counter(), layers.graphs_compiled()
         with self.dist.during(f"step {self.step + 1}"):
             batch = self.source.batch(self.step)
-        self.process.undo(self.screen.warn)
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
         self.step, self.learner.in_update = self.step + 1, False
         own = rollout_metrics(batch, self.sampler.stops)
-        own["memory/peak_mib"] = peak_memory_mib(self.device)
-        rolled = self.dist.combine(own, counts_of(batch))
-        metrics = {**rolled, **learnt}
+        own["memory/peak_mib"] = layers.peak_memory_mib(self.device)
+        metrics = {**self.dist.combine(own, counts_of(batch)), **learnt}
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
         if self.config.speed.compile_model:  # more than 0 after the first steps is a recompile
-            metrics["recompiles"] = accel.graphs_compiled() - graphs
+            metrics["recompiles"] = layers.graphs_compiled() - graphs
         self.log.step(self.step, metrics)
-        self.measured.add(metrics)
-        self.signal.add(metrics)
         samples.log_group(self.log, batch, self.step, self.tokenizer, self.task)
-        beside = announce.progress(metrics, self.last, self.config)
-        self.screen.update(self.step, self.config.run.max_steps, beside)
+        self.console.update(self.step, metrics, self.last)
+        return metrics
 
-    def _size_due(self) -> int:
-        """How many examples an evaluation between steps has now; 0 if none is due."""
-        run = self.config.run
-        due = run.eval_every and self.step < run.max_steps and self.step % run.eval_every == 0
-        return run.eval_size_during if due else 0
+    def _evaluation_is_due(self) -> bool:
+        """Whether an evaluation between steps is due now."""
+        every = self.config.run.eval_every
+        return bool(every) and self.step < self.config.run.max_steps and self.step % every == 0
 
-    def _evaluate(self, size: int) -> None:
-        """Evaluate on the first `size` held-out examples, unless this step has been, on as many."""
-        run, parts = self.config.run, (self.sampler, self.task, self.scorer)
+    def _evaluate(self) -> None:
+        """Evaluate in the main process, unless this step has been."""
         if self.last and self.last["step"] == self.step:
-            size *= not is_of(self.last, size_of(self.task, size), run.eval_samples)
-        if not size:
             return
-        kept = samples.HeldOut(self.task)
-        found = self.dist.on_main(
-            lambda: measure(
-                *parts, size=size, seed=run.seed, samples=run.eval_samples, keep=kept.keep
+        run, kept = self.config.run, samples.HeldOut(self.task)
+
+        def on_main() -> dict[str, Estimate]:
+            return measure(
+                self.sampler,
+                self.task,
+                self.scorer,
+                size=run.eval_size,
+                seed=run.seed,
+                samples=run.eval_samples,
+                keep=kept.keep,
             )
-        )
-        self.process.undo(self.screen.warn)
+
+        found = self.dist.on_main(on_main)
         values = {name: x.value for name, x in found.items()}
         self.last, self.intervals[self.step] = {"step": self.step, **values}, found
         self.first = self.first or self.last
         kept.log(self.log, self.step)
         self.log.evaluation(self.step, values)  # last: a resume takes it as done
-        announce.say_evaluation(self.screen, self.step, found)
+        self.console.evaluation(self.step, found)
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _finish(self, seconds: float) -> dict[str, Any]:
-        status, reason = "stopped" if self.stop_reason else "finished", self.stop_reason
-        if not self.stop_reason and self.first and self.last:
-            announce.show_change(self.screen, self.first, self.last, self.intervals, seconds)
-        if self.measured.steps:
-            rows = self.measured.beside(self.estimate, self.device.type, self.dist.world_size)
-            announce.show_cost(self.screen, rows)
-        announce.say_end(self.screen, self.run_dir.shown, status, reason or "max_steps", self.step)
-        return self._summarise(status, reason or "max_steps", seconds)
+    def _save(self, *, required: bool = True) -> None:
+        """Save a checkpoint, unless this step has one. `required`: no room is an error."""
+        self.run_dir.save(self.step, self._state(), required=required)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds, beside what the run's folder adds."""
+        return {"shape": asdict(self.model.shape), **self.learner.state_dict()}
 
     def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
         summary = {
@@ -231,9 +231,7 @@ class Trainer:
             "first_evaluation": self.first,
             "last_evaluation": self.last,
             "skipped_steps": self.learner.guard.skipped,
-            "measured": self.measured.means(),
         }
-        if self.dist.is_main:
-            self.run_dir.write_summary(summary)
+        self.run_dir.write_summary(summary)
         self.run_dir.close()
         return summary

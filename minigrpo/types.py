@@ -6,11 +6,18 @@ once per group, and padding is always on the right.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Data = TypeVar("Data", bound="Completions | RolloutBatch")
+EXACT = "exact"  # the success of a task that names none: the text equals the true answer
+
+
+class ConfigError(ValueError):
+    """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
 
 
 @dataclass(frozen=True)
@@ -18,56 +25,27 @@ class Example:
     """A prompt and its true answer. In a chat, `prompt` is the question that `messages` ask."""
 
     prompt: str
-    answer: str
+    answer: str = ""
     index: int = 0  # place in the task's endless sequence; the key of its random numbers
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
-    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # all keys of a data line
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line
 
 
-class Task(Protocol):
-    """An endless supply of prompts, and scores for completions. Implement this for your own task.
-
-    A part's score may be NaN for all completions of an example: the part does not concern it. Such
-    scores are left out of the part's mean, and count 0 in the total.
-
-    These members are optional:
-        num_held_out: the number of distinct evaluation examples; None if they are endless.
-        score_batch(examples, texts) -> {part: values}: scores many texts at once. It is trusted: it
-            runs without a time limit, and an error in it ends the run.
-        score_tokens(batch: TokenBatch) -> {part: [P, G] values}: scores what needs more than the
-            text: tokens, log-probs, other models. It is trusted like `score_batch`.
-        token_parts: the names of the parts that `score_tokens` gives; all of them if it is missing.
-            Then the task needs no `score`.
-        success: the part that is 1 for a right completion and 0 for any other. Evaluation reports
-            it first. Without it, a completion is right if it equals the example's answer.
-        about: what the examples are and how they are scored, said when a run starts.
-        explain(example, text) -> str: what is wrong with a completion, in one line, for people who
-            look at samples; "" if there is nothing to say. It is asked about few completions.
-        judged_by: the software that decides a score; a resumed run warns if it has changed.
-        summaries(parts) -> {name: value}: measures of an evaluation that are no mean of a part,
-            from the `[n]` values of each part for n completions, where NaN may occur. It is called
-            500 times more on bootstrap samples. NaN says that a measure is not defined.
-    """
-
-    parts: Mapping[str, float]  # reward part -> default weight
-
-    def train(self, number: int) -> Example:
-        """Training example `number`: a pure function of (seed, number), in shuffled order."""
-
-    def held_out(self, number: int) -> Example:
-        """Evaluation example `number`; training never sees it."""
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        """Every reward part, in [0, 1], for any text whatsoever.
-
-        A true answer scores 1 in each part that concerns the example.
-        """
+def each_tensor(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
+    """A copy of a dataclass whose tensors, also those of its completions, are changed."""
+    changed: dict[str, Any] = {}
+    for name, x in vars(data).items():
+        if isinstance(x, Tensor):
+            changed[name] = change(x)
+        elif isinstance(x, Completions):
+            changed[name] = each_tensor(x, change)
+    return replace(data, **changed)
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Sampled completions, or the true answers in the supervised warm start."""
+    """Sampled completions, or the true answers in supervised fine-tuning."""
 
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row per prompt
     prompt_len: Tensor  # [P] int64
@@ -79,44 +57,113 @@ class Completions:
     def __len__(self) -> int:
         return len(self.prompt_len)
 
+    @property
+    def behavior_logp(self) -> Tensor | None:
+        """`[P, G, S]` log-probs under the distribution that tokens were drawn from.
+
+        Top-k, top-p and min-p renormalise: the tokens that they keep get more mass.
+        """
+        if self.sampler_logp is None or self.log_kept_mass is None:
+            return self.sampler_logp
+        return self.sampler_logp - self.log_kept_mass
+
     def select(self, prompts: Tensor) -> "Completions":
         """Some of the prompts with all of their completions: a group is never split."""
-        return self._each(lambda x: x[prompts])
+        return each_tensor(self, lambda x: x[prompts])
+
+    def to(self, device: torch.device | str) -> "Completions":
+        return each_tensor(self, lambda x: x.to(device))
 
     @staticmethod
     def join(parts: Sequence["Completions"]) -> "Completions":
         """Concatenate batches of prompts, padded to the longest."""
-
-        def joined(name: str) -> Tensor | None:
+        joined: dict[str, Any] = {}
+        for name in vars(parts[0]):
             tensors = [getattr(part, name) for part in parts]
-            if any(x is None for x in tensors):
-                return None
+            if tensors[0] is None:
+                continue
             longest = max(x.shape[-1] for x in tensors)
             if tensors[0].dim() > 1:
-                pad = torch.nn.functional.pad
-                tensors = [pad(x, (0, longest - x.shape[-1])) for x in tensors]
-            return torch.cat(tensors)
+                tensors = [torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for x in tensors]
+            joined[name] = torch.cat(tensors)
+        return Completions(**joined)
 
-        fields: dict[str, Any] = {name: joined(name) for name in vars(parts[0])}
-        return Completions(**fields)
 
-    def to(self, device: torch.device | str) -> "Completions":
-        return self._each(lambda x: x.to(device))
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a reward function of tokens sees: a copy, which it may change."""
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Completions":
-        changed: dict[str, Any] = {
-            name: None if x is None else change(x) for name, x in vars(self).items()
-        }
-        return Completions(**changed)
+    examples: Sequence[Example]  # [P]
+    texts: Sequence[Sequence[str]]  # [P][G]
+    completions: Completions  # sampler_logp [P, G, S] has the policy's log-probs
+    temperature: float  # of the samples: sampler_logp is of logits / temperature
+    decode: Callable[[Sequence[int]], str]  # of the policy's tokenizer
+    model: Callable[[str], Any]  # a frozen model by name: see model/frozen_model.py
+
+
+class Task:
+    """An endless supply of prompts, and scores for completions. Subclass it for your own task.
+
+    A task is made with the arguments that its `__init__` names, out of `seed`, `data`, `eval_data`
+    (lists of paths), `chat` (whether --system makes prompts messages) and --task-args.
+    A value of a part may be NaN for all completions of an example: the part does not concern it.
+    """
+
+    parts: Mapping[str, float] = {}  # reward function -> weight in the total
+    success: str = EXACT  # the part that is 1 for a right completion; EXACT needs no part
+    num_held_out: int | None = None  # distinct evaluation examples; None: endless
+    about: str = ""  # what the examples are and how they are scored, printed when a run starts
+    token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
+    speculate: bool = False  # whether completions resemble the answer: propose its tokens
+    # 64-bit hashes of the training and the held-out questions; None: questions are made by a seed
+    questions: tuple[np.ndarray, np.ndarray] | None = None
+
+    def train(self, number: int) -> Example:
+        """Training example `number`: a pure function of (seed, number), in shuffled order."""
+        raise NotImplementedError
+
+    def held_out(self, number: int) -> Example:
+        """Evaluation example `number`; training never sees it."""
+        raise NotImplementedError
+
+    def longest(self, number: int) -> Sequence[Example]:
+        """The examples with the most characters, of a task that knows all of its examples.
+
+        A run checks before it starts that they fit the model.
+        """
+        return ()
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        """Every part's value for any text whatsoever; a true answer scores highest."""
+        raise NotImplementedError
+
+    def score_batch(
+        self, examples: Sequence[Example], texts: Sequence[str]
+    ) -> Mapping[str, Sequence[float]]:
+        """`score` of n (example, text) pairs: part -> n values."""
+        rows = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
+        names = [name for name in self.parts if name not in self.token_parts]
+        return {name: [row[name] for row in rows] for name in names}
+
+    def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
+        """The values `[P, G]` of `token_parts`."""
+        return {}
+
+    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        """Measures of an evaluation that are no mean of a part, from the `[n]` values of each."""
+        return {}
+
+    def explain(self, example: Example, text: str) -> str:
+        """What is wrong with a completion, in one line, for people who look at samples."""
+        return ""
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Scores of P x G texts by reward part; `total` is the weighted sum of the parts."""
+    """Scores of P x G texts by reward function; `total` is the weighted sum."""
 
-    # float32, or float64 where a value is so large that float32 would merge different rewards
-    total: np.ndarray  # [P, G]
-    parts: Mapping[str, np.ndarray]  # name -> [P, G]
+    total: np.ndarray  # [P, G] float64
+    parts: Mapping[str, np.ndarray]  # name -> [P, G] float64, NaN where a part does not apply
     failures: Mapping[str, int] = field(default_factory=dict)  # part -> completions it failed on
 
     @staticmethod
@@ -132,9 +179,6 @@ class RewardTable:
         return RewardTable(self.total[rows], parts, self.failures)
 
 
-PER_COMPLETION = ("advantages", "old_logp", "ref_logp", "loss_mask")
-
-
 @dataclass(frozen=True)
 class RolloutBatch:
     """All that the learner needs for one step."""
@@ -142,7 +186,7 @@ class RolloutBatch:
     examples: Sequence[Example]  # [P]
     completions: Completions
     texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without stop tokens
-    rewards: RewardTable | None = None  # None in the supervised warm start
+    rewards: RewardTable | None = None  # None in supervised fine-tuning
     advantages: Tensor | None = None  # [P, G] float32, one per completion
     old_logp: Tensor | None = None  # [P, G, S] float32, before the first update; None: ratio 1
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
@@ -156,10 +200,9 @@ class RolloutBatch:
         """Some of the prompts with all of their completions, without their rewards."""
         rows = torch.as_tensor(prompts)
         return replace(
-            self._each(lambda x: x[rows]),
+            each_tensor(self, lambda x: x[rows]),
             examples=[self.examples[p] for p in prompts],
             texts=[self.texts[p] for p in prompts],
-            completions=self.completions.select(rows),
             rewards=None,
         )
 
@@ -169,15 +212,7 @@ class RolloutBatch:
         return [self.select(range(a, min(a + num_prompts, len(self)))) for a in starts]
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
-        moved = self._each(lambda x: x.to(device))
-        return replace(moved, completions=self.completions.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "RolloutBatch":
-        tensors = {name: getattr(self, name) for name in PER_COMPLETION}
-        changed: dict[str, Any] = {
-            name: None if x is None else change(x) for name, x in tensors.items()
-        }
-        return replace(self, **changed)
+        return each_tensor(self, lambda x: x.to(device))
 
     def with_loss_mask_applied(self) -> "RolloutBatch":
         """A copy in which the completions outside `loss_mask` have no tokens left in the loss."""
@@ -187,11 +222,27 @@ class RolloutBatch:
         masked = replace(self.completions, completion_mask=mask)
         return replace(self, completions=masked, loss_mask=None)
 
-    @property
-    def behavior_logp(self) -> Tensor | None:
-        """`[P, G, S]` log-probs under the distribution that tokens were drawn from.
 
-        Top-k, top-p and min-p renormalise: the tokens that they keep get more mass.
-        """
-        logp, log_kept_mass = self.completions.sampler_logp, self.completions.log_kept_mass
-        return logp if logp is None or log_kept_mass is None else logp - log_kept_mass
+@dataclass(frozen=True)
+class Graded:
+    """K completions of each of n evaluation examples, and their scores."""
+
+    examples: Sequence[Example]  # [n]
+    texts: Sequence[Sequence[str]]  # [n][K]
+    rewards: RewardTable  # [n, K]
+    success: str  # the part that says which are right; EXACT, if it is no part: equal to the answer
+
+    @property
+    def right(self) -> np.ndarray:
+        """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
+        if (scores := self.rewards.parts.get(self.success)) is not None:
+            return np.where(np.isnan(scores), np.nan, scores == 1)
+        pairs = zip(self.examples, self.texts, strict=True)
+        same = [[text == example.answer for text in group] for example, group in pairs]
+        return np.array(same, dtype=float)
+
+    @property
+    def measures(self) -> dict[str, np.ndarray]:
+        """The `[n, K]` values of all measures that are means; the success comes first."""
+        parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
+        return {self.success: self.right, **parts, "reward": self.rewards.total}

@@ -1,89 +1,202 @@
-"""Calibration measures against direct formulas and cases worked out by hand."""
+"""Stated confidences: the form, what it is paid, and questions with known chances."""
 
-import itertools
-import math
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from minigrpo.evaluate import calibration
-from minigrpo.runtime.calibration import error_by_chance, reliability
-
-TENTHS = st.integers(0, 10).map(lambda k: k / 10)
-ANSWERS = st.lists(st.tuples(TENTHS, st.integers(0, 1)), min_size=1, max_size=30)
-
-
-@given(ANSWERS)
-def test_each_measure_is_its_formula(answers: list[tuple[float, int]]) -> None:
-    confidence, correct = (list(column) for column in zip(*answers, strict=True))
-    n, found = len(answers), calibration(confidence, correct)
-    assert found["brier"] == pytest.approx(sum((q - c) ** 2 for q, c in answers) / n)
-
-    bins: dict[int, list[tuple[float, int]]] = {}
-    for q, c in answers:
-        bins.setdefault(min(round(q * 10), 9), []).append((q, c))
-    gaps = (abs(sum(q for q, _ in one) - sum(c for _, c in one)) for one in bins.values())
-    assert found["ece"] == pytest.approx(sum(gaps) / n)
-
-    pairs = [(q, p) for (q, c), (p, d) in itertools.product(answers, answers) if c > d]
-    wins = sum((q > p) + (q == p) / 2 for q, p in pairs)
-    assert found.get("auroc") == (pytest.approx(wins / len(pairs)) if pairs else None)
-
-
-def test_the_error_by_chance_is_that_of_true_confidences() -> None:
-    rng = np.random.default_rng(0)
-    stated = rng.integers(0, 11, 300) / 10
-    errors = [calibration(stated, rng.random(300) < stated)["ece"] for _ in range(400)]
-    assert error_by_chance(stated) == pytest.approx(np.mean(errors), rel=0.05)
-    assert error_by_chance(np.array([0.0, 1.0])) == 0
-
-
-def test_hand_made_cases() -> None:
-    # sure and right, sure and wrong, and torn: errors 0, 1 and 0.25
-    assert calibration([1, 1, 0.5, 0.5], [1, 0, 1, 0]) == {
-        "brier": (0 + 1 + 0.25 + 0.25) / 4,
-        "ece": 0.25,  # half of the answers say 1 and are right half of the time
-        "auroc": 0.5,
-    }
-    # the confidences rank right above wrong, though all of them are far too low
-    assert calibration([0.2, 0.1], [1, 0]) == {
-        "brier": pytest.approx((0.64 + 0.01) / 2),
-        "ece": pytest.approx((0.8 + 0.1) / 2),
-        "auroc": 1,
-    }
-    assert calibration([0.9], [1]).keys() == {"brier", "ece"}  # no wrong answer to rank below
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_an_edge_belongs_to_the_bin_above_it_and_one_to_the_last(kind: type) -> None:
-    edges = np.arange(11, dtype=kind) / kind(10)
-    bins = reliability(edges, np.zeros(11))
-    assert bins.count.tolist() == [1] * 9 + [2]
-    assert bins.confidence[:9] == pytest.approx(edges[:9])
-    just_below = np.full(3, np.nextafter(kind(0.65), kind(0)))
-    assert reliability(just_below, np.ones(3)).count.tolist() == [0] * 6 + [3] + [0] * 3
-
-
-def test_an_empty_bin_has_no_means() -> None:
-    bins = reliability(np.array([0.55, 0.5]), np.array([1.0, 0.0]))
-    assert bins.accuracy[5] == 0.5 and bins.confidence[5] == pytest.approx(0.525)
-    assert all(math.isnan(bins.accuracy[k]) for k in range(10) if k != 5)
-
-
-@pytest.mark.parametrize(
-    ("confidence", "correct", "words"),
-    [
-        ([], [], "at least 1"),
-        ([0.5], [1, 0], r"got shapes \[1\] and \[2\]"),
-        ([1.5], [1], r"confidence must be in \[0, 1\], got 1.5"),
-        ([math.nan], [1], "got nan"),
-        ([0.5], [0.5], "correct must be 0 or 1, got 0.5"),
-    ],
+from minigrpo.tasks.base import load_task
+from minigrpo.tasks.calibration import (
+    DIGITS,
+    HALVES,
+    REQUEST,
+    Calibration,
+    HiddenDigit,
+    parse,
+    write,
 )
-def test_other_values_are_refused(
-    confidence: list[float], correct: list[float], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        calibration(confidence, correct)
+from minigrpo.types import Example
+
+CHAT = (
+    "<think>2 < 3</think> <answer>8</answer>\n<analysis>sure</analysis> <confidence>{}</confidence>"
+)
+
+
+# --- the form -------------------------------------------------------------------------------------
+
+
+def test_a_confidence_is_a_plain_number_from_0_to_1() -> None:
+    good = {"0.8": 0.8, "1": 1, "1.0": 1, "0": 0, "0.": 0, ".25": 0.25, " 0.5\n": 0.5, "0.\x1f": 0}
+    bad = ["", ".", "1.1", "2", "-0.1", "+0.5", "1e0", "5e-1", "nan", "inf", "80%", "0,8"]
+    bad += ["0.5.5", "0x1", "1_0", "½", "٠", "high"]
+    for number, confidence in (good | dict.fromkeys(bad)).items():
+        for chat, text in ((True, CHAT), (False, "8<confidence>{}</confidence>")):
+            expected = None if confidence is None else ("8", confidence)
+            assert parse(text.format(number), chat=chat) == expected, number
+
+
+def test_the_chat_form_has_each_tag_once_and_in_order() -> None:
+    good = CHAT.format(0.5)
+    matching = [
+        good.removeprefix("<think>"),  # the template wrote the tag
+        f" {good}\n ",
+        good.replace("8", " <b>8</b>\n"),
+        write("8", 0.5, chat=True),
+    ]
+    for text in matching:
+        found = parse(text, chat=True)
+        assert found and found[0].strip("</b>") == "8" and found[1] == 0.5, text
+    others = [
+        *("8", "", f"{good}.", f"{good}{CHAT.format(0.6)}", good.replace("</think>", "")),
+        good.replace("<analysis>sure</analysis>", ""),
+        good.replace("<answer>8</answer>", ""),
+        good.replace("</answer>", "</answer> and <answer>9</answer>"),
+        good.replace("sure", "<answer>9</answer>"),
+        good.replace("</answer>", "</answer> or"),
+        CHAT.format("0.5</confidence><confidence>0.9"),
+        "8<confidence>0.5</confidence>",
+    ]
+    assert [parse(text, chat=True) for text in others] == [None] * len(others)
+
+
+def test_in_the_plain_form_the_answer_stands_before_the_tag() -> None:
+    answers = {
+        "8<confidence>0.5</confidence>": "8",
+        " M: a1a8 B: a1a8 <confidence>0.5</confidence>\n": " M: a1a8 B: a1a8",
+        "<answer>1 < 2</answer><confidence>0.5</confidence>": "<answer>1 < 2</answer>",
+        "<confidence>0.5</confidence>": "",
+        "8<confidence>0.5": None,
+        "8<confidence>0.5</confidence>8": None,
+        "8<confidence>0.5</confidence><confidence>0.5</confidence>": None,
+        "8 0.5": None,
+    }
+    for text, answer in answers.items():
+        assert parse(text, chat=False) == (None if answer is None else (answer, 0.5)), text
+
+
+def test_a_long_completion_is_read_in_no_time() -> None:
+    for piece in ("<", "<think>", "</think>", " ", "<answer>", "1", "<confidence>"):
+        long = piece * 20_000
+        for text in (long, CHAT.format(f"{long}x"), f"{long}{CHAT.format(0.5)}<confidence>"):
+            assert parse(text, chat=True) is parse(text, chat=False) is None
+
+
+# --- the reward -----------------------------------------------------------------------------------
+
+
+def capitals(folder: Path, **changes: Any) -> Calibration:
+    """A task on chats and plain prompts whose held-out ones are known."""
+    system, user = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "France?"},
+    )
+    held_out = [
+        {"messages": [system, user], "answer": "Paris"},
+        {"prompt": "39+83=", "answer": "122"},
+    ]
+    train = [{"prompt": f"{i}=", "answer": f"{i}"} for i in range(20)]
+    for name, rows in (("eval", held_out), ("train", train)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Calibration(0, [folder / "train.jsonl"], [folder / "eval.jsonl"], **changes)
+
+
+def total(task: Calibration, example: Example, text: str) -> float:
+    scores = task.score(example, text)
+    return sum(weight * scores[name] for name, weight in task.parts.items())
+
+
+def test_answers_are_paid_by_the_published_formula(tmp_path: Path) -> None:
+    task = capitals(tmp_path)
+    example = task.held_out(0)
+
+    def text(answer: str, confidence: float) -> str:
+        return CHAT.format(confidence).replace("8", answer, 1)
+
+    assert task.score(example, text("Paris", 0.25)) == {
+        "format": 1,
+        "correct": 1,
+        "brier": 1 - 0.75**2,
+        "confidence": 0.25,
+    }
+    assert task.score(example, text("Rome", 0.25)) == {
+        "format": 1,
+        "correct": 0,
+        "brier": 1 - 0.25**2,
+        "confidence": 0.25,
+    }
+    assert total(task, example, text("Paris", 1)) == 1.5
+    assert total(task, example, text("Rome", 0.5)) == pytest.approx(0.5 + 0.5 * 0.75)
+    assert task.score(example, "Paris") == dict.fromkeys(task.parts, 0)
+    assert task.score(task.held_out(1), "122<confidence>1</confidence>")["correct"] == 1
+
+
+def test_messages_ask_for_the_form_and_plain_prompts_stay(tmp_path: Path) -> None:
+    task, as_chat = capitals(tmp_path), capitals(tmp_path, chat=True)
+    system, user = task.held_out(0).messages
+    assert system["content"] == "Be brief." and user["content"] == f"France?{REQUEST}"
+    assert task.held_out(0).answer.startswith("<think></think> <answer>Paris</answer>")
+    assert task.held_out(1).prompt == "39+83=" and not task.held_out(1).messages
+    (asked,) = as_chat.held_out(1).messages  # as with --system
+    assert asked == {"role": "user", "content": f"39+83={REQUEST}"}
+    assert [x.prompt for x in task.longest(1)] == ["France?"]
+    assert task.questions is not None and task.num_held_out == 2
+
+
+def test_other_judges_say_what_is_right(tmp_path: Path) -> None:
+    judged = capitals(tmp_path, judge="qa")
+    assert (
+        judged.score(judged.held_out(0), CHAT.format(1).replace("8", "the paris!"))["correct"] == 1
+    )
+    (tmp_path / "sums.jsonl").write_text('{"question": "30+42?", "answer": "It is\\n#### 72"}\n')
+    maths = Calibration(0, (), [tmp_path / "sums.jsonl"], judge="math")
+    text = "#### 72 clips<confidence>0.5</confidence>"
+    assert maths.score(maths.held_out(0), text)["correct"] == 1
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
+    rows = np.array([(1, 0.75, 1.0), (1, 0.25, 0.0), (0, 0.0, 0.0), (0, 0.0, 0.0)]).T
+    parts = dict(zip(("format", "confidence", "correct"), rows, strict=True))
+    expected = {"brier_score": 0.0625, "ece": 0.25, "auroc": 1, "mean_confidence": 0.5}
+    assert Calibration(0).summaries(parts) == pytest.approx(expected)
+    assert not Calibration(0).summaries({name: values[2:] for name, values in parts.items()})
+
+
+def test_a_model_that_knows_the_chances_is_calibrated() -> None:
+    task = load_task("calibration", seed=1)
+    examples = [task.held_out(i) for i in range(1000)]
+    texts = [
+        write(x.fields["possible"][0], 1 / len(x.fields["possible"]), chat=False) for x in examples
+    ]
+    scores = task.score_batch(examples, texts)
+    found = task.summaries({name: np.array(values) for name, values in scores.items()})
+    assert np.mean(scores["correct"]) == pytest.approx(0.45, abs=0.04)
+    assert found["brier_score"] == pytest.approx(0.125, abs=0.015)
+    assert found["ece"] < 0.05
+
+
+# --- questions whose chances are known ------------------------------------------------------------
+
+
+def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:
+    task, seen = HiddenDigit(0), dict[str, list[str]]()
+    for number in range(2000):
+        example = task.train(number)
+        possible = example.fields["possible"]
+        assert example.kind == f"1 of {len(possible)}" and example.answer in possible
+        assert example.prompt.count("_") == 1 and example.prompt.endswith(": ")
+        hint = example.prompt[:-2].partition(", ")[2]
+        kept = {**HALVES, "any digit": DIGITS}
+        assert set(possible) == set(kept.get(hint, hint.replace(" or ", "")))
+        seen.setdefault(hint, []).append(example.answer)
+    for hint in ("even", "above 4", "any digit"):  # each digit equally often, within 5 deviations
+        counts = np.unique(seen[hint], return_counts=True)[1]
+        n, size = len(seen[hint]), len(counts)
+        assert size == (10 if hint == "any digit" else 5)
+        assert abs(counts - n / size).max() < 5 * np.sqrt(n / size)
+    trained = {task.train(number).prompt for number in range(1000)}
+    assert not trained & {task.held_out(number).prompt for number in range(300)}

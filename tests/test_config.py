@@ -1,266 +1,143 @@
-import json
+"""Settings: where they come from, which one wins, and what is refused."""
+
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from minigrpo import Trainer, Transformer
-from minigrpo.config import Config
-from minigrpo.model.shape import ModelShape
-from minigrpo.model.weights import export_model
-from minigrpo.runtime import settings
-from minigrpo.runtime.flags import ConfigError
+from minigrpo.config import Config, places, read_pairs
+from minigrpo.task_table import TASKS
+from minigrpo.types import ConfigError
 
-from . import bpe, chat_model
-from .gradients import TINY
+ROOT = Path(__file__).parents[1]
+OF_THE_CARD = [
+    "use_amp",
+    "amp_dtype",
+    "use_tf32",
+    "compile_model",
+    "gradient_checkpointing",
+    "offload_reference",
+    "parallel_rewards",
+    "num_reward_workers",
+    "fused_optimizer",
+    "profile",
+]
 
-ROOT = Path(__file__).parent.parent
+
+def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
+    config = Config.from_cli(["--config", str(file), "--group-size", "7"])
+    assert config.task.name == "code"
+    assert config.sampling.group_size == 7  # the flag
+    assert config.sampling.prompts_per_step == 6  # the file
+    assert config.sampling.max_new_tokens == TASKS["code"].settings["max_new_tokens"]  # the task
+    assert config.sampling.temperature == 1.0  # the default
+
+
+def test_a_later_file_counts_above_an_earlier_one(tmp_path: Path) -> None:
+    for name, size in (("a", 4), ("b", 8)):
+        (tmp_path / f"{name}.toml").write_text(f"group_size = {size}\n")  # tables may be left out
+    words = ["--config", str(tmp_path / "a.toml"), "--config", str(tmp_path / "b.toml")]
+    assert Config.from_cli(words).sampling.group_size == 8
+
+
+def test_settings_of_a_task_follow_the_task_and_its_data() -> None:
+    assert Config.of(task="math").optimizer.learning_rate == 1.5e-4
+    assert Config.of(task="math", data="x.jsonl").optimizer.learning_rate == 1e-6
+    assert Config.of(task="math", learning_rate=1.0).optimizer.learning_rate == 1.0
+    assert Config.from_cli(["--task", "math"]) == Config.of(task="math")
+    assert Config.from_cli(["--task=math", "--data=x.jsonl"]) == Config.of(
+        task="math", data="x.jsonl"
+    )
+
+
+def test_all_flags_of_the_card_keep_their_names() -> None:
+    assert set(OF_THE_CARD) <= places().keys()
+    words = ["--use-amp", "--amp-dtype", "float16", "--no-parallel-rewards"]
+    config = Config.from_cli([*words, "--num-reward-workers", "3"])
+    assert config.speed.use_amp and config.speed.amp_dtype == "float16"
+    assert not config.speed.parallel_rewards and config.speed.num_reward_workers == 3
+
+
+settings = st.fixed_dictionaries(
+    {},
+    optional={
+        "group_size": st.integers(2, 64),
+        "learning_rate": st.floats(1e-9, 1.0),
+        "use_amp": st.booleans(),
+        "clip_high": st.none() | st.floats(0, 3),
+        "system": st.text(st.characters(exclude_categories=["Cs"])),
+        "task_args": st.dictionaries(st.from_regex(r"[a-z]+", fullmatch=True), st.integers()),
+        "reward_weights": st.dictionaries(
+            st.from_regex(r"[a-z]+", fullmatch=True), st.floats(-1, 1)
+        ),
+    },
+)
+
+
+@given(settings)
+def test_a_written_config_is_read_as_it_was(given: dict[str, Any]) -> None:
+    config = Config.of(**given)
+    tables = tomllib.loads(config.as_toml())
+    flat = {
+        group if name == "name" else name: value
+        for group, table in tables.items()
+        for name, value in table.items()
+    }
+    assert Config.of(**flat) == config
+
+
+def test_pairs_are_separated_by_commas_before_a_name() -> None:
+    assert read_pairs("difficulty=2x12,3x12, history=2") == {
+        "difficulty": "2x12,3x12",
+        "history": "2",
+    }
+    assert Config.of(reward_weights="a=1,b=-0.5").task.reward_weights == {"a": 1.0, "b": -0.5}
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    "bad",
     [
-        (["--grop-size", "4"], ["--grop-size", "did you mean --group-size"]),
-        (["--group-size", "many"], ["--group-size", "many"]),
-        (["--group-size", "1"], ["--group-size must be at least 2", "grpo"]),
-        (["--group-size"], ["--group-size"]),
-        (["--packing", "tall"], ["--packing", "repeated", "shared-prompt"]),
-        (["--loss", "ppo"], ["--loss", "grpo", "nll"]),
-        (["--learning-rate", "-1"], ["--learning-rate must be a number above 0", "-1"]),
-        (["--learning-rate", "nan"], ["--learning-rate must be a number above 0", "nan"]),
-        (["--temperature", "0"], ["--temperature must be at least 0.001"]),
-        (["--kl-coef", "-0.1"], ["--kl-coef must be at least 0"]),
-        (["--clip-low", "x"], ["--clip-low"]),
-        (
-            ["--micro-batch-size", "5"],
-            ["--micro-batch-size must divide --prompts-per-step 16", "1, 2, 4, 8, 16"],
-        ),
-        (["--width", "100", "--heads", "3"], ["--width must be even and a multiple of --heads"]),
-        (["--loss", "nll", "--kl-coef", "0.1"], ["--kl-coef must be 0 with --loss nll"]),
-        (["--loss", "maxrl", "--overlong", "punish"], ["--scale mean", "--overlong punish"]),
-        (
-            ["--scale", "mean", "--kl-coef", "0.1", "--kl", "k1_reward"],
-            ["--scale mean", "--kl k1_reward", "group, batch and none"],
-        ),
-        (["--weight-decay", "inf"], ["--weight-decay must be at least 0 and finite, got inf"]),
-        (["--reward-weights", "valid=nan"], ["--reward-weights", "valid=nan"]),
-        (["--resume", "auto"], ["--resume needs --out-dir"]),
-        (["--resume", "last", "--out-dir", "x"], ["--resume must be auto or a step number"]),
-        (["--reward-weights", "exact_fen"], ["--reward-weights", "part=number"]),
-        (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
-        (["--config"], ["--config needs a value"]),
-        (["stray"], ["stray"]),
+        {"group_size": 0},
+        {"group_size": 1},
+        {"learning_rate": float("nan")},
+        {"learning_rate": -1.0},
+        {"loss": "ppo"},
+        {"groupsize": 8},
+        {"kl_coef": 0.1, "loss": "nll"},
+        {"overlong": "punish", "overlong_buffer": 200},
+        {"loss": "maxrl", "overlong": "punish"},
+        {"resume": "auto"},
+        {"eval_data": "x.jsonl"},
+        {"reward_weights": "similarity"},
+        {"top_p": 0.0},
+        {"seed": -1},
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=str,
 )
-def test_a_bad_command_line_is_one_line_and_exit_code_2(
-    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+def test_settings_that_cannot_work_are_refused_in_every_way_to_give_them(
+    bad: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        Config.from_cli(argv)
-    assert stop.value.code == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
-
-
-@pytest.mark.parametrize(
-    ("toml", "words"),
-    [
-        ("group_sise = 4", ["group_sise", "did you mean group_size"]),
-        ('group_size = "4"', ["--group-size must be int", "'4'"]),
-        ("group_size = true", ["--group-size must be int"]),
-        ("use_amp = 1", ["--use-amp must be bool"]),
-        ('loss = "ppo"', ["--loss must be", "grpo", "'ppo'"]),
-        ("group_size = ", ["not TOML"]),
-        ("[loss]\ngroup_size = 4", ["group_size belongs in [sampling]"]),
-        ("group_size = 4\n[sampling]\ngroup_size = 5", ["group_size is set twice"]),
-        ('layout = "tree"\npacking = "repeated"', ["packing is set twice"]),
-        ('draft_window = "4"', ["--num-speculative-tokens must be int", "'4'"]),
-    ],
-)
-def test_a_bad_toml_file_is_an_error_that_names_the_key(
-    tmp_path: Path, toml: str, words: list[str]
-) -> None:
-    path = tmp_path / "bad.toml"
-    path.write_text(toml)
     with pytest.raises(ConfigError) as error:
-        Config.from_toml(path)
-    for word in words:
-        assert word in str(error.value)
+        Config.of(**bad)
+    assert "\n" not in str(error.value)
+    with pytest.raises(SystemExit) as ended:
+        Config.from_cli([f"--{name.replace('_', '-')}={value}" for name, value in bad.items()])
+    assert ended.value.code == 2
 
 
-def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "a.toml"
-    path.write_text(
-        'group_size = 4\nlayout = "repeated"\nclip_high = 1\n'
-        "[reward_weights]\nvalid = 0.5\nexact_fen = 2\n"
-    )
-    config = Config.from_cli(
-        ["--packing", "shared-prompt", "--config", str(path), "--use-amp", "--no-kv-cache"]
-    )
-    changed = {
-        "group_size": 4,
-        "packing": "shared-prompt",
-        "clip_high": 1,
-        "use_amp": True,
-        "kv_cache": False,
-    }
-    assert config == Config.of(reward_weights="valid=0.5,exact_fen=2", **changed)
-    assert config.task.weights() == {"valid": 0.5, "exact_fen": 2.0}
+@pytest.mark.parametrize("preset", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.stem)
+def test_every_preset_is_valid_and_found_by_its_name(preset: Path) -> None:
+    assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
 
 
-def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        Config.from_cli(["--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    for name, (group, _) in settings.places(Config).items():
-        assert "--" + name.replace("_", "-") in out
-        assert f"{group} options" in out
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
-)
-def test_the_shipped_configs_load(path: Path) -> None:
-    Config.from_toml(path)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
-)
-def test_the_shipped_configs_make_a_step(path: Path, tmp_path: Path) -> None:
-    """A dry run: the preset on the tiny model on this device, float16 and compilation left out
-    where there is no GPU.
-    """
-    values = {**settings.read_settings(Config, path), **TINY, "out_dir": str(tmp_path / "run")}
-    values |= {
-        "prompts_per_step": 8,
-        "max_steps": 1,
-        "stop_after": 0,
-        "eval_every": 0,
-        "device": "cpu",
-        "compile_model": False,
-    }
-    if path.stem in ("gpt2", "rookworld"):  # not at hand: small ones in the same formats
-        values |= small_gpt2(tmp_path / "model")
-    if values.get("task") == "math":
-        values |= {"context": 256, "reward_weights": ""}
-    if str(values.get("task")).startswith("countdown"):
-        values["reward_weights"] = ""  # it has no part `similarity`
-    if values.get("task") == "countdown-chat":  # its prompts are messages, for a chat model
-        values["init_from"] = str(chat_model.write_model(tmp_path / "model", context=512))
-    if values.get("data"):  # the user's own
-        keys = ("question", "answer") if values.get("task") == "math" else ("prompt", "answer")
-        values["data"] = str(write_sums(tmp_path / "sums.jsonl", keys))
-    if values.get("task") == "code":  # the tiny model has no chat template
-        values |= {"reward_weights": "", "system": "", "context": 512, "eval_samples": 1}
-        values["eval_size"] = 2
-        if "data" in values:
-            values["data"] = str(write_problems(tmp_path / "mbpp.jsonl"))
-    if values.get("task") in ("qa", "teach"):  # their prompts are messages, for a chat model
-        model = chat_model.write_model(tmp_path / "model", context=1024)
-        rows = [{"question": f"What is {i}?", "answer": str(i)} for i in range(40)]
-        chat_model.write_lines(Path(values["data"]), rows)
-        values |= {"init_from": str(model), "reward_weights": ""}
-        values |= {"student": str(model)} if "student" in values else {}
-    elif values.get("system"):
-        template = tmp_path / "template.jinja"
-        template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-        values["chat_template"] = str(template)
-    if values.get("amp_dtype") == "float16":
-        with pytest.raises(ConfigError, match="--amp-dtype float16 needs a CUDA device"):
-            Trainer(Config.of(**values), quiet=True)
-        values["amp_dtype"] = "bfloat16"
-    Trainer(
-        Config.of(**{**values, "kl_coef": 0.0 if values.get("loss") == "nll" else 0.1}), quiet=True
-    ).fit()
-    written = "adapter_model.safetensors" if "lora_rank" in values else "model.safetensors"
-    assert (tmp_path / "run" / written).exists()
-
-
-def write_sums(path: Path, keys: tuple[str, str]) -> Path:
-    """Sums in a JSONL file, which ends in the form of GSM8K whatever the keys are."""
-    rows = [(f"{a}+{b}=", f"#### {a + b}") for a in range(9) for b in range(9)]
-    pairs = [dict(zip(keys, row, strict=True)) for row in rows]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return path
-
-
-def write_problems(path: Path) -> Path:
-    problem = {"code": "def f(x): return x", "test_list": ["assert f(1) == 1"]}
-    lines = [json.dumps({"text": f"Write {number}.", **problem}) for number in range(60)]
-    path.write_text("\n".join(lines))
-    return path
-
-
-def small_gpt2(folder: Path) -> dict[str, str]:
-    """A random model and a learnt vocabulary, in one folder as Hugging Face has them."""
-    bpe.write_gpt2(folder, bpe.chess_merges(), ("merges.txt", "vocab.json"))
-    shape = ModelShape(256 + 60 + 1, context=256, layers=1, width=16, heads=2)
-    export_model(Transformer(shape).state_dict(), folder, shape=shape, eos=shape.vocab_size - 1)
-    return {"init_from": str(folder), "tokenizer": str(folder)}
-
-
-def test_several_files_are_laid_over_each_other(tmp_path: Path) -> None:
-    job, card = tmp_path / "job.toml", tmp_path / "card.toml"
-    job.write_text("max_steps = 7\nmicro_batch_size = 4\n")
-    card.write_text("micro_batch_size = 2\n")
-    config = Config.from_cli(["--config", str(job), "--config", str(card)])
-    assert (config.run.max_steps, config.memory.micro_batch_size) == (7, 2)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (["--layout", "repeated"], {"packing": "repeated"}),
-        (["--layout=shared"], {"packing": "shared-prompt"}),
-        (["--no-draft-answers"], {"speculative_decoding": False}),
-        (["--draft-window", "5"], {"num_speculative_tokens": 4}),
-        (["--no-skip-dead-groups"], {"skip_zero_variance_groups": False}),
-        (["--resample-dead-groups", "2"], {"dynamic_sampling": 2}),
-        (["--task", "policy"], {"task": "best-move"}),
-        (["--task=chess-env+policy"], {"task": "chess-env+best-move"}),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_old_names_are_still_read(old: list[str], new: dict[str, object], tmp_path: Path) -> None:
-    """As flags, as TOML keys and in Python. A written config has the new names."""
-    expected = Config.of(**new)
-    assert Config.from_cli(old) == expected != Config()
-    name, _, value = " ".join(old).replace("=", " ").removeprefix("--").partition(" ")
-    key = name.removeprefix("no-").replace("-", "_")
-    typed: object = value or not name.startswith("no-")
-    if isinstance(typed, str) and typed.isdecimal():
-        typed = int(typed)
-    assert Config.of(**{key: typed}) == expected
-    (tmp_path / "old.toml").write_text(f"{key} = {json.dumps(typed)}\n")
-    assert Config.from_toml(tmp_path / "old.toml") == expected
-    assert not any(word in " ".join(settings.toml_lines(expected)) for word in ("draft", "layout"))
-
-
-def test_a_file_with_tables_and_a_flat_one_mean_the_same(tmp_path: Path) -> None:
-    grouped, flat = tmp_path / "grouped.toml", tmp_path / "flat.toml"
-    grouped.write_text(
-        '[task]\nname = "best-move"\nreward_weights = {best = 1.0}\n'
-        '[loss]\nname = "dapo"\nclip_high = 0.3\n[sampling]\ngroup_size = 4\n'
-    )
-    flat.write_text(
-        'task = "best-move"\nloss = "dapo"\nclip_high = 0.3\ngroup_size = 4\n'
-        "[reward_weights]\nbest = 1.0\n"
-    )
-    config = Config.from_toml(grouped)
-    assert config == Config.from_toml(flat) != Config()
-    assert config.loss.name == "dapo" and config.task.weights() == {"best": 1.0}
-    written = tmp_path / "written.toml"
-    written.write_text("\n".join(settings.toml_lines(config)))
-    assert Config.from_toml(written) == config and "[sampling]" in written.read_text()
-
-
-def test_a_preset_is_found_by_its_name() -> None:
-    assert Config.from_cli(["--config", "chess-long"]).run.max_steps == 1300
-    assert Config.from_cli(["--config", "rtx4090"]) == Config.from_toml(
-        ROOT / "configs" / "rtx4090.toml"
-    )
+@pytest.mark.parametrize("text", ["a = ", "[sampling]\ngroup_sise = 2\n", "sampling = 3\n", "\x00"])
+def test_a_file_that_is_no_settings_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        Config.from_toml(file)

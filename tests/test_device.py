@@ -1,203 +1,142 @@
-"""Whole runs on a simulated device that is not the host: what CUDA would reject
-is an error here too.
-"""
+"""Speed layers one by one: each gives the numbers of the plain path, on weights that are shared."""
 
-import json
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import cli, probe
-from benchmarks.layers import LEAN
-from minigrpo import Config, Trainer
-from minigrpo.model.transformer import Transformer
-from minigrpo.runtime import accel
-from minigrpo.runtime.rng import uniforms
-from minigrpo.sampling.cached_decoder import CachedDecoder
-from minigrpo.sampling.cuda_graphs import CUDAGraphCache
-from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder
-from minigrpo.sampling.generate import ROUNDS_BETWEEN_CHECKS, generate
+from minigrpo import Config, Transformer
+from minigrpo.model.shape import ModelShape
+from minigrpo.runtime import device as layers
+from minigrpo.types import ConfigError
 
-from .conftest import EOS, SHAPES, make_completions
-from .gradients import GROUPED, TINY
-from .pretend import pretend_cuda
-from .test_benchmark import TINY as TINY_WORK
+CPU = torch.device("cpu")
+SHAPE = ModelShape(vocab_size=23, context=40, layers=2, width=16, heads=2)
+IDS = torch.arange(24).reshape(2, 12) % 23
 
 
-def test_the_pretended_device_refuses_what_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretend_cuda(monkeypatch):
-        x = torch.ones(3, requires_grad=True)
-        there = x.to("cuda")
-        for made in (
-            there,
-            there + 1,
-            there[:2],
-            torch.arange(3, device=there.device),
-            there.new_empty(2),
-        ):
-            assert made.device.type == "cuda" and made.is_cuda
-        assert there.cpu().device.type == "cpu" and x.device.type == "cpu"
-        for wrong in (
-            lambda: there + x,
-            lambda: there[torch.tensor([0])],
-            lambda: torch.cat([there, x]),
-        ):
-            with pytest.raises(RuntimeError, match="two devices"):
-                wrong()
-        with pytest.raises(TypeError, match="to numpy"):
-            there.detach().numpy()
-        leaf = there.detach().requires_grad_()
-        (leaf * leaf).sum().backward()
-        assert leaf.grad is not None and leaf.grad.is_cuda
+def config(**settings: Any) -> Config:
+    return Config.of(**settings)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {
-        "packing": "repeated",
-        "kv_cache": False,
-        "speculative_decoding": False,
-        "num_iterations": 2,
-        "loss": "gspo",
-    },
-    "fast": {"use_amp": True, "low_precision_weights": True, "kl_coef": 0.1},
-    "lean": {**LEAN, "micro_batch_size": 2, "rollout_batch_size": 2, "kl_coef": 0.1},
-    "truncated": {
-        "loss": "cispo",
-        "sampler_correction": True,
-        "top_k": 50,
-        "top_p": 0.9,
-        "dynamic_sampling": 1,
-    },
-    "recorded, grouped queries": {
-        **GROUPED,
-        "use_amp": True,
-        "low_precision_weights": True,
-        "cuda_graphs": True,
-    },
-    "half": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
-    "supervised": {"loss": "nll", "group_size": 1},
-}
+def loss_of(model: Transformer) -> Tensor:
+    return model.logits(IDS).log_softmax(-1).square().mean()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_and_its_resumption_have_nothing_on_two_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    options = {
-        **TINY,
-        "reward_weights": "",
-        "max_steps": 4,
-        **WAYS[way],
-        "out_dir": str(tmp_path),
-        "device": "cuda",
-    }
-    with pretend_cuda(monkeypatch):
-        for steps, fused in (
-            (1, False),
-            (2, True),
-            (3, False),
-        ):  # whose counts of steps lie in different places
-            more = {
-                "stop_after": steps,
-                "fused_optimizer": fused,
-                "resume": "auto" if steps > 1 else "",
-            }
-            trainer = Trainer(Config.of(**{**options, **more}), quiet=True)
-            assert trainer.model.wte.weight.is_cuda
-            trainer.fit()
-    assert json.loads((tmp_path / "summary.json").read_text())["step"] == 3
+@pytest.fixture
+def has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
 
 
-@pytest.mark.parametrize("what", [["steps"], ["memory", "--group-sizes", "2"]])
-def test_a_benchmark_has_nothing_on_two_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.memory.logprobs_alone.__defaults__", (40, 300, 16))
-    monkeypatch.setattr(accel, "compile_blocks", lambda model: None)
-    for rate in ("matmul_rate", "bandwidth"):  # products of a size for GPUs
-        monkeypatch.setattr(probe, rate, lambda *args: 1e12)
-    only = ["--only", "tree", "lean"] if what == ["steps"] else []
-    with pretend_cuda(monkeypatch):
-        cli.main([*what, *TINY_WORK[:-1], "cuda", *only, "--out-dir", str(tmp_path)])
-    rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
-    assert {row["status"] for row in rows} == {"ok"}
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "", "cuda:99", "cpu:1"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        layers.pick_device(config(device=name).speed.device)
 
 
-@pytest.mark.parametrize("decoder", [ReplicatedPrefixDecoder, SharedPrefixDecoder])
-@pytest.mark.parametrize("num_samples", [1, 5])
-def test_the_host_waits_at_most_once_per_round(
-    monkeypatch: pytest.MonkeyPatch, decoder: type[CachedDecoder], num_samples: int
-) -> None:
-    """And without drafts, where nothing is decided on the host, in one round of four."""
-    before_round = list[int]()
-    step = CachedDecoder.step
-
-    def counted(self: CachedDecoder, *args: Any) -> Tensor:
-        before_round.append(device.waits)
-        return step(self, *args)
-
-    monkeypatch.setattr(CachedDecoder, "step", counted)
-    with pretend_cuda(monkeypatch) as device:
-        model = Transformer(SHAPES["gpt2"], seed=1).cuda()
-        c = make_completions(0, prompts=6).to("cuda")
-        u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), num_samples, 24)).to("cuda")
-        for drafts in (None, c.completion_ids[:, 0]):
-            before_round.clear()
-            generate(
-                model,
-                c.prompt_ids,
-                c.prompt_len,
-                stops=(),
-                max_new_tokens=24,
-                num_samples=num_samples,
-                u=u,
-                drafts=drafts,
-                decoder=decoder,
-            )
-            waits = np.diff(before_round)
-            assert len(waits) > 15 and waits.max() == 1
-            if drafts is None:
-                assert waits.sum() <= -(-len(waits) // ROUNDS_BETWEEN_CHECKS)
+def test_each_local_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layers.pick_device("cpu", 3) == CPU
+    chosen = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = [layers.pick_device(name, 3) for name in ("auto", "cuda", "cuda:1")]
+    assert found == chosen == [torch.device("cuda", n) for n in (3, 3, 1)]
 
 
-@pytest.mark.parametrize(("shape", "amp"), [("gpt2", True), ("grouped-query", False)])
-def test_recorded_rounds_write_what_rounds_write(
-    monkeypatch: pytest.MonkeyPatch, shape: str, amp: bool
-) -> None:
-    """Rollout after rollout, of other prompts and weights; a round is recorded once for a shape,
-    and never waits.
-    """
-    with pretend_cuda(monkeypatch):
-        model, graphs = Transformer(SHAPES[shape], seed=1).cuda(), CUDAGraphCache()
+def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
+    x = torch.ones(2, 2)
+    for options, dtype in (({}, torch.float32), ({"use_amp": True}, torch.bfloat16)):
+        speed = config(**options).speed
+        with layers.autocast(speed, CPU):
+            assert (x @ x).dtype == dtype
+        assert not layers.grad_scaler(speed, CPU).is_enabled()
+    half = config(use_amp=True, amp_dtype="float16").speed
+    with pytest.raises(ConfigError):
+        layers.grad_scaler(half, CPU)
+    assert not layers.grad_scaler(config(amp_dtype="float16").speed, CPU).is_enabled()
+
+
+@pytest.mark.usefixtures("has_bfloat16")
+def test_a_low_precision_copy_gives_autocasts_numbers_and_follows_the_weights() -> None:
+    speed, model = config(use_amp=True).speed, Transformer(SHAPE, seed=1)
+    model.wte.weight.requires_grad_(False)
+    low = layers.low_precision_copy(speed, model)
+    cast = [p for p in low.parameters() if p.dtype == torch.bfloat16]
+    shared = {id(p) for p in model.parameters()} & {id(p) for p in low.parameters()}
+    assert cast and len(cast) + len(shared) == len(list(model.parameters()))
+    for _ in range(2):
+        layers.refresh(low, model)
+        with torch.no_grad(), layers.autocast(speed, CPU):
+            assert torch.equal(low.logits(IDS), model.logits(IDS))
         with torch.no_grad():
-            # surer of itself, so that completions part one by one, and slots become more
-            model.head_weight.mul_(3)
-        recorded = []
-        for turn in range(4):
-            c = make_completions(turn % 2, prompts=6).to("cuda")
-            u = torch.from_numpy(uniforms(0, "test", turn, np.arange(6), 5, 9)).to("cuda")
-            options: dict[str, Any] = {
-                "stops": [EOS],
-                "max_new_tokens": 9,
-                "num_samples": 5,
-                "u": u,
-            }
-            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
-                first = generate(model, c.prompt_ids, c.prompt_len, **options)
-                options["drafts"] = first.completion_ids[:, 0]
-                plain = generate(model, c.prompt_ids, c.prompt_len, **options)
-                found = generate(
-                    model, c.prompt_ids, c.prompt_len, decoder=graphs.decoder, **options
-                )
-            assert torch.equal(found.completion_ids, plain.completion_ids)
-            assert torch.equal(found.completion_mask, plain.completion_mask)
-            recorded.append(dict(graphs.captured))
-            with torch.no_grad():
-                next(model.h[0].mlp.parameters()).mul_(1.1)
-        assert {slots for slots, *_ in recorded[3]} == {16, 32}
-        assert {window for _, window, _ in recorded[3]} >= {1, 2}
-        assert all(recorded[3][shape] is a_round for shape, a_round in recorded[2].items())
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    assert {id(p) for p in cast} == {id(p) for p in low.parameters() if p.dtype == torch.bfloat16}
+
+
+def test_without_amp_or_bfloat16_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer(SHAPE, seed=1)
+    assert layers.low_precision_copy(config().speed, model) is model
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert layers.low_precision_copy(config(use_amp=True).speed, model) is model
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "compile_model"])
+def test_training_layers_change_neither_gradients_nor_the_samplers_model(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = list[torch.nn.Module]()
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    model = Transformer(SHAPE, seed=1)
+    trained = layers.with_training_layers(config(**{option: True}), model)
+    assert all(a is b for a, b in zip(model.parameters(), trained.parameters(), strict=True))
+    assert [*model.state_dict()] == [*trained.state_dict()]
+    assert model.checkpoint_blocks is None and not {*compiled} & {*model.modules()}
+    if option == "compile_model":
+        assert compiled == [*trained.h]
+        assert all(a.attention is not b.attention for a, b in zip(trained.h, model.h, strict=True))
+    else:
+        ran = list[int]()
+        trained.h[0].register_forward_pre_hook(lambda *_: ran.append(1))
+        trained.logits(IDS)
+    gradients = []
+    for one in (model, trained):
+        model.zero_grad()
+        loss_of(one).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    if option == "gradient_checkpointing":
+        assert len(ran) == 3  # the last time to recompute
+
+
+def test_tf32_is_set_for_the_process() -> None:
+    for use_tf32, precision in ((True, "high"), (False, "highest")):
+        layers.set_up_process(config(use_tf32=use_tf32).speed, CPU)
+        assert torch.get_float32_matmul_precision() == precision
+
+
+def test_phases_add_up_and_the_peak_of_memory_counts_what_was_freed() -> None:
+    timer, before = layers.PhaseTimer(CPU), layers.peak_memory_mib(CPU)
+    for name in ("rollout", "update", "rollout"):
+        with timer.phase(name):
+            time.sleep(0.01)
+    seconds = timer.take()
+    assert seconds["rollout"] >= 0.02 and seconds["update"] >= 0.01
+    assert timer.take() == {}
+    torch.ones(int(before + 64) * 2**18)
+    assert layers.peak_memory_mib(CPU) > before + 32
+
+
+def test_the_profiler_writes_a_trace_of_the_main_process(tmp_path: Path) -> None:
+    run = config(profile=True).run
+    for is_main, traces in ((False, 0), (True, 1)):
+        with layers.profiler(run, tmp_path, is_main) as profiler:
+            for _ in range(7):
+                torch.ones(3).sum()
+                profiler.step()
+        assert len(list(tmp_path.glob("profile/*.json"))) == traces

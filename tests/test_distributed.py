@@ -1,13 +1,8 @@
-"""`torchrun distributed_train.py` as a user starts it, and with failing processes.
+"""Two processes over gloo: what they exchange, and that they train as one."""
 
-Gradients are compared in test_invariance.py.
-"""
-
-import contextlib
-import hashlib
 import json
+import multiprocessing
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,281 +13,204 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from minigrpo import Config, Trainer
-from minigrpo.runtime.combinations import check_shares
-from minigrpo.runtime.flags import ConfigError
+from minigrpo import Config
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.signals import StopRequest
 
-from .gradients import TINY
+from . import tiny
 
-pytestmark = pytest.mark.usefixtures("no_orphans")
-ROOT = Path(__file__).parent.parent
-FAULTY = str(ROOT / "tests" / "faulty_task.py")
-OPTIONS: dict[str, Any] = {
-    **TINY,
-    "task": FAULTY,
-    "reward_weights": "",
-    "max_steps": 20,
-    "eval_every": 0,
-    "save_every": 3,
-}
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 3.0  # of a collective
+STEPS = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 1, "eval_every": 0}
 
 
-def command(*launcher: str, processes: int = 2, **changes: Any) -> list[str]:
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={processes}",
-        *launcher,
-        "distributed_train.py",
-    ]
-    for name, value in {**OPTIONS, **changes}.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return words
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError
 
 
-def start(
-    *launcher: str, env: dict[str, str] | None = None, processes: int = 2, **changes: Any
-) -> subprocess.Popen[str]:
-    """torchrun in a session of its own, so that nothing of it outlives the test."""
-    if not any("rdzv" in word for word in launcher):
-        launcher = ("--standalone", *launcher)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    line = command(*launcher, processes=processes, **changes)
-    return subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipes)
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
+def raised_by(function: Any) -> BaseException | None:
     try:
-        return process.communicate(timeout=timeout)[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        function()
+    except Exception as error:
+        return error
+    return None
 
 
-def wait_for(folder: Path, pattern: str, seconds: float = 60) -> None:
-    """Until there is a file that the pattern fits."""
-    end = time.monotonic() + seconds
-    while not list(folder.glob(pattern)):
-        assert time.monotonic() < end, f"no {pattern} in {folder}"
-        time.sleep(0.02)
+def exchange(dist: DistContext, folder: Path) -> dict[str, Any]:
+    """Every kind of exchange, once."""
+    rank, found = dist.rank, dict[str, Any]()
+    found["share"] = list(dist.share(6))
+    found["sum"] = dist.sum(torch.tensor([1.0 + rank, 10.0])).tolist()
+    found["max"] = dist.max(torch.tensor([rank, -rank])).tolist()
+    found["gather"] = dist.gather(torch.tensor([[2 * rank], [2 * rank + 1]])).tolist()
+    metrics = {"tokens/run": 3.0 + rank, "memory/peak_mib": 7.0 - rank, "rewards/x/failures": 1.0}
+    metrics |= {"reward": 1.0 + rank, "length": 5.0 + rank, "rare": [torch.nan, 4.0][rank]}
+    metrics["never"] = 0.0
+    counts = {"length": 1 + 2 * rank, "rare": rank, "never": 0}
+    found["combine"] = dist.combine(metrics, counts)
+
+    calls = list[int]()
+    found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
+    found["calls"] = list(calls)
+    for error in (ValueError("no"), Unpicklable("no")):
+        caught = raised_by(lambda error=error: dist.on_main(lambda: (_ for _ in ()).throw(error)))
+        found[type(error).__name__] = type(caught).__name__
+    marker = folder / "downloaded"
+    found["on_main_first"] = dist.on_main_first(lambda: (marker.exists(), marker.touch())[0])
+    found["notes"] = raised_by(lambda: raise_during(dist)).__notes__  # type: ignore[union-attr]
+    # longer than a collective may take: the others wait without one
+    dist.on_main(lambda: time.sleep(TIMEOUT_S + 0.5))
+    found["after"] = dist.sum(torch.ones(1)).item()
+
+    with StopRequest(lambda text: None) as request:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        found["stop"] = request.agreed(dist)
+
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 1)  # other weights in each process
+    wrapped, x = dist.wrap(model), torch.arange(1.0, 4.0) + rank
+    found["weights"] = model.weight.tolist()
+    with dist.accumulating(wrapped):
+        wrapped(x).backward()
+    found["own_gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
+    wrapped(x).backward()
+    found["gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
+    return found
 
 
-def weights(folder: Path) -> tuple[int, str]:
-    """Step, and sha256 of the model and the optimizer in the newest checkpoint."""
-    newest = max(
-        (folder / "checkpoints").glob("step_*/state.pt"), key=lambda path: path.parent.name
-    )
-    state = torch.load(newest, weights_only=True)
-    digest = hashlib.sha256()
-    for part in (state["model"], *state["optimizer"]["state"].values()):
-        for name in sorted(part):
-            digest.update(torch.as_tensor(part[name]).numpy().tobytes())
-    return state["step"], digest.hexdigest()
+def raise_during(dist: DistContext) -> None:
+    with dist.during("step 3"):
+        raise ValueError
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return result
+def work(folder: Path, rank: int, ports: list[int]) -> None:
+    """One of two processes, which meet twice."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    dist = DistContext.from_env(TIMEOUT_S)
+    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist, folder)))
+    dist.close()
+    os.environ["MASTER_PORT"] = str(ports[1])
+    dist = DistContext.from_env()
+    train(folder, folder / "two", dist)
+    dist.close()
+
+
+def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
+    from minigrpo import Trainer
+
+    settings = {**tiny.TINY, **STEPS, "model": str(folder / "model"), "out_dir": str(out_dir)}
+    Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("calm") / "run"
-    process = start(out_dir=folder)
-    output = finish(process)
-    assert process.returncode == 0, output
-    assert (
-        "grpo: 4 prompts x 3 completions per step, on 2 x cpu: "
-        "2 prompts per process in 1 micro-batch" in output
-    )
-    assert output.count("finished (max_steps) at step 20") == 1
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes have left."""
+    folder = tmp_path_factory.mktemp("two")
+    tiny.tiny_chess_model(folder / "model")
+    spawn, ports = multiprocessing.get_context("spawn"), [free_port(), free_port()]
+    pair = [spawn.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(120)
+        process.kill()
     return folder
 
 
-def test_a_run_of_two_processes_is_one_run(calm: Path) -> None:
-    assert {path.name for path in calm.iterdir()} >= {
-        "config.toml",
-        "metrics.jsonl",
-        "eval.jsonl",
-        "summary.json",
-        "tensorboard",
-    }
-    metrics = [json.loads(line) for line in (calm / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in metrics] == list(range(1, 21))
-    assert 'processes = "2"' in (calm / "config.toml").read_text()
-    assert summary(calm)["status"] == "finished"
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_two_processes_log_the_metrics_of_one(calm: Path, tmp_path: Path) -> None:
-    Trainer(Config.of(**OPTIONS, out_dir=str(tmp_path / "run")), quiet=True).fit()
-    one, two = (
-        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()]
-        for f in (tmp_path / "run", calm)
-    )
-    for a, b in zip(one[:3], two[:3], strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            if "time" not in name and "memory" not in name and "difference" not in name:
-                assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
+def test_collectives_give_all_processes_the_same(found: list[dict[str, Any]]) -> None:
+    assert [one["share"] for one in found] == [[0, 1, 2], [3, 4, 5]]
+    for one in found:
+        assert one["sum"] == [3, 20] and one["max"] == [1, 0]
+        assert one["gather"] == [[0], [1], [2], [3]]
+        assert one["stop"] == "SIGUSR1"
 
 
-@pytest.mark.slow
-def test_a_killed_rank_takes_all_down_and_a_restart_ends_with_the_same_bits(
-    calm: Path, tmp_path: Path
+def test_metrics_are_sums_maxima_or_means_over_processes(found: list[dict[str, Any]]) -> None:
+    expected = {"tokens/run": 7.0, "memory/peak_mib": 7.0, "rewards/x/failures": 2.0}
+    expected |= {"reward": 1.5, "length": (5.0 + 3 * 6.0) / 4, "rare": 4.0}
+    assert found[0]["combine"] == found[1]["combine"] == expected
+    alone = {"reward": 0.1, "length": 3.0}
+    assert DistContext().combine(alone, {"length": 0}) == {"reward": 0.1}
+
+
+def test_the_main_process_works_while_no_collective_is_pending(found: list[dict[str, Any]]) -> None:
+    main, other = found
+    assert main["calls"] == [0] and other["calls"] == []
+    assert main["on_main"] == other["on_main"] == "from 0"
+    assert main["ValueError"] == other["ValueError"] == "ValueError"
+    assert (main["Unpicklable"], other["Unpicklable"]) == ("Unpicklable", "RuntimeError")
+    assert (main["on_main_first"], other["on_main_first"]) == (False, True)
+    assert main["after"] == other["after"] == 2
+    assert all(f"rank {rank} of 2" in one["notes"][0] for rank, one in enumerate(found))
+
+
+def test_gradients_are_averaged_in_the_last_of_several_backward_passes(
+    found: list[dict[str, Any]],
 ) -> None:
-    env = {"FAULT": "kill", "FAULT_MARKER": str(tmp_path / "marker")}
-    process = start("--max-restarts=1", env=env, out_dir=tmp_path / "run", resume="auto")
-    output = finish(process)
-    assert process.returncode == 0, output
-    assert (tmp_path / "marker").exists()
-    assert re.search(r"resumed from step \d+", output)
-    assert weights(tmp_path / "run") == weights(calm)
+    torch.manual_seed(0)
+    for rank, one in enumerate(found):
+        assert one["weights"] == found[0]["weights"]  # the main process's
+        assert one["own_gradient"] == [[1.0 + rank, 2.0 + rank, 3.0 + rank]]
+        assert one["gradient"] == [[3.0, 5.0, 7.0]]
+    assert found[0]["weights"] == nn.Linear(3, 1).weight.tolist()
+
+
+def records(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
+    train(folder, folder / "one")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        one, two = (records(folder / way, name) for way in ("one", "two"))
+        assert len(one) == len(two) == (3 if name == "metrics.jsonl" else 2)
+        for a, b in zip(one, two, strict=True):
+            assert a.keys() == b.keys()
+            for key in a:
+                if not any(word in key for word in ("time", "memory", "difference")):
+                    assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "raise"])
-def test_a_fault_in_one_rank_ends_all_of_them_soon(fault: str, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    process = start(env={"FAULT": fault, "FAULT_MARKER": str(marker)}, out_dir=tmp_path / "run")
-    wait_for(tmp_path, "marker")
-    at = time.monotonic()
-    output = finish(process)
-    assert time.monotonic() - at < 10
-    assert process.returncode not in (0, None)
-    if fault == "raise":
-        assert "RuntimeError: out of luck" in output and "rank 1 of 2, during step" in output
+def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path) -> None:
+    def start(out_dir: Path) -> subprocess.Popen[bytes]:
+        settings = {**tiny.TINY, **STEPS, "max_steps": 30, "save_every": 1, "resume": "auto"}
+        settings |= {"model": folder / "model", "out_dir": out_dir, "reward_weights": "valid=1"}
+        flags = [word for name, x in settings.items() for word in (flag(name), str(x))]
+        launcher = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+        words = [sys.executable, "-m", "torch.distributed.run", *launcher, "distributed_train.py"]
+        return subprocess.Popen([*words, *flags], cwd=ROOT, start_new_session=True)
+
+    runs = [folder / "calm", folder / "killed"]
+    for run in runs:
+        process = start(run)
+        if run.name == "killed":
+            while not list(run.glob("checkpoints/*/manifest.json")):
+                time.sleep(0.05)
+            listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
+            os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
+            assert not (run / "summary.json").exists()  # there was something left to do
+        assert process.wait(180) == 0
+    states = [torch.load(run / "checkpoints/step_000030/state.pt") for run in runs]
+    for name, weight in states[0]["model"].items():
+        assert torch.equal(weight, states[1]["model"][name])
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_ends_at_the_timeout_which_names_what_was_waited_for(
-    tmp_path: Path,
-) -> None:
-    marker = tmp_path / "marker"
-    process = start(
-        env={"FAULT": "hang", "FAULT_MARKER": str(marker)}, out_dir=tmp_path / "run", pg_timeout=2
-    )
-    wait_for(tmp_path, "marker")
-    at = time.monotonic()
-    assert process.stdout is not None
-    output = ""
-    while (
-        "closing signal SIGTERM" not in output
-    ):  # then the launcher waits 30 s before it kills the one that hangs
-        line = process.stdout.readline()
-        assert line, output
-        output += line
-    assert time.monotonic() - at < 20
-    process.kill()
-    process.wait()
-    process.stdout.close()  # which the one that hangs has open too
-    assert re.search(r"rank 0 of 2, during (gather|sum|the update of step 13)", output), output
-    assert "rank 0 of 2, during step 13" in output
-
-
-@pytest.mark.slow
-def test_a_long_evaluation_does_not_trip_the_timeout(tmp_path: Path) -> None:
-    """Rank 0 evaluates for longer than --pg-timeout, and rank 1 waits."""
-    process = start(
-        out_dir=tmp_path / "run", pg_timeout=1, max_steps=2, eval_size=1500, max_new_tokens=60
-    )
-    output = finish(process)
-    assert process.returncode == 0, output
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert summary(tmp_path / "run")["wall_seconds"] > 2 + metrics["step_time"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SIGTERM",
-        pytest.param("SIGINT", marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_to_the_launcher_finishes_the_step_and_saves(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    launcher = ("--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",) if name == "SIGUSR1" else ()
-    process = start(*launcher, out_dir=folder, max_steps=100_000)
-    wait_for(folder, "checkpoints/step_*/manifest.json")
-    process.send_signal(getattr(signal, name))
-    output = finish(process)
-    assert (summary(folder)["status"], summary(folder)["exit_reason"]) == ("stopped", name), output
-    assert weights(folder)[0] == summary(folder)["step"] >= 3
-    assert "Traceback" not in output.split("torch/distributed")[0]
-    assert (
-        f"exitcode  : -{getattr(signal, name).value}" not in output
-    )  # the workers left by themselves
-    listed = subprocess.run(
-        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
-    ).stdout
-    assert str(folder) not in listed  # no orphans
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_goes_on_with_the_same_step(calm: Path, tmp_path: Path) -> None:
-    """2 -> 1: the same global batch; gradients of the next step within 1e-5, so the metrics that
-    they enter into too.
-    """
-    process = start(out_dir=tmp_path / "run", stop_after=9)
-    assert finish(process) and process.returncode == 0
-    words = command(out_dir=tmp_path / "run", resume="auto", stop_after=10)
-    words = [sys.executable, "train.py", *words[words.index("distributed_train.py") + 1 :]]
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert "was written by 2 processes" in done.stderr
-    a, b = (
-        json.loads((f / "metrics.jsonl").read_text().splitlines()[9])
-        for f in (calm, tmp_path / "run")
-    )
-    for name in ("reward", "loss", "grad_norm", "entropy", "learning_rate", "tokens/repeated"):
-        assert b[name] == pytest.approx(a[name], rel=1e-5, abs=1e-7), name
-
-
-@pytest.mark.slow
-def test_two_agents_meet_on_one_machine(calm: Path, tmp_path: Path) -> None:
-    """Multi-node as torchrun does it: an agent for each node, one worker each here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=test",
-    ]
-    agents = [start(*launcher, processes=1, out_dir=tmp_path / "run") for _ in range(2)]
-    outputs = [finish(agent) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert weights(tmp_path / "run") == weights(calm)
-
-
-@pytest.mark.parametrize(
-    ("processes", "changes", "words"),
-    [
-        (3, {}, "--prompts-per-step 4 does not divide among 3 processes; 3 or 6 would"),
-        (8, {}, "--prompts-per-step 4 does not divide among 8 processes; 8 would"),
-        (2, {"micro_batch_size": 4}, "--micro-batch-size must divide the 2 prompts of each pro"),
-        (2, {"rollout_batch_size": 4}, "--rollout-batch-size must divide the 2 prompts of each"),
-    ],
-)
-def test_what_does_not_divide_is_an_error_that_proposes_sizes(
-    processes: int, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_shares(Config.of(prompts_per_step=4, **changes), processes)
-    assert words in str(error.value)
-
-
-@pytest.mark.slow
-def test_what_does_not_divide_ends_torchrun_before_any_work(tmp_path: Path) -> None:
-    process = start(processes=3, out_dir=tmp_path / "run")
-    output = finish(process)
-    assert process.returncode not in (0, None)
-    assert "error: --prompts-per-step 4 does not divide among 3 processes; 3 or 6 would" in output
-    assert not (tmp_path / "run").exists()
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,9 +1,12 @@
-"""Open models: their files give transformers' logits (-m peer); what does not fit is refused."""
+"""Open models: their files give transformers' logits; what does not fit is refused.
 
-import dataclasses
+`-m peer` makes random models with transformers and compares; tests/golden/families.json holds what
+it found, for the default suite. `MAKE_GOLDEN=1 pytest -m peer` writes that file.
+"""
+
 import json
-import subprocess
-import sys
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,21 +16,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minigrpo import Transformer
-from minigrpo.model.families import FAMILIES
-from minigrpo.model.shape import ModelShape, RopeScaling
-from minigrpo.model.weights import export_model
-from minigrpo.sampling.decoders import ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder
-from minigrpo.sampling.generate import generate
-from minigrpo.tools import train
+from minigrpo.model import hf
+from minigrpo.model.hf import FAMILIES, ModelFiles, hub_folder, read_shape, save_model_folder
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.types import ConfigError
 
-from .conftest import SHAPES
+from .steps import SHAPES
+from .tiny import GOLDEN, golden
 
-ROOT = Path(__file__).parent.parent
-MARGIN = 16.0  # MiB; a shard of the test has more
+ROOT = Path(__file__).parents[1]
 State = dict[str, Tensor]
 VOCAB = 97
 IDS = torch.randint(0, VOCAB, (3, 50), generator=torch.Generator().manual_seed(1))
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -38,6 +40,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+GPT2_SIZES = {"vocab_size": VOCAB, "n_positions": 64, "n_layer": 2, "n_embd": 48, "n_head": 3}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -48,40 +51,65 @@ LLAMA3_ROPE = {
 }
 # name -> (class of the config in transformers, its fields)
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
+    "gpt2": ("GPT2Config", {"bos_token_id": 96, "eos_token_id": 96}),
+    "llama": ("LlamaConfig", SIZES),
     "llama, scaled and tied": (
         "LlamaConfig",
-        {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+        {**SIZES, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
     ),
-    "llama, biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama, biased": (
+        "LlamaConfig",
+        {**SIZES, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "mistral": ("MistralConfig", {**SIZES, "sliding_window": None, "head_dim": 16}),
     "qwen2": (
         "Qwen2Config",
         {
+            **SIZES,
             "tie_word_embeddings": True,
             "sliding_window": 8,  # not in force: use_sliding_window is false
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
+    "smollm3": ("SmolLM3Config", {**SIZES, "num_hidden_layers": 5, "pad_token_id": 0}),
 }
 
 
+def values(shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
+    """Numbers in +-1 that any version of any library computes alike, by a linear congruence."""
+    count = torch.Size(shape).numel()
+    numbers = (torch.arange(count) * 7919 + seed * 104729 + 12345) * 16807 % 2147483647
+    return (numbers.double() / 2147483647 * 2 - 1).float().view(shape)
+
+
+def fill(model: torch.nn.Module, stored_name: Callable[[str], str] = str) -> None:
+    """Weights so large that every part matters, by the name that a parameter has in files."""
+    for name, p in model.named_parameters():
+        stored = stored_name(name).removeprefix("transformer.")
+        transposed = "." in stored and stored.endswith(FAMILIES["gpt2"].transposed)
+        ours = stored_name is not str and transposed
+        made = values(p.shape[::-1] if ours else p.shape, sum(stored.encode()))
+        p.data.copy_((made.t() if ours else made) * (0.3 if p.dim() == 2 else 0.2))
+        if p.dim() == 1 and "bias" not in stored:
+            p.data.add_(1.0)
+
+
 def make_theirs(name: str, **changes: Any) -> Any:
-    """A random model of transformers, with weights so large that every part matters."""
+    """A model of transformers."""
     import transformers
 
     kind, fields = PUBLISHED[name]
-    torch.manual_seed(5)
-    config = getattr(transformers, kind)(**{**SIZES, **fields, **changes})
+    sizes = GPT2_SIZES if name == "gpt2" else {}
+    config = getattr(transformers, kind)(**{**sizes, **fields, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
+    fill(model)
     return model
 
 
 def as_version_4_writes(config: dict[str, Any]) -> None:
+    if "rope_parameters" not in config:
+        return
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -93,6 +121,15 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     config = json.loads(file.read_text())
     change(config)
     file.write_text(json.dumps(config))
+
+
+def summary(logits: Tensor) -> list[float]:
+    """Some logits, and the mean of all squares."""
+    some = logits.detach()[:, ::7, ::13].flatten()
+    return [round(x, 3) for x in [*some.tolist(), float(logits.square().mean())]]
+
+
+# --- against transformers -------------------------------------------------------------------------
 
 
 @pytest.mark.peer
@@ -109,54 +146,69 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(
     with torch.no_grad():
         expected = theirs(IDS).logits
         ours = Transformer.from_pretrained(tmp_path)
-        torch.testing.assert_close(ours.logits(IDS), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours.logits(IDS), expected, **CLOSE)
+        if os.environ.get("MAKE_GOLDEN"):
+            made = json.loads(GOLDEN_FILE.read_text()) if GOLDEN_FILE.exists() else {}
+            config = json.loads((tmp_path / "config.json").read_text())
+            made[name] = {"config": config, "logits": summary(expected)}
+            rows = (f"{json.dumps(key)}: {json.dumps(made[key])}" for key in sorted(made))
+            GOLDEN_FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        assert summary(expected) == pytest.approx(golden("families")[name]["logits"], abs=2e-3)
         edit(tmp_path, as_version_4_writes)
-        again = Transformer.from_pretrained(tmp_path)
-        assert again.shape == ours.shape
-        torch.testing.assert_close(again.logits(IDS), expected, rtol=0, atol=1e-4)
+        assert Transformer.from_pretrained(tmp_path).shape == ours.shape
 
-        export_model(ours.state_dict(), tmp_path / "out", shape=ours.shape, eos=3)
+        save_model_folder(ours, tmp_path / "out")
         back, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", output_loading_info=True
         )
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert type(back) is type(theirs)
-        torch.testing.assert_close(back(IDS).logits, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(back(IDS).logits, expected, **CLOSE)
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_bfloat16_files_are_read_as_float32(tmp_path: Path, name: str) -> None:
-    import transformers
-
-    make_theirs(name).to(torch.bfloat16).save_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = Transformer.from_pretrained(tmp_path)
-    assert all(p.dtype == torch.float32 for p in ours.parameters())
-    with torch.no_grad():
-        expected = theirs(IDS).logits
-        torch.testing.assert_close(ours.logits(IDS), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize("decoder", [ReplicatedPrefixDecoder, SharedPrefixDecoder, UncachedDecoder])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_greedy_generation_is_theirs_token_for_token(
-    tmp_path: Path, name: str, decoder: type
+@pytest.mark.parametrize(
+    "changes", [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}], ids=str
+)
+def test_variants_that_they_can_write_and_we_cannot_compute_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    theirs = make_theirs(name)
+    make_theirs("gpt2", **changes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError):
+        Transformer.from_pretrained(tmp_path)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    "changes", [{"n_inner": 50}, {"layer_norm_epsilon": 1e-2}, {"tie_word_embeddings": False}]
+)
+def test_variants_of_gpt2_have_their_logits(tmp_path: Path, changes: dict[str, Any]) -> None:
+    theirs = make_theirs("gpt2", **changes)
     theirs.save_pretrained(tmp_path)
-    ours = Transformer.from_pretrained(tmp_path)
-    lengths = torch.arange(2, 8)
-    new = generate(
-        ours, IDS[:1, :8].expand(6, -1), lengths, stops=[3], max_new_tokens=12, decoder=decoder
-    )
-    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 3, "eos_token_id": 3}
-    for i, length in enumerate(lengths):
-        alone = IDS[:1, :length]
-        expected = theirs.generate(alone, attention_mask=torch.ones_like(alone), **options)
-        found = new.completion_ids[i, 0][new.completion_mask[i, 0]].tolist()
-        assert found == expected[0, length:].tolist()
+    with torch.no_grad():
+        ours = Transformer.from_pretrained(tmp_path).logits(IDS)
+        torch.testing.assert_close(ours, theirs(IDS).logits, **CLOSE)
+
+
+# --- the golden table -----------------------------------------------------------------------------
+
+GOLDEN_FILE = GOLDEN / "families.json"
+
+
+@pytest.mark.parametrize("style", ["version 5", "version 4"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_are_those_that_transformers_had(name: str, style: str) -> None:
+    found = golden("families")[name]
+    if style == "version 4":
+        as_version_4_writes(found["config"])
+    shape = read_shape(found["config"])
+    model = Transformer(shape)
+    fill(model, FAMILIES[shape.family].stored_name)
+    with torch.no_grad():
+        assert summary(model.logits(IDS)) == pytest.approx(found["logits"], abs=2e-3)
+
+
+# --- our own files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -165,297 +217,230 @@ def test_a_model_comes_back_from_its_own_file_and_from_its_export(
 ) -> None:
     model = Transformer(shape, seed=2)
     model.save_pretrained(tmp_path / "own.safetensors")
-    export_model(model.state_dict(), tmp_path / "out", shape=shape, eos=3)
+    save_model_folder(model, tmp_path / "out")
     for path in (tmp_path / "own.safetensors", tmp_path / "out"):
         back = Transformer.from_pretrained(path)
         assert back.shape == shape
-        assert all(
-            torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True)
-        )
+        pairs = zip(back.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_names_are_translated_there_and_back() -> None:
-    for name, family in FAMILIES.items():
-        shape = SHAPES["gpt2" if name == "gpt2" else "grouped-query"]
-        for parameter in Transformer.empty(shape, "meta").state_dict():
-            assert family.ours(family.theirs(parameter)) == parameter
-    assert (
-        FAMILIES["qwen3"].theirs("h.1.attn.q_norm.weight")
-        == "model.layers.1.self_attn.q_norm.weight"
-    )
-    assert (
-        FAMILIES["llama"].theirs("h.0.mlp.down_proj.weight")
-        == "model.layers.0.mlp.down_proj.weight"
-    )
+def test_equal_weights_make_equal_files_that_others_may_read(tmp_path: Path) -> None:
+    model, contents = Transformer(SHAPES["gpt2"]), set()
+    for _ in range(8):
+        model.save_pretrained(tmp_path / "model.safetensors")
+        contents.add((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "another").touch()
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert len(contents) == len(modes) == 1
 
 
-def test_llama3_frequencies_stay_shrink_or_lie_between() -> None:
-    from minigrpo.model.attention import frequencies
-
-    plain = ModelShape(9, heads=2, width=128, rope_theta=1e4)
-    scaled = ModelShape(
-        9, heads=2, width=128, rope_theta=1e4, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
-    )
-    ratio = frequencies(scaled) / frequencies(plain)
-    wavelength = 2 * torch.pi / frequencies(plain)
-    torch.testing.assert_close(ratio[wavelength < 16], torch.ones_like(ratio[wavelength < 16]))
-    torch.testing.assert_close(
-        ratio[wavelength > 64], torch.full_like(ratio[wavelength > 64], 1 / 8)
-    )
-    between = ratio[(wavelength > 16) & (wavelength < 64)]
-    assert len(between) and ((between > 1 / 8) & (between < 1)).all()
+@pytest.mark.parametrize("name", ["gpt2-small", "qwen3-small"])
+def test_a_config_alone_is_random_weights_from_a_seed(name: str) -> None:
+    folder = ROOT / "configs" / name
+    shape = ModelFiles.open(folder).shape
+    assert shape.vocab_size == load_tokenizer("chess").n_vocab
+    one, same, other = (Transformer.from_pretrained(folder, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one.wte.weight, same.wte.weight)
+    assert not torch.equal(one.wte.weight, other.wte.weight)
 
 
-MOE = "mixture of experts"
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    MOE: ({"model_type": "qwen3_moe"}, "a mixture of experts"),
-    f"{MOE}, unknown": ({"model_type": "new", "num_experts": 64}, "a mixture of experts"),
-    "gemma": ({"model_type": "gemma3_text"}, "sliding windows"),
-    "linear attention": ({"model_type": "qwen3_next"}, "linear attention"),
-    "qwen3.5": ({"model_type": "qwen3_5_text"}, "linear attention"),
-    "recurrent": ({"model_type": "falcon_mamba"}, "a recurrent state"),
-    "images": ({"model_type": "qwen2_5_vl"}, "it reads more than text"),
-    "unknown": ({"model_type": "bloom"}, "supported are gpt2, llama, qwen2, qwen3, smollm3"),
-    "no name": ({"model_type": ["llama"]}, "model_type in config.json is"),
-    "rope": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-    "rope, version 4": ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "type 'su'"),
-    "rope, half": (
-        {"rope_parameters": {"rope_theta": 1.0, "rope_type": "llama3"}},
-        "without factor",
-    ),
-    "rope, two": (
-        {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
-        "rotary positions of 'sliding_attention' layers differ",
-    ),
-    "rope, a text": ({"rope_parameters": "yarn"}, "malformed settings"),
-    "theta": ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta in config.json is '1e4', no"),
-    "theta, two": ({"rope_theta": 5}, "rope_theta in config.json is both 100.0 and 5; keep one"),
-    "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps in config.json is 0, not a positive number"),
-    "window": ({"use_sliding_window": True}, "use_sliding_window in config.json is True"),
-    "layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "has 'sliding_attention'"),
-    "layers, linear": ({"layer_types": ["linear_attention"]}, "'linear_attention', not full_att"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "is quantised (quantization_config"),
-    "gptq": ({"quantization_config": {"quant_method": "gptq"}}, "in config.json is 'gptq'); take"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "partly rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "no size": ({"hidden_size": "wide"}, "hidden_size in config.json is 'wide'"),
-    "other size": ({"intermediate_size": 40}, "gate_proj.weight is [24, 16], not [40, 16]"),
-    "left over": ({"model_type": "llama"}, "q_norm.weight is unknown"),
-}
+def test_shipped_models_load_with_their_shapes() -> None:
+    files = sorted((ROOT / "minigrpo" / "assets").glob("*.safetensors"))
+    assert len(files) >= 6
+    for file in files:
+        shape = Transformer.from_pretrained(file).shape
+        assert shape.vocab_size == 360 and shape.heads == 4
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What train.py says about --init-from FOLDER, after that."""
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--init-from", str(folder)])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1
-    assert said.startswith(f"error: --init-from {folder}")
-    return said.removeprefix(f"error: --init-from {folder}")
+def test_a_trimmed_vocabulary_has_the_same_logits_for_what_is_left() -> None:
+    for shape in SHAPES.values():
+        model = Transformer(shape, seed=1)
+        ids = torch.arange(8).view(2, 4)
+        before = model.logits(ids)
+        model.trim_vocab(9)
+        assert model.shape.vocab_size == len(model.head_weight) == 9
+        assert torch.equal(model.logits(ids), before[..., :9])
+
+
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> Path:
     """A folder of a Qwen3-shaped model, whose tensors are changed."""
-    shape = SHAPES["grouped-query"]
-    export_model(Transformer(shape).state_dict(), folder, shape=shape, eos=3)
+    save_model_folder(Transformer(SHAPES["grouped-query"]), folder)
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
+ROPE: Any = {"rope_type": "default", "rope_theta": 100.0}
+REFUSED: dict[str, dict[str, Any]] = {
+    "mixture of experts": {"model_type": "qwen3_moe"},
+    "no name": {"model_type": ["llama"]},
+    "rope": {"rope_parameters": {**ROPE, "rope_type": "yarn"}},
+    "rope, version 4": {"rope_parameters": None, "rope_scaling": {"type": "su"}},
+    "rope, a text": {"rope_parameters": "yarn"},
+    "theta": {"rope_parameters": {**ROPE, "rope_theta": "wide"}},
+    "window": {"use_sliding_window": True},
+    "window of mistral": {"model_type": "mistral", "sliding_window": 4096},
+    "activation": {"hidden_act": "gelu"},
+    "no size": {"hidden_size": "wide"},
+    "heads": {"num_key_value_heads": 3},
+    "other size": {"intermediate_size": 40},
+    "more layers": {"num_hidden_layers": 3},
+    "left over": {"model_type": "llama"},
+    "untied": {"tie_word_embeddings": True},
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_computed_differently_is_refused_in_one_line(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes, words = REFUSED[name]
-    edit(write(tmp_path), lambda config: config.update(changes))
-    assert words in refused(tmp_path, capsys)
+def test_what_would_be_computed_differently_is_refused(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "model")
+    Transformer.from_pretrained(folder)
+    edit(folder, lambda config: config.update(REFUSED[name]))
+    with pytest.raises(ValueError):
+        Transformer.from_pretrained(folder)
 
 
-Q = "model.layers.0.self_attn.q_proj"
-DOWN = "model.layers.1.mlp.down_proj"
+Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 def gptq(state: State) -> None:
-    weight = state.pop(f"{Q}.weight")
-    state[f"{Q}.qweight"] = weight.to(torch.int32)
-    state[f"{Q}.g_idx"] = torch.zeros(16, dtype=torch.int32)
+    state["model.layers.0.self_attn.q_proj.qweight"] = state.pop(Q).to(torch.int32)
 
 
-def bitsandbytes(state: State) -> None:
-    state[f"{Q}.weight"] = state[f"{Q}.weight"].to(torch.uint8)
-    state[f"{Q}.weight.absmax"] = torch.ones(3)
+def transposed(state: State) -> None:
+    state["model.layers.1.mlp.down_proj.weight"] = torch.ones(24, 16)
 
 
-def fp8(state: State) -> None:
-    state[f"{DOWN}.weight"] = state[f"{DOWN}.weight"].to(torch.float8_e4m3fn)
+def missing(state: State) -> None:
+    del state["model.layers.1.post_attention_layernorm.weight"]
 
 
-def bytes_only(state: State) -> None:
-    state[f"{DOWN}.weight"] = state[f"{DOWN}.weight"].to(torch.int8)
+def not_finite(state: State) -> None:
+    state[Q][3, 2] = torch.nan
 
 
-def lose_some(state: State) -> None:
-    for name in ("layers.1.post_attention_layernorm", "layers.0.self_attn.k_proj", "embed_tokens"):
-        del state[f"model.{name}.weight"]
-
-
-def adapters(state: State) -> None:
-    state["base_model.model.lora_A.weight"] = torch.ones(2, 2)
+def too_large(state: State) -> None:
+    state[Q] = state[Q].double()
+    state[Q][0, 0] = 1e300
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (gptq, f"is quantised ({Q}.g_idx is I32); take the float32, bfloat16 or float16"),
-        (bitsandbytes, f"is quantised ({Q}.weight.absmax is F32)"),
-        (fp8, f"is quantised ({DOWN}.weight is F8_E4M3)"),
-        (bytes_only, f"{DOWN}.weight is I8, not a float"),
-        (adapters, "base_model.model.lora_A.weight is unknown"),
-        (lose_some, "model.layers.1.post_attention_layernorm.weight is missing"),
-        (lose_some, "model.layers.0.self_attn.k_proj.weight is missing"),
-        (lose_some, "model.embed_tokens.weight is missing"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    "change", [gptq, transposed, missing, not_finite, too_large], ids=lambda value: value.__name__
 )
-def test_tensors_that_are_no_plain_weights_are_refused_in_one_line(
-    tmp_path: Path, change: Callable[[State], Any], words: str, capsys: pytest.CaptureFixture[str]
+def test_tensors_that_are_not_the_models_weights_are_refused(
+    tmp_path: Path, change: Callable[[State], Any]
 ) -> None:
-    assert words in refused(write(tmp_path, change), capsys)
+    with pytest.raises(ConfigError):
+        Transformer.from_pretrained(write(tmp_path, change))
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("pytorch_model.bin", "pytorch_model.bin holds pickled weights"),
-        ("pytorch_model-00001-of-00002.bin", "AutoModelForCausalLM.from_pretrained(FOLDER).save_p"),
-        ("consolidated.00.pth", "consolidated.00.pth holds pickled weights"),
-        ("adapter_model.safetensors", "holds adapters without their base model"),
-        ("qwen-q4.gguf", "qwen-q4.gguf holds weights for llama.cpp"),
-        ("training_args.bin", "no model.safetensors)\n"),
-    ],
-)
-def test_weights_in_another_format_are_named(
-    tmp_path: Path, file: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / file).write_bytes(b"weights")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    said = refused(tmp_path, capsys)
-    assert ": neither a run (no config.toml) nor a model (no model.safetensors)" in said
-    assert words in said
-    if file != "training_args.bin":
-        assert words in refused(tmp_path / file, capsys)  # by itself
+def test_a_stored_head_that_is_tied_is_left_out_unless_it_differs(tmp_path: Path) -> None:
+    model = Transformer(SHAPES["gpt2"], seed=3)
+    save_model_folder(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    old_names = {f"transformer.{name}": x for name, x in state.items()}
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4).bool()}
+    for shift in (0.0, 1e-3):
+        head = {"lm_head.weight": state["wte.weight"] + shift}
+        save_file(old_names | masks | head, tmp_path / "model.safetensors")
+        if shift:
+            with pytest.raises(ConfigError):
+                Transformer.from_pretrained(tmp_path)
+        else:
+            read = Transformer.from_pretrained(tmp_path)
+            assert torch.equal(read.logits(IDS[:, :20] % 12), model.logits(IDS[:, :20] % 12))
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_adapters_beside_weights_are_not_left_out(
-    tmp_path: Path, file: str, sharded: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = write(tmp_path) / "model.safetensors"
-    if sharded:
-        weights.rename(tmp_path / "model-00001-of-00001.safetensors")
-        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    (tmp_path / file).write_text("{}")
-    assert f"has adapters ({file}) beside its weights" in refused(tmp_path, capsys)
-
-
-def test_without_its_config_a_llama_is_not_taken_for_a_gpt2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (write(tmp_path) / "config.json").unlink()
-    assert "config.json with its model_type is missing, and this is no" in refused(tmp_path, capsys)
-
-
-def test_a_file_of_a_newer_version_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "own.safetensors"
-    header = {"shape": json.dumps({"vocab_size": 9, "rings": 3})}
-    save_file({"wte.weight": torch.ones(9, 4)}, file, metadata=header)
-    assert "malformed settings (TypeError: " in refused(file, capsys)
-
-
-def test_a_lost_shard_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ValueError, match=r"model-00001-of-00002.safetensors: there is no such file"
-    ):
-        Transformer.from_pretrained(tmp_path)
-    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    for name in names:
-        save_file({"model.norm.weight": torch.ones(4)}, tmp_path / name)
-    index = {"weight_map": {"model.norm.weight": names[0], "lm_head.weight": names[1]}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"{names[1]}: model.norm.weight is also in {names[0]}"):
-        Transformer.from_pretrained(tmp_path)
-    index = {"weight_map": {"model.norm.weight": "../elsewhere/model.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"'../elsewhere/model.safetensors' is no file beside it"):
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.safetensors", "q4.gguf", ""])
+def test_weights_that_are_not_read_never_become_random_ones(tmp_path: Path, file: str) -> None:
+    if file:
+        (write(tmp_path) / "model.safetensors").rename(tmp_path / file)
+    else:  # neither weights nor config.json
+        (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError):
         Transformer.from_pretrained(tmp_path)
 
 
-MEASURE = """
-import sys, types
-from minigrpo import Config, Transformer
-from minigrpo.learner import Learner
-from minigrpo.model.shape import ModelShape
-from minigrpo.runtime.build import make_model
-
-def mib(name):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
-
-config = Config.of(max_new_tokens=8, init_from=sys.argv[1])
-Learner(config, Transformer(ModelShape(9)))  # for what torch imports late
-before = mib("VmRSS")
-model = make_model(config, types.SimpleNamespace(n_vocab=4096, name="made-up", unknown_stops=()))
-Learner(config, model)
-print(mib("VmHWM") - before)
-"""
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_truncated_file_is_refused(tmp_path: Path, file: str) -> None:
+    path = write(tmp_path) / file
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(ConfigError):
+        Transformer.from_pretrained(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures as Linux does")
-def test_loading_holds_the_model_and_one_tensor_of_a_shard(tmp_path: Path) -> None:
-    """From the files to what is trained: no second copy, and never a whole shard."""
-    shape = dataclasses.replace(
-        SHAPES["grouped-query"],
-        vocab_size=4096,
-        layers=4,
-        width=768,
-        mlp_width=3072,
-        heads=12,
-        kv_heads=12,
-        head_dim=64,
-        tied=True,
-    )
-    family, state = FAMILIES[shape.family], Transformer.empty(shape, "meta").state_dict()
-    shards: list[State] = [{}, {}, {}, {}]
-    for number, (name, x) in enumerate(state.items()):
-        tensor = torch.full(x.shape, 0.01, dtype=torch.bfloat16)
-        shards[number * len(shards) // len(state)][family.theirs(name)] = tensor
-    index = {}
-    for number, shard in enumerate(shards):
-        save_file(shard, tmp_path / f"{number}.safetensors")
-        index.update(dict.fromkeys(shard, f"{number}.safetensors"))
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    (tmp_path / "config.json").write_text(json.dumps(family.write(shape)))
-
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    sizes = [tensor.nbytes / 2**20 for shard in shards for tensor in shard.values()]
-    whole = 2 * sum(sizes)  # in float32
-    assert whole > 140 and max(sizes) < 7
-    assert whole < float(done.stdout) < whole + max(sizes) + MARGIN
+def test_a_shard_that_is_missing_is_refused(tmp_path: Path) -> None:
+    (write(tmp_path) / "model.safetensors").rename(tmp_path / "1.safetensors")
+    state = load_file(tmp_path / "1.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "1.safetensors") | {Q: "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(OSError):
+        Transformer.from_pretrained(tmp_path)
+    save_file({Q: state.pop(Q)}, tmp_path / "2.safetensors")
+    save_file(state, tmp_path / "1.safetensors")
+    Transformer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_parameters_are_counted_without_a_model(shape: ModelShape) -> None:
-    for changed in (shape, dataclasses.replace(shape, mlp_bias=not shape.mlp_bias)):
-        parameters = Transformer.empty(changed, "meta").parameters()
-        assert changed.num_parameters == sum(p.numel() for p in parameters)
+# --- the Hub --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What huggingface_hub, which is made up, is asked for; it has one model, of one commit."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    calls: list[dict[str, Any]] = []
+    folder = write(tmp_path / "snapshots" / ("0a" * 20))
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        calls.append({"name": name, **options})
+        if name != "org/model":
+            raise FileNotFoundError("no\nsuch model")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def test_an_existing_path_comes_before_the_hub(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert hub_folder("org/model") == Path("org/model")
+    assert hub_folder("./nowhere/at/all") == Path("./nowhere/at/all") and not asked
+
+
+@pytest.mark.parametrize("revision", [None, "v1.0"])
+def test_weights_are_fetched_after_the_settings_and_of_the_same_commit(
+    asked: list[dict[str, Any]], revision: str | None
+) -> None:
+    folder = hub_folder("org/model" + (f"@{revision}" if revision else ""))
+    Transformer.from_pretrained(folder)
+    assert [call["revision"] for call in asked] == [revision, folder.name]
+    asked.clear()
+    hub_folder("org/model", weights=False)
+    assert len(asked) == 1
+
+
+def test_a_model_that_is_refused_costs_no_gigabytes(asked: list[dict[str, Any]]) -> None:
+    edit(hub_folder("org/model"), lambda config: config.update(model_type="qwen3_moe"))
+    asked.clear()
+    with pytest.raises(ConfigError):
+        hub_folder("org/model")
+    assert len(asked) == 1
+
+
+def test_a_model_without_safetensors_is_no_random_one(asked: list[dict[str, Any]]) -> None:
+    (hub_folder("org/model") / hf.WEIGHTS).unlink()
+    with pytest.raises(ConfigError):
+        hub_folder("org/model")
+
+
+def test_the_hub_needs_its_package(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)  # not installed
+    with pytest.raises(ConfigError):
+        hub_folder("org/model")

@@ -1,158 +1,343 @@
 """The gradient of a step does not depend on how the step is run.
 
-In float64 it is equal to 1e-10, relative to its largest entry: for any micro-batch size,
-accumulation and packing, with and without chunked log-probs, checkpointing, compiled blocks, a KV
-cache and drafts, and on one to three processes; two processes combine with all that changes the
-update. All of it holds for a GPT-2 and for a model in which query heads share keys and values. bnpo
-is the exception, because by definition it averages over the micro-batch. An offloaded reference
-does nothing on a CPU: test_device.py has it on a pretended GPU.
+Every pair of choices (loss, packing, micro-batch, chunked log-probs, checkpointing, LoRA, kind of
+model, number of processes) is in a row of WAYS. Each row's gradient is compared, in float64 and
+relative to its largest entry, with that of the formula: one completion at a time through the plain
+causal forward, and one loss of the whole batch.
 """
 
+import itertools
+import multiprocessing
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from torch.nn.functional import pad
+from torch import Tensor, nn
 
-from minigrpo import Config, Trainer
-from minigrpo.model import logprobs
-from minigrpo.model.transformer import Block
-from minigrpo.rollout import RolloutBatches
-from minigrpo.runtime import accel
-from minigrpo.types import RolloutBatch
+from minigrpo.config import Config
+from minigrpo.learner import Learner
+from minigrpo.losses import policy_loss
+from minigrpo.model import logprobs, lora
+from minigrpo.model.transformer import Transformer
+from minigrpo.runtime.device import graphs_compiled
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.types import Example, RolloutBatch
 
-from .gradients import (
-    AUTOCAST,
-    AUTOCAST_CASES,
-    CASES,
-    CHUNK,
-    COMPILED,
-    COMPILED_CASES,
-    FEW,
-    LOSSES,
-    SLOW,
-    TINY,
-    compile_with,
-    first_gradient,
-    make_trainer,
-)
-from .gradients import WAYS as WAYS_OF_TWO
+from .steps import SHAPES, make_completions
+from .test_distributed import free_port
+from .test_packing import naive
 
-ROOT = Path(__file__).parent.parent
-WAYS: dict[str, dict[str, Any]] = {
-    "micro-batches of 1": {"micro_batch_size": 1},
-    "micro-batches of 2": {"micro_batch_size": 2},
-    "repeated": {"packing": "repeated"},
-    "repeated, micro-batches of 2": {"packing": "repeated", "micro_batch_size": 2},
-    "tree": {"packing": "prefix-tree"},
-    "tree, micro-batches of 2": {"packing": "prefix-tree", "micro_batch_size": 2},
-    "checkpointing": {"gradient_checkpointing": True},
-    "chunked log-probs": {"chunked_logprobs": True},
-    "chunked, micro-batches of 1, repeated": {
-        "chunked_logprobs": True,
-        "micro_batch_size": 1,
-        "packing": "repeated",
-    },
-    "no cache": {"kv_cache": False},
-    "no drafts": {"speculative_decoding": False},
-    "rollout batches of 1": {"rollout_batch_size": 1},
-    "serial rewards": {"parallel_rewards": False},
-    "overlapped rewards": {"overlap_rewards": True, "rollout_batch_size": 2},
+PROMPTS, LENGTH = 6, 9
+
+
+class Way(NamedTuple):
+    """How a step is run."""
+
+    loss: str
+    packing: str = "prefix-tree"
+    micro_batch_size: int = 0
+    chunked: int = 0
+    gradient_checkpointing: int = 0
+    lora_rank: int = 0
+    shape: str = "gpt2"
+    processes: int = 1
+
+
+# loss -> its settings; "off-policy": with old log-probs that differ from the policy's
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coef": 0.1, "temperature": 0.8, "off-policy": True},
+    "dr_grpo": {"kl_coef": 0.1, "kl": "k2"},
+    "dapo": {"kl_coef": 0.1, "kl": "k3_is", "off-policy": True},
+    "gspo": {"off-policy": True},
+    "cispo": {"sampler_correction": 1.5, "temperature": 0.7},
+    "rloo": {"off-policy": True, "sampler_correction": 1.1},
+    "maxrl": {"temperature": 0.9},
+    "sapo": {"kl_coef": 0.1, "off-policy": True},
+    "gmpo": {"off-policy": True},
+    "nll": {},
 }
-
-
-EVERY_CASE = [
-    pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES
+TREE, PLAIN, GROUPED = "prefix-tree", "repeated", "grouped-query"
+WAYS = [
+    Way("grpo", TREE, 2, 0, 1, 0, GROUPED, 1),
+    Way("grpo", PLAIN, 0, 1, 0, 2, "gpt2", 2),
+    Way("grpo", PLAIN, 1, 1, 1, 0, "gpt2", 2),
+    Way("dr_grpo", PLAIN, 0, 1, 1, 2, GROUPED, 1),
+    Way("dr_grpo", TREE, 1, 1, 0, 0, "gpt2", 2),
+    Way("dr_grpo", TREE, 2, 0, 0, 2, "gpt2", 1),
+    Way("dapo", TREE, 1, 0, 1, 2, GROUPED, 2),
+    Way("dapo", PLAIN, 2, 1, 0, 0, "gpt2", 2),
+    Way("dapo", TREE, 0, 0, 0, 0, "gpt2", 1),
+    Way("gspo", PLAIN, 0, 0, 1, 0, GROUPED, 1),
+    Way("gspo", TREE, 2, 1, 0, 2, "gpt2", 1),
+    Way("gspo", TREE, 1, 1, 1, 0, GROUPED, 2),
+    Way("cispo", TREE, 0, 0, 0, 0, GROUPED, 2),
+    Way("cispo", PLAIN, 2, 1, 1, 2, "gpt2", 1),
+    Way("cispo", PLAIN, 1, 0, 1, 0, "gpt2", 1),
+    Way("rloo", PLAIN, 2, 0, 0, 0, "gpt2", 1),
+    Way("rloo", TREE, 1, 0, 1, 2, GROUPED, 2),
+    Way("rloo", PLAIN, 0, 1, 0, 2, "gpt2", 2),
+    Way("maxrl", PLAIN, 1, 0, 1, 2, "gpt2", 1),
+    Way("maxrl", TREE, 2, 0, 0, 0, GROUPED, 2),
+    Way("maxrl", PLAIN, 0, 1, 1, 2, GROUPED, 2),
+    Way("sapo", PLAIN, 2, 0, 0, 2, "gpt2", 1),
+    Way("sapo", TREE, 0, 1, 1, 0, GROUPED, 2),
+    Way("sapo", TREE, 1, 1, 1, 2, "gpt2", 1),
+    Way("gmpo", PLAIN, 0, 1, 1, 0, "gpt2", 2),
+    Way("gmpo", TREE, 1, 0, 0, 2, GROUPED, 1),
+    Way("gmpo", TREE, 2, 0, 0, 2, GROUPED, 1),
+    Way("nll", PLAIN, 2, 1, 0, 2, GROUPED, 2),
+    Way("nll", TREE, 1, 1, 1, 0, GROUPED, 1),
+    Way("nll", TREE, 0, 0, 1, 0, "gpt2", 2),
 ]
 
 
-class FirstGradients(dict[str, list[torch.Tensor]]):
-    """The gradient of each case, all at once and in one process, computed when it is needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, case: str) -> list[torch.Tensor]:
-        self[case] = first_gradient(self.folder / case, **CASES[case])
-        return self[case]
+def name_of(way: Way) -> str:
+    return "-".join(map(str, way))
 
 
-def assert_same(
-    found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-10
-) -> None:
+def make_model(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
+    model = Transformer(SHAPES[way.shape], seed=1)
+    if way.lora_rank:
+        lora.add_adapters(model, rank=way.lora_rank, alpha=4)
+    noise = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # biases begin at 0, and so does one of a pair of adapters
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=noise)
+    return model.to(dtype)
+
+
+def make_batch(way: Way, dtype: torch.dtype = torch.float64) -> RolloutBatch:
+    """Six groups of four completions, of which two have no variance."""
+    completions = make_completions(5, PROMPTS, 4, 7, LENGTH)
+    rng = torch.Generator().manual_seed(4)
+    shape = completions.completion_ids.shape
+    near, old, reference = (
+        (-2.5 + 0.4 * torch.randn(shape, generator=rng)).to(dtype) for _ in range(3)
+    )
+    advantages = torch.randn(shape[:2], generator=rng).to(dtype)
+    advantages[[1, 4]] = 0
+    settings = LOSSES.get(way.loss, {})
+    return RolloutBatch(
+        [Example("")] * PROMPTS,
+        replace(completions, sampler_logp=near),
+        [[""] * 4] * PROMPTS,
+        advantages=None if way.loss == "nll" else advantages,
+        old_logp=old if "off-policy" in settings else None,
+        ref_logp=reference if "kl_coef" in settings else None,
+    )
+
+
+def make_learner(
+    way: Way, model: Transformer, dist: DistContext | None = None, **changes: Any
+) -> Learner:
+    given = {name: x for name, x in LOSSES.get(way.loss, {}).items() if name != "off-policy"}
+    config = Config.of(
+        model="scratch",
+        loss=way.loss,
+        prompts_per_step=PROMPTS,
+        max_new_tokens=LENGTH,
+        packing=way.packing,
+        micro_batch_size=way.micro_batch_size,
+        gradient_checkpointing=bool(way.gradient_checkpointing),
+        **{**given, **changes},
+    )
+    return Learner(config, model, dist)
+
+
+def trained_gradients(model: Transformer) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def gradient(way: Way, dist: DistContext | None = None, **changes: Any) -> list[Tensor]:
+    """The learner's gradient of the whole step, before clipping, in one process or in this one."""
+    model, batch = make_model(way), make_batch(way)
+    dist = dist or DistContext()
+    learner = make_learner(way, model, dist, **changes)
+    learner.gradient(*learner.prepare(batch.select(list(dist.share(PROMPTS)))))
+    return trained_gradients(model)
+
+
+def formula(way: Way) -> list[Tensor]:
+    """The same, one completion at a time."""
+    model, batch, given = make_model(way), make_batch(way), LOSSES.get(way.loss, {})
+    completions = batch.completions
+    logp = naive(model, completions, given.get("temperature", 1.0))[0]
+    weights = None
+    if cap := given.get("sampler_correction"):
+        assert completions.sampler_logp is not None
+        old = logp.detach() if batch.old_logp is None else batch.old_logp
+        weights = (old - completions.sampler_logp).exp().clamp(max=cap)
+    loss, _ = policy_loss(
+        logp,
+        batch.old_logp,
+        batch.advantages,
+        completions.completion_mask,
+        loss=way.loss,
+        max_completion_length=LENGTH,
+        ref_logp=batch.ref_logp,
+        kl_coef=given.get("kl_coef", 0.0),
+        kl=given.get("kl", "k3"),
+        token_weights=weights,
+    )
+    loss.backward()
+    return trained_gradients(model)
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
     assert len(found) == len(expected) > 0
-    scale = max(g.abs().max() for g in expected)
+    scale = max(float(g.abs().max()) for g in expected)
     assert scale > 0
     for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() <= tolerance * scale
+        assert float((a - b).abs().max()) <= tolerance * scale
+
+
+# --- the matrix -----------------------------------------------------------------------------------
+
+
+def test_every_pair_of_choices_is_in_a_row() -> None:
+    for i, j in itertools.combinations(range(len(Way._fields)), 2):
+        choices = ({way[i] for way in WAYS}, {way[j] for way in WAYS})
+        assert {(way[i], way[j]) for way in WAYS} == set(itertools.product(*choices))
+    assert {way.loss for way in WAYS} == LOSSES.keys()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny batches have several chunks where a row says so."""
+    way = request.node.callspec.params.get("way") if hasattr(request.node, "callspec") else None
+    if way and way.chunked:
+        chunk_log_probs(monkeypatch.setattr)
+
+
+def chunk_log_probs(set_attribute: Any) -> None:
+    set_attribute(logprobs, "SMALLEST_CHUNK", 5)
+    set_attribute(logprobs, "MAX_LOGITS", {"cpu": 1})
+
+
+def one_of_two(folder: Path, rank: int, port: int) -> None:
+    """All rows of two processes, in one of them; writes the gradients and numbers reduced."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist, found = DistContext.from_env(), {}
+    plain = logprobs.SMALLEST_CHUNK, logprobs.MAX_LOGITS
+    for way in WAYS:
+        if way.processes == 2:
+            logprobs.SMALLEST_CHUNK, logprobs.MAX_LOGITS = plain
+            if way.chunked:
+                chunk_log_probs(setattr)
+            found[name_of(way)] = gradient(way, dist)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.close()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> FirstGradients:
-    return FirstGradients(tmp_path_factory.mktemp("whole"))
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
+    """Row -> gradient, in each of two processes."""
+    folder, port = tmp_path_factory.mktemp("two"), free_port()
+    # it imports torch once for both, and has no threads that a fork would lose
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.test_invariance"])
+    pair = [server.Process(target=one_of_two, args=(folder, rank, port)) for rank in range(2)]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(120)
+        process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", EVERY_CASE)
-@pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_does_not_depend_on(
-    way: str, case: str, whole: FirstGradients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK", CHUNK)
-    assert_same(first_gradient(tmp_path / "run", **CASES[case] | WAYS[way]), whole[case])
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_the_gradient_is_that_of_the_formula(way: Way, request: pytest.FixtureRequest) -> None:
+    expected = formula(way)
+    if way.processes == 1:
+        assert_same(gradient(way), expected)
+        return
+    for found in request.getfixturevalue("two"):
+        assert_same(found[name_of(way)], expected)
 
 
-def test_the_losses_differ_from_one_another(whole: FirstGradients) -> None:
+def test_the_losses_differ_from_one_another() -> None:
     """Or the comparisons above would compare nothing."""
-    flat = {loss: torch.cat([g.flatten() for g in whole[loss]]) for loss in LOSSES}
-    for a in flat:
-        assert not any(torch.allclose(flat[a], flat[b], rtol=1e-3) for b in flat if a < b)
+    flat = [torch.cat([g.flatten() for g in formula(Way(loss))]) for loss in LOSSES]
+    for a, b in itertools.combinations(flat, 2):
+        assert not torch.allclose(a, b, rtol=1e-3)
 
 
-def test_bnpo_depends_on_the_micro_batch_by_definition(tmp_path: Path) -> None:
-    whole, cut = (
-        first_gradient(tmp_path / str(size), loss="bnpo", micro_batch_size=size) for size in (0, 1)
-    )
+# --- precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[10], Way("dapo", shape=GROUPED)], ids=name_of)
+@pytest.mark.parametrize(
+    ("low", "tolerance"), [(False, 1e-5), (True, 0.1)], ids=["float32", "bfloat16"]
+)
+def test_in_lower_precision_the_gradient_is_close(way: Way, low: bool, tolerance: float) -> None:
+    """The distance is that of the whole gradient, relative to its length."""
+    model, batch = make_model(way, torch.float32), make_batch(way, torch.float32)
+    learner = make_learner(way, model, use_amp=low)
+    learner.gradient(*learner.prepare(batch))
+    exact = torch.cat([g.flatten() for g in formula(way)])
+    found = torch.cat([g.flatten() for g in trained_gradients(model)])
+    distance = float((found - exact).norm() / exact.norm())
+    assert distance < tolerance
+    assert distance > 1e-3 or not low  # autocast is on
+
+
+# --- what the matrix leaves out -------------------------------------------------------------------
+
+
+def test_bnpo_depends_on_the_micro_batch_by_definition() -> None:
+    whole, cut = (gradient(Way("bnpo", micro_batch_size=size)) for size in (0, 1))
+    assert_same(whole, formula(Way("bnpo")))
     assert not all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(whole, cut, strict=True))
 
 
-def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loss", "kl_coef"), [("grpo", 0.0), ("grpo", 0.1), ("bnpo", 0.0)])
+def test_groups_without_variance_are_left_out_where_they_have_no_gradient(
+    loss: str, kl_coef: float
+) -> None:
+    """A KL has a gradient whatever the rewards, and bnpo counts the micro-batch."""
+    way = Way(loss)
+    batch = make_batch(Way("grpo" if kl_coef else "maxrl"))
+    learner = make_learner(way, make_model(way), kl_coef=kl_coef)
+    every = kl_coef > 0 or loss == "bnpo"
+    assert learner.prompts_with_gradient(batch) == (list(range(6)) if every else [0, 2, 3, 5])
+    assert batch.advantages is not None
+    none = replace(batch, advantages=torch.zeros_like(batch.advantages), ref_logp=None)
+    assert len(learner.prompts_with_gradient(none)) == (6 if loss == "bnpo" else 1)
+
+
+def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> None:
     """The first of them has ratio 1, so its gradient is that of a single step."""
-    once, twice = (first_gradient(tmp_path / str(n), loss="grpo", num_iterations=n) for n in (1, 2))
-    assert_same(twice, once)
-    trainer = make_trainer(
-        tmp_path / "moved",
-        loss="grpo",
-        num_iterations=3,
-        learning_rate=0.1,
-        warmup_steps=0,
-        reward_weights="",
-    )
-    metrics = trainer.learner.learn(trainer.source.batch(0), 0)
-    assert (
-        metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0
-    )  # the third step is off-policy
+    way, steps = Way("maxrl"), list[list[Tensor]]()
+    model = make_model(way)
+    learner = make_learner(way, model, num_iterations=3, learning_rate=0.1, warmup_steps=0)
+    step = learner.optimizer.step
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        steps.append(trained_gradients(model))
+        return step(*args, **options)
+
+    learner.optimizer.step = recorded  # type: ignore[method-assign]
+    learner.config = learner.config.replace(grad_clip=1e9)
+    metrics = learner.learn(make_batch(way), 0)
+    assert_same(steps[0], formula(way))
+    assert len(steps) == 3 and not torch.equal(steps[1][0], steps[0][0])
+    assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kl_coef": 0.1},
-        {"kl_coef": 0.1, "loss": "cispo", "sampler_correction": True, "top_k": 50},
-        {"kl_coef": 0.1, "num_iterations": 2, "micro_batch_size": 2},
-    ],
-    ids=["grpo", "sampler correction", "old log-probs"],
-)
-def test_padding_is_invisible(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("loss", ["grpo", "cispo"])
+def test_padding_is_invisible(loss: str) -> None:
     """More columns of junk to the right of prompts and completions change nothing at all."""
-    trainer = make_trainer(tmp_path / "run", **options)
-    batch = trainer.source.batch(0)
+    way, pad = Way(loss), nn.functional.pad
+    batch = make_batch(way)
     c = batch.completions
-    assert batch.ref_logp is not None and c.sampler_logp is not None
+    assert c.sampler_logp is not None
     junk = replace(
         c,
         prompt_ids=pad(c.prompt_ids, (0, 5), value=7),
@@ -160,212 +345,51 @@ def test_padding_is_invisible(tmp_path: Path, options: dict[str, Any]) -> None:
         completion_mask=pad(c.completion_mask, (0, 3)),
         sampler_logp=pad(c.sampler_logp, (0, 3), value=torch.nan),
     )
-    if c.log_kept_mass is not None:
-        junk = replace(junk, log_kept_mass=pad(c.log_kept_mass, (0, 3), value=torch.nan))
-    padded = replace(batch, completions=junk, ref_logp=pad(batch.ref_logp, (0, 3), value=torch.inf))
-    a, b = (make_trainer(tmp_path / name, **options).learner for name in "ab")
-    plain, with_junk = a.learn(batch, 0), b.learn(padded, 0)
-    assert with_junk == pytest.approx(plain, rel=1e-12)
-    for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "bnpo"])
-def test_leaving_dead_groups_out_leaves_the_gradient_as_it_is(
-    tmp_path: Path, loss: str, kl_coef: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None is left out with a KL, whose gradient does not depend on the rewards."""
-    options = {"loss": loss, "kl_coef": kl_coef}
-    batch_of = RolloutBatches.batch
-    half_dead_advantages = torch.tensor(
-        [[1.0, -1, 0, 0], [0, 0, 0, 0], [0, -1, 3, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]]
-    )
-
-    def half_dead(self: RolloutBatches, step: int) -> RolloutBatch:
-        return replace(batch_of(self, step), advantages=half_dead_advantages)
-
-    monkeypatch.setattr(RolloutBatches, "batch", half_dead)
-    kept = first_gradient(tmp_path / "kept", **options, skip_zero_variance_groups=False)
-    assert_same(first_gradient(tmp_path / "left out", **options), kept)
-    trainer = make_trainer(tmp_path / "live", **options)
-    assert trainer.learner.prompts_with_gradient(trainer.source.batch(0)) == (
-        [0, 1, 2, 3, 4, 5] if kl_coef or loss == "bnpo" else [0, 2, 5]
-    )
-
-
-def run_processes(out: Path, **suites: int) -> dict[str, list[dict[str, Any]]]:
-    """What each of several processes over gloo says, by suite: see tests/gradients.py."""
-    words = [f"{suite}={count}" for suite, count in suites.items()]
-    command = [sys.executable, "-m", "tests.gradients", str(out), *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return {
-        suite: [torch.load(out / suite / f"{rank}.pt") for rank in range(count)]
-        for suite, count in suites.items()
+    per_token = {name: getattr(batch, name) for name in ("old_logp", "ref_logp")}
+    wider = {
+        name: None if x is None else pad(x, (0, 3), value=torch.inf)
+        for name, x in per_token.items()
     }
+    padded = replace(batch, completions=junk, **wider)
+    models = make_model(way), make_model(way)
+    plain, with_junk = (
+        make_learner(way, model).learn(given, 0)
+        for model, given in zip(models, (batch, padded), strict=True)
+    )
+    assert with_junk == pytest.approx(plain, rel=1e-12)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return run_processes(tmp_path_factory.mktemp("several"), all=2, few=3)
-
-
-@pytest.fixture(scope="module")
-def two(several: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return several["all"]
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_processes(tmp_path_factory.mktemp("rest"), rest=2)["rest"]
-
-
-@pytest.fixture(scope="module")
-def three(several: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return several["few"]
-
-
-@pytest.fixture(params=["two", "three"])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = request.getfixturevalue(request.param)
-    return found
-
-
-@pytest.mark.parametrize("loss", FEW)
-def test_three_processes_have_the_gradient_of_one(
-    loss: str, three: list[dict[str, Any]], whole: FirstGradients
-) -> None:
-    for found in three:
-        assert_same(found[loss], whole[loss])
-
-
-@pytest.mark.parametrize("case", EVERY_CASE)
-@pytest.mark.parametrize("way", ["all at once", *WAYS_OF_TWO])
-def test_two_processes_have_the_gradient_of_one(
-    way: str, case: str, whole: FirstGradients, request: pytest.FixtureRequest
-) -> None:
-    for found in request.getfixturevalue("rest" if case in SLOW else "two"):
-        assert_same(found[case if way == "all at once" else f"{case}, {way}"], whole[case])
-
-
-@pytest.mark.parametrize("case", COMPILED_CASES)
-@pytest.mark.parametrize("way", COMPILED)
-def test_two_processes_have_the_gradient_of_one_when(
-    way: str, case: str, two: list[dict[str, Any]], whole: FirstGradients
-) -> None:
-    """With the compiler's front end; the next test has all of it."""
-    for found in two:
-        assert_same(found[f"{case}, {way}"], whole[case])
+@pytest.fixture
+def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiler's front end alone; the default one needs minutes of a C++ compiler."""
+    compile_block = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda self, **options: compile_block(self, backend="eager", **options),
+    )
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.mark.slow
-def test_blocks_of_the_real_compiler_have_the_gradient_of_plain_ones(
-    whole: FirstGradients, tmp_path: Path
-) -> None:
-    """On one process and on two. Needs g++."""
-    expected = {f"{case}, {way}": whole[case] for case in COMPILED_CASES for way in COMPILED}
-    for case in COMPILED_CASES:
-        for way, options in COMPILED.items():
-            assert_same(first_gradient(tmp_path / case / way, **CASES[case] | options), whole[case])
-    for ways in run_processes(tmp_path, compiler=2)["compiler"]:
-        assert ways.keys() == expected.keys()
-        for name, found in ways.items():
-            assert_same(found, expected[name])
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[13], WAYS[24]], ids=name_of)
+def test_compiled_blocks_have_the_gradient_of_plain_ones(way: Way, eager_compiler: None) -> None:
+    before = graphs_compiled()
+    assert_same(gradient(way, compile_model=True), formula(way))
+    assert graphs_compiled() > before
 
 
-def test_compiled_blocks_have_the_gradient_of_plain_ones(
-    whole: FirstGradients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the compiler's front end alone."""
-    monkeypatch.setattr(Block, "compile", Block.compile)  # restored after the test
-    monkeypatch.setattr(accel, "check_compiler", lambda config, device: None)
-    compile_with("eager")
-    torch.compiler.reset()
-    before = accel.graphs_compiled()
-    for way, options in COMPILED.items():
-        assert_same(first_gradient(tmp_path / way, **CASES["grpo"] | options), whole["grpo"])
-    assert accel.graphs_compiled() > before
-
-
-@pytest.mark.parametrize("case", AUTOCAST_CASES)
-def test_two_processes_have_the_gradient_of_one_under_autocast(
-    case: str, two: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """In float32 and bfloat16, so to 1e-5; and autocast changes more than that."""
-    half, full = (
-        first_gradient(tmp_path / str(amp), dtype=torch.float32, **CASES[case] | AUTOCAST | amp)
-        for amp in ({}, {"use_amp": False})
-    )
-    for found in two:
-        assert_same(found[f"{case}, autocast"], half, tolerance=1e-5)
-    with pytest.raises(AssertionError):
-        assert_same(half, full, tolerance=1e-4)
-
-
-def test_micro_batches_do_not_communicate_more(two: list[dict[str, Any]]) -> None:
-    """DDP reduces gradients in the last backward pass of a step only."""
-    for found in two:
-        once, in_two, in_three = found["all-reduces"]
-        assert once == in_two == in_three > 0
-
-
-def test_several_processes_sample_what_one_does_and_keep_equal_weights(
-    ranks: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path / "run")
-    for step in range(2):
-        batch = trainer.source.batch(step)
-        texts, rewards = ([x for found in ranks for x in found["batches"][step][i]] for i in (0, 1))
-        assert texts == batch.texts
-        assert batch.rewards is not None and rewards == batch.rewards.total.tolist()
-        metrics = trainer.learner.learn(batch, step)
-        assert metrics["sampling/logp_difference_max"] > 0
-        for found in ranks:
-            assert found["metrics"][step] == pytest.approx(metrics, rel=1e-6, abs=1e-12)
-    for name, weight in trainer.model.state_dict().items():
-        assert all(
-            torch.equal(ranks[0]["weights"][name], found["weights"][name]) for found in ranks
-        )
-        torch.testing.assert_close(ranks[0]["weights"][name], weight, rtol=1e-8, atol=1e-10)
-
-
-def test_an_infinity_in_one_process_is_a_bad_step_in_all(ranks: list[dict[str, Any]]) -> None:
-    assert [found["poisoned"] for found in ranks] == [(1, True)] * len(ranks)
-
-
-def test_fp32_on_this_device(tmp_path: Path, device: str) -> None:
-    """The smoke test of what users run: float32, to 1e-5 (CUDA adds in any order), everything on
-    against everything off.
-    """
-    gradients = []
-    for name, ways in {
-        "plain": {
-            "packing": "repeated",
-            "kv_cache": False,
-            "speculative_decoding": False,
-            "micro_batch_size": 1,
-        },
-        "fast": {
-            "chunked_logprobs": True,
-            "offload_reference": True,
-            "gradient_checkpointing": True,
-        },
-    }.items():
-        config = {
-            **TINY,
-            "group_size": 4,
-            "kl_coef": 0.1,
-            "grad_clip": 1e9,
-            **ways,
-            "device": device,
-        }
-        trainer = Trainer(Config.of(**config, out_dir=str(tmp_path / name)), quiet=True)
-        found: list[torch.Tensor] = []
-        trainer.learner.optimizer.step = lambda *a, found=found, t=trainer, **k: found.extend(  # type: ignore[method-assign,assignment]
-            p.grad.clone() for p in t.model.parameters()
-        )
-        trainer.learner.learn(trainer.source.batch(0), 0)
-        gradients.append(found)
-    assert_same(gradients[1], gradients[0], tolerance=1e-5 if device == "cpu" else 1e-4)
+def test_the_batch_has_what_the_matrix_is_about() -> None:
+    """Equal completions, common beginnings, ragged lengths, groups without variance."""
+    batch = make_batch(WAYS[0])
+    c, lengths = batch.completions, batch.completions.completion_mask.sum(-1)
+    assert len(lengths.unique()) > 3 and len(c.prompt_len.unique()) > 2
+    assert all(torch.equal(c.completion_ids[p, 0], c.completion_ids[p, 1]) for p in range(PROMPTS))
+    assert batch.advantages is not None and np.flatnonzero(~batch.advantages.any(1)).tolist() == [
+        1,
+        4,
+    ]

@@ -4,15 +4,24 @@ import math
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.losses import KL_ESTIMATORS, LOSSES, SCALES, LossNormalizer, advantages, policy_loss
-from minigrpo.runtime.sampler_gap import truncated_importance_weights
+from minigrpo.config import LossConfig, LossName
+from minigrpo.losses import (
+    KL_ESTIMATORS,
+    KL_IN_REWARD,
+    LOSSES,
+    SCALES,
+    LossNormalizer,
+    advantages,
+    policy_loss,
+)
+from minigrpo.runtime.stats import truncated_importance_weights
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -68,9 +77,9 @@ def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     )
     loss.backward()
     expected = GOLDEN["results"][row]
-    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-7)
     torch.testing.assert_close(
-        logp.grad, torch.tensor(expected["grad"], dtype=torch.float64), atol=1e-6, rtol=0
+        logp.grad, torch.tensor(expected["grad"], dtype=torch.float64), atol=1e-7, rtol=0
     )
     found = {name: value.item() for name, value in metrics.items()}
     assert found == pytest.approx(
@@ -395,11 +404,6 @@ def test_advantages_do_not_depend_on_a_shift_of_the_rewards(rewards: list[float]
     torch.testing.assert_close(advantages(x + 1), advantages(x), rtol=1e-6, atol=1e-6)
 
 
-def test_a_group_of_one_is_an_error_that_names_the_flag() -> None:
-    with pytest.raises(ValueError, match="--group-size must be at least 2, got 1"):
-        advantages(torch.ones(3, 1))
-
-
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "nll"])
 def test_only_the_log_probs_of_the_policy_get_a_gradient(loss: str) -> None:
     """An `old_logp` that is not detached would cancel the gradient, a `ref_logp` the KL."""
@@ -427,92 +431,47 @@ TWO = torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"max_completion_length": 0}, "max_completion_length must be a whole number of at least"),
-        ({"max_completion_length": -1}, "max_completion_length must be .*got -1"),
-        ({"max_completion_length": 2.5}, "max_completion_length must be .*got 2.5"),
-        ({"clip_low": -3}, "clip_low must be a finite number at least 0, got -3"),
-        ({"clip_low": "0.2"}, "clip_low must be .*got '0.2'"),
-        ({"clip_high": math.nan}, "clip_high must be .*got nan"),
-        ({"kl_coef": -1}, "kl_coef must be a finite number at least 0, got -1"),
-        ({"kl_coef": math.inf}, "kl_coef must be .*got inf"),
-        ({"ratio_cap": -1}, "ratio_cap must be a finite number above 0, got -1"),
-        ({"kl": "k9"}, "kl must be one of k2, k3, k3_is, k1_reward, got 'k9'"),
-        ({"loss": ["grpo"]}, r"loss must be one of grpo, .*got \['grpo'\]"),
-        ({"logp": [[0.0]]}, "logp must be a torch.Tensor, got "),
-        ({"advantages": [0.0, 0.0]}, "advantages must be a torch.Tensor, got "),
-        ({"advantages": TWO[:, 0].numpy()}, "advantages must be a torch.Tensor, got "),
-        ({"mask": torch.ones(2, 3)}, "mask must be a tensor of torch.bool, got torch.float32"),
-        ({"mask": torch.ones(2, 3).long()}, "mask must be a tensor of torch.bool, got torch.int64"),
-        ({"old_logp": TWO.long()}, "old_logp must be a tensor of floating-point numbers"),
-        ({"logp": TWO.cfloat()}, "logp must be a tensor of floating-point numbers, got torch.comp"),
-        ({"token_weights": TWO.bool()}, "token_weights must be a tensor of floating-point numbers"),
-        ({"advantages": TWO[:, 0].cfloat()}, "advantages must be a tensor of real numbers, got to"),
-        ({"logp": TWO.to_sparse()}, "logp must be a dense tensor, got torch.sparse_coo"),
-        ({"normalizer": 0}, "normalizer must be a LossNormalizer, got 0"),
-        ({"normalizer": (2, 6)}, r"normalizer must be a LossNormalizer, got \(2, 6\)"),
+        {"kl": "k9"},
+        {"loss": "ppo"},
+        {"kl_coef": 0.1},  # without ref_logp
+        {"advantages": None},
+        {"advantages": torch.zeros(3)},  # would broadcast for logp [2, 3, 3]
+        {"advantages": torch.zeros(2, 1)},
+        {"mask": torch.ones(3, dtype=torch.bool)},
+        {"old_logp": TWO[0]},
+        {"ref_logp": TWO[:1], "kl_coef": 0.1},
+        {"token_weights": TWO[:, :1]},
     ],
 )
-def test_an_argument_that_cannot_work_is_refused_by_name(changes: dict, words: str) -> None:
+def test_what_would_broadcast_by_chance_or_is_missing_is_refused(changes: dict) -> None:
     given = {"logp": TWO, "old_logp": None, "advantages": TWO[:, 0], "mask": TWO == 0, **changes}
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(ValueError):
         policy_loss(**given)
-    assert str(error.value).isprintable()
-
-
-COUNTS = [(-1, -1), (1, 0), (0, 1), (1.5, 1), (True, 1), ("1", 1), (None, 1)]
-TENSORS = [-2, 2.5, math.nan, math.inf, True, 2j, [1, 2]]
-
-
-@pytest.mark.parametrize("counts", [*COUNTS, *((1, torch.tensor(x)) for x in TENSORS)], ids=str)
-def test_a_normalizer_of_what_is_no_count_is_refused(counts: tuple) -> None:
-    with pytest.raises(ValueError, match="(completions|tokens) must be .*at least 1, got"):
-        LossNormalizer(*counts)
 
 
 @pytest.mark.parametrize(
-    "mask", [[[True]], torch.ones(2, 3), torch.tensor(True), torch.ones(2, 0).bool()], ids=str
-)
-def test_a_normalizer_is_made_of_a_mask_only(mask: object) -> None:
-    with pytest.raises(ValueError, match="mask must be"):
-        LossNormalizer.of(mask)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"rewards": [[1.0, 2.0]]}, "rewards must be a torch.Tensor"),
-        ({"rewards": TWO.numpy()}, "rewards must be a torch.Tensor"),
-        ({"estimator": ["rloo"]}, "estimator must be one of"),
-        ({"scale": None}, "scale must be one of group, batch, mean, none, got None"),
-        ({"rewards": TWO - 0.5, "scale": "mean"}, "--scale mean .*no reward may be negative, got"),
-        (
-            {"rewards": TWO.cfloat()},
-            "rewards must be a tensor of real numbers, got torch.complex64",
-        ),
-        ({"rewards": TWO.to_sparse()}, "rewards must be a dense tensor"),
-        ({"rewards": TWO.log()}, r"rewards must be finite, at most 1e\+100, got -inf"),
-        ({"rewards": TWO / 0}, "rewards must be finite, .*got nan"),
-        ({"rewards": TWO.double() + 1e300}, "rewards must be finite, .*got 1e\\+300"),
-        ({"rewards": TWO.to(torch.float8_e4m3fn)}, "rewards must be a tensor of real numbers, got"),
-        ({"rewards": TWO[:, :0]}, "--group-size must be at least 2, got 0"),
+        {"rewards": TWO[:, :1]},  # groups of one
+        {"rewards": TWO[0]},
+        {"rewards": TWO - 0.5, "scale": "mean"},
+        {"rewards": TWO.log()},
+        {"rewards": TWO / 0},
     ],
 )
-def test_advantages_refuse_what_cannot_work(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        advantages(**{"rewards": TWO, **changes})
+def test_advantages_refuse_what_cannot_work(changes: dict) -> None:
+    with pytest.raises(ValueError):
+        advantages(**changes)
 
 
-def test_whole_numbers_are_the_same_numbers() -> None:
-    rewards, logp = torch.tensor([[1, 0, 0, 1]]), -torch.rand(2, 3, requires_grad=True)
-    for kind in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64):
-        torch.testing.assert_close(
-            advantages(rewards.to(kind)), advantages(rewards.float()), check_dtype=False
-        )
-        loss, _ = policy_loss(logp, None, torch.tensor([1, 0]).to(kind), TWO == 0)
-        expected, _ = policy_loss(logp, None, torch.tensor([1.0, 0.0]), TWO == 0)
-        torch.testing.assert_close(loss, expected, check_dtype=False)
+def test_the_settings_name_every_loss_and_kl_estimator() -> None:
+    """config.py lists them itself, so that --help does not wait for torch."""
+    fields = LossConfig.model_fields
+    assert set(get_args(LossName)) == set(LOSSES)
+    assert set(get_args(fields["kl"].annotation)) == {*KL_ESTIMATORS, KL_IN_REWARD}
+    assert set(get_args(fields["scale"].annotation)) == {"auto", *SCALES}
 
 
 def test_advantages_have_no_gradient() -> None:
@@ -532,29 +491,8 @@ def test_what_is_not_finite_never_gives_a_finite_loss(name: str) -> None:
         assert value.isnan(), loss
 
 
-@pytest.mark.parametrize(
-    ("logp", "sampler_logp", "words"),
-    [
-        (TWO, TWO[0], r"sampler_logp must have the shape \[2, 3\], got \[3\]"),
-        (TWO.cfloat(), TWO, "logp must be a tensor of floating-point numbers"),
-        (TWO, TWO.long(), "sampler_logp must be a tensor of floating-point numbers"),
-        (TWO, None, "sampler_logp must have the shape"),
-        ([[0.0]], TWO, "logp must be a torch.Tensor"),
-    ],
-)
-def test_importance_weights_are_of_log_probs_of_one_shape(
-    logp: object, sampler_logp: object, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        truncated_importance_weights(logp, sampler_logp, 2.0)
-
-
 def test_large_rewards_keep_their_differences() -> None:
     small = torch.tensor([[0.0, 1.0, 2.0, 5.0]], dtype=torch.float64)
     for scale in ("group", "batch", "none"):
         found = advantages(small + 1.7e9, scale=scale)
         torch.testing.assert_close(found, advantages(small, scale=scale), rtol=1e-6, atol=1e-6)
-    wide = torch.tensor([[2.0**30, 2.0**30 + 128, 2.0**30 + 384]])
-    found = advantages(wide, scale="none")
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.sum(), torch.tensor(0.0), atol=1e-4, rtol=0)

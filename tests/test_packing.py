@@ -1,9 +1,9 @@
-"""Packings: all give the log-probs of the plain forward, and each runs only the tokens it needs."""
+"""Packings: both give the log-probs of the plain forward, and the tree runs each prefix once."""
 
 import dataclasses
 import doctest
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,50 +11,46 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from minigrpo.model import attention, packed_attention
+from minigrpo.model import logprobs
 from minigrpo.model import packing as packing_module
-from minigrpo.model.architectures import ARCHITECTURES
-from minigrpo.model.families import FAMILIES
-from minigrpo.model.linear import round_number
-from minigrpo.model.logprobs import block_size, token_logprobs
-from minigrpo.model.merged_attention import AttentionPart, merged_attention
-from minigrpo.model.packed_attention import additive_mask, shared_rows_of
-from minigrpo.model.packing import PACKINGS, prefix_tree, repeated, shared_prompt
-from minigrpo.model.shape import ModelShape, RopeScaling
-from minigrpo.model.transformer import Transformer
-from minigrpo.runtime import accel
-from minigrpo.types import Completions
+from minigrpo.model.frozen_model import FrozenModel
+from minigrpo.model.hf import FAMILIES
+from minigrpo.model.logprobs import token_logprobs
+from minigrpo.model.packing import PACKINGS, CompletionRows, pack, shared_rows_of
+from minigrpo.model.transformer import ModelShape, RopeScaling, Transformer, frequencies, sdpa
+from minigrpo.runtime.device import recompute
+from minigrpo.runtime.guard import OOMBackoff
+from minigrpo.types import Completions, ConfigError
 
-from .conftest import EOS, SHAPES, SIZES, VOCAB, make_completions
-from .pretend import pretend_cuda
+from .steps import EOS, SHAPES, SIZES, VOCAB, make_completions
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-11}
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return Transformer(SHAPES[request.param], seed=1).double()
+
+
+@pytest.fixture(params=[0, 1, 2])
+def completions(request: pytest.FixtureRequest) -> Completions:
+    return make_completions(request.param)
 
 
 def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
     result = doctest.testmod(packing_module)
-    assert result.attempted == 20 and not result.failed
+    assert result.attempted > 10 and not result.failed
 
 
-def naive_logp(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
-    """One completion at a time through the plain causal forward."""
-    out = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
-    for (p, g), completion, predicted in _one_by_one(model, c, temperature):
-        out[p, g, : len(completion)] = predicted.gather(1, completion[:, None])[:, 0]
-    return out
+# --- the plain forward ----------------------------------------------------------------------------
 
 
-def naive_entropy(model: Transformer, c: Completions, temperature: float) -> torch.Tensor:
-    """Likewise, the entropy of the distribution that each token was predicted from."""
-    out = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
-    for (p, g), completion, predicted in _one_by_one(model, c, temperature):
-        out[p, g, : len(completion)] = torch.distributions.Categorical(logits=predicted).entropy()
-    return out.detach()
-
-
-def _one_by_one(
+def one_by_one(
     model: Transformer, c: Completions, temperature: float
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
     """For each completion: its place, its tokens `[n]`, and the log-probs `[n, V]` for them."""
     for p, g in np.ndindex(c.completion_ids.shape[:2]):
         prompt = c.prompt_ids[p, : c.prompt_len[p]]
@@ -63,159 +59,70 @@ def _one_by_one(
         yield (p, g), completion, logits.log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_the_plain_forward(
-    model: Transformer, completions: Completions, packing: str, temperature: float
-) -> None:
-    built = PACKINGS[packing](completions)
-    logp, entropy = model(built.tokens, built, temperature)
-    torch.testing.assert_close(
-        logp, naive_logp(model, completions, temperature), rtol=1e-10, atol=1e-12
-    )
-    mask = completions.completion_mask
-    torch.testing.assert_close(
-        entropy[mask], naive_entropy(model, completions, temperature)[mask], rtol=1e-10, atol=1e-12
-    )
-    assert (logp[~completions.completion_mask] == 0).all()
+def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies `[P, G, S]`, one completion at a time."""
+    logp = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
+    entropy = torch.zeros_like(logp)
+    for place, completion, predicted in one_by_one(model, c, temperature):
+        n = len(completion)
+        logp[(*place, slice(n))] = predicted.gather(1, completion[:, None])[:, 0]
+        entropy[(*place, slice(n))] = -(predicted.detach().exp() * predicted.detach()).sum(-1)
+    return logp, entropy
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_gradients_are_those_of_the_plain_forward(
-    model: Transformer, completions: Completions, packing: str
-) -> None:
-    weights = torch.randn(completions.completion_ids.shape, dtype=torch.float64)
-    built = PACKINGS[packing](completions)
-    found = torch.autograd.grad(
-        (model(built.tokens, built)[0] * weights).sum(), list(model.parameters())
-    )
-    expected = torch.autograd.grad(
-        (naive_logp(model, completions, 1.0) * weights).sum(), list(model.parameters())
-    )
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
-
-
-LLAMA: dict[str, Any] = {**ARCHITECTURES["llama"], "heads": 4, "kv_heads": 2}
+LLAMA: dict[str, Any] = {
+    "heads": 4,
+    "kv_heads": 2,
+    "norm": "rms",
+    "projections": "separate",
+    "mlp": "swiglu",
+    **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), False),
+    "rope_theta": 1e4,
+}
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gpt2": {"heads": 2},
     "llama": {**LLAMA, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},
-    "qwen2": {**LLAMA, "qkv_bias": True, "tied": False},
-    "qwen3": {**LLAMA, "head_norm": True, "head_dim": 6},
+    "mistral": {**LLAMA, "head_dim": 8, "tied": False},
+    "qwen2": {**LLAMA, "qkv_bias": True},
+    "qwen3": {**LLAMA, "head_norm": True, "head_dim": 6, "tied": False},
     "smollm3": {**LLAMA, "unrotated": (1,), "kv_heads": 1},
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)  # a new one needs a row above
-def test_every_family_has_the_naive_log_probs_with_all_packings_and_less_memory(
-    family: str,
-) -> None:
-    """Log-probs and gradients, with and without checkpointing and chunked log-probs."""
+def varied(family: str) -> Transformer:
+    """A model of a family in which every parameter matters: biases begin at 0, norms at 1."""
     shape = ModelShape(**SIZES, family=family, **FAMILY_FIELDS[family])
-    model, c = Transformer(shape, seed=1).double(), make_completions(0)
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases begin at 0, norms at 1
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
-    weights = torch.randn(c.completion_ids.shape, generator=noise, dtype=torch.float64)
+    model, noise = Transformer(shape, seed=1).double(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)  # a new one needs a row above
+def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, c = varied(family), make_completions(0)
+    weights = torch.randn(c.completion_ids.shape, generator=torch.Generator().manual_seed(0))
     parameters = list(model.parameters())
-    expected = naive_logp(model, c, 0.7)
+    expected, entropy = naive(model, c, 0.7)
     gradients = torch.autograd.grad((expected * weights).sum(), parameters)
-    for build, recompute, chunk in itertools.product(
-        PACKINGS.values(), (None, accel.recompute), (0, 5)
-    ):
-        model.checkpoint_blocks, model.logprob_chunk = recompute, chunk
-        packing = build(c)
-        logp, _ = model(packing.tokens, packing, 0.7)
-        torch.testing.assert_close(logp, expected, rtol=1e-10, atol=1e-12)
-        found = torch.autograd.grad((logp * weights).sum(), parameters)
-        torch.testing.assert_close(found, gradients, rtol=1e-10, atol=1e-11)
+    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
+    for chunked, checkpoints in ((False, None), (True, recompute)):
+        monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
+        model.checkpoint_blocks = checkpoints
+        for build in PACKINGS.values():
+            packing = build(c)
+            logp, found_entropy = model(packing.tokens, packing, 0.7)
+            torch.testing.assert_close(logp, expected, **CLOSE)
+            torch.testing.assert_close(found_entropy, entropy, **CLOSE)
+            assert not found_entropy.requires_grad
+            found = torch.autograd.grad((logp * weights).sum(), parameters)
+            torch.testing.assert_close(found, gradients, **CLOSE)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunks_have_the_log_probs_and_entropies_of_all_at_once(
-    chunk: int, temperature: float
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    # blocks of 20 slopes, and one of 17, which is rounded up to 18
-    assert [block_size(chunk, 80, 8, "cpu") for chunk in (1, 4, 7, 100)] == [20, 20, 14, 100]
-    assert round_number(17) == 18
-    hidden, head = (
-        torch.randn(n, 80, generator=generator, dtype=torch.float64, requires_grad=True)
-        for n in (37, VOCAB)
-    )
-    targets = torch.randint(0, VOCAB, (37,), generator=generator)
-    weights = torch.randn(37, generator=generator, dtype=torch.float64)
-    found, gradients = [], []
-    for size in (0, chunk):
-        found.append(token_logprobs(hidden, head, targets, temperature, size))
-        gradients.append(torch.autograd.grad((found[-1][0] * weights).sum(), (hidden, head)))
-    for a, b in [*zip(*found, strict=True), *zip(*gradients, strict=True)]:
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_padding_changes_nothing(
-    model: Transformer, completions: Completions, packing: str
-) -> None:
-    c = completions
-    padded = Completions(
-        torch.nn.functional.pad(c.prompt_ids, (0, 5), value=EOS),
-        c.prompt_len,
-        torch.nn.functional.pad(c.completion_ids, (0, 3), value=EOS),
-        torch.nn.functional.pad(c.completion_mask, (0, 3)),
-    )
-    a, b = PACKINGS[packing](c), PACKINGS[packing](padded)
-    torch.testing.assert_close(
-        model(a.tokens, a)[0], model(b.tokens, b)[0][..., :-3], rtol=0, atol=0
-    )
-
-
-def test_shared_prompt_runs_each_prompt_and_each_distinct_completion_once(
-    completions: Completions,
-) -> None:
-    c = completions
-    distinct = {
-        (p, tuple(c.completion_ids[p, g][c.completion_mask[p, g]].tolist()))
-        for p, g in np.ndindex(c.completion_ids.shape[:2])
-    }
-    expected = int(c.prompt_len.sum()) + sum(len(tokens) - 1 for _, tokens in distinct)
-    assert len(shared_prompt(c).tokens.ids) == expected
-    every = int(c.prompt_len.sum()) * c.completion_ids.shape[1] + int(
-        (c.completion_mask.sum(-1) - 1).sum()
-    )
-    assert len(repeated(c).tokens.ids) == every
-
-
-def test_prefix_tree_runs_each_distinct_prefix_that_predicts_something_once(
-    model: Transformer, completions: Completions
-) -> None:
-    c = completions
-    texts = {
-        (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist())
-        for p, g in np.ndindex(*c.completion_mask.shape[:2])
-    }
-    # prefixes of at least one token, with at least one token after them
-    prefixes = {text[:n] for text in texts for n in range(2, len(text))}
-    packing = prefix_tree(c)
-    assert len(packing.tokens.ids) == int(c.prompt_len.sum()) + len(prefixes)
-    assert len(packing.targets) == len(
-        {text[:n] for text in texts for n in range(2, len(text) + 1)}
-    )
-    assert len(packing.tokens.ids) < len(shared_prompt(c).tokens.ids)
-    logp, _ = model(packing.tokens, packing)
-    torch.testing.assert_close(logp, naive_logp(model, c, 1.0), rtol=1e-10, atol=1e-12)
-
-
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 3),
-    st.integers(1, 6),
-    st.integers(1, 5),
-    st.integers(1, 2),
-)
-def test_a_prefix_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
+@given(*(st.integers(low, high) for low, high in ((0, 10**6), (1, 3), (1, 6), (1, 5), (1, 2))))
+def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
     seed: int, prompts: int, samples: int, length: int, letters: int
 ) -> None:
     """With few distinct tokens, prefixes repeat in all ways.
@@ -225,135 +132,124 @@ def test_a_prefix_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
     rng = np.random.default_rng(seed)
     model = Transformer(ModelShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
     lengths = rng.integers(0, length + 1, (prompts, samples))
-    prompt_len = rng.integers(1, 4, prompts)
-    prompt_ids = rng.integers(0, 5, (prompts, 4))
-    ids = rng.integers(0, letters, (prompts, samples, length))
-    mask = np.arange(length) < lengths[..., None]
-    c = Completions(*map(torch.from_numpy, (prompt_ids, prompt_len, ids, mask)))
-    built, plain = prefix_tree(c), repeated(c)
-    torch.testing.assert_close(
-        model(built.tokens, built)[0], model(plain.tokens, plain)[0], rtol=1e-9, atol=1e-11
-    )
-
-
-def test_where_nothing_repeats_the_prefix_tree_is_the_shared_prompt() -> None:
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, EOS, (2, 8, 60)))
-    ids[:, :, 0] = torch.arange(8)
     c = Completions(
-        torch.zeros(2, 30, dtype=torch.int64),
-        torch.tensor([30, 30]),
-        ids,
-        torch.ones(2, 8, 60, dtype=torch.bool),
+        torch.from_numpy(rng.integers(0, 5, (prompts, 4))),
+        torch.from_numpy(rng.integers(1, 4, prompts)),
+        torch.from_numpy(rng.integers(0, letters, (prompts, samples, length))),
+        torch.from_numpy(np.arange(length) < lengths[..., None]),
     )
-    a, b = prefix_tree(c), shared_prompt(c)
-    assert torch.equal(a.tokens.ids, b.tokens.ids)
-    assert [part.visible.shape for part in a.completion_attention] == [
-        part.visible.shape for part in b.completion_attention
+    tree, plain = (build(c) for build in (pack, PACKINGS["repeated"]))
+    torch.testing.assert_close(
+        model(tree.tokens, tree)[0], model(plain.tokens, plain)[0], rtol=1e-9, atol=1e-11
+    )
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+def texts_of(c: Completions) -> list[tuple[int, ...]]:
+    """The prompt's number and the tokens of each completion."""
+    return [
+        (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist())
+        for p, g in np.ndindex(c.completion_ids.shape[:2])
     ]
 
 
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 4),
-    st.integers(2, 5),
-    st.integers(1, 6),
-    st.integers(2, 6),
-)
+def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Completions) -> None:
+    texts, num_prompt = texts_of(completions), int(completions.prompt_len.sum())
+    # prefixes of at least one token; the last token of a completion predicts nothing
+    run = {text[:n] for text in texts for n in range(2, len(text))}
+    predicted = {text[:n] for text in texts for n in range(2, len(text) + 1)}
+    tree, plain = pack(completions), PACKINGS["repeated"](completions)
+    assert len(tree.tokens.ids) == num_prompt + len(run)
+    assert len(tree.targets) == len(predicted)
+    every = sum(len(text) - 2 for text in texts)
+    assert len(plain.tokens.ids) == num_prompt * completions.completion_ids.shape[1] + every
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(3, 5), st.integers(1, 6))
 def test_index_leads_each_completion_back_to_its_own_tokens(
-    seed: int, prompts: int, samples: int, width: int, length: int
+    seed: int, prompts: int, samples: int, length: int
 ) -> None:
-    c = make_completions(seed, prompts, max(samples, 3), width, length)
+    c = make_completions(seed, prompts, samples, 5, length)
     for build in PACKINGS.values():
         packing = build(c)
-        assert torch.equal(
-            packing.targets[packing.index][c.completion_mask], c.completion_ids[c.completion_mask]
-        )
-        assert packing.tokens.positions.max() < width + length
-
-
-def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(model: Transformer) -> None:
-    c = make_completions(0)
-    short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
-    short.completion_mask[0] = False
-    for build in PACKINGS.values():
-        packing = build(short)
-        torch.testing.assert_close(
-            model(packing.tokens, packing)[0], naive_logp(model, short, 1.0), rtol=1e-10, atol=1e-12
-        )
-    empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
-    for build in PACKINGS.values():
-        packing = build(empty)
-        assert (model(packing.tokens, packing)[0] == 0).all()
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_fp32_packings_are_equal_on_this_device(device: str, shape: ModelShape) -> None:
-    c = make_completions(3)
-    model = Transformer(shape).to(device)
-    one, *others = (build(c).to(device) for build in PACKINGS.values())
-    for other in others:
-        torch.testing.assert_close(
-            model(one.tokens, one)[0], model(other.tokens, other)[0], rtol=1e-4, atol=1e-5
-        )
+        targets = packing.targets[packing.index][c.completion_mask]
+        assert torch.equal(targets, c.completion_ids[c.completion_mask])
+        assert packing.tokens.positions.max() < 5 + length
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_joined_keys_have_the_log_probs_and_gradients_of_merged_parts(
-    model: Transformer, packing: str, monkeypatch: pytest.MonkeyPatch
+def test_padding_changes_nothing(
+    model: Transformer, completions: Completions, packing: str
 ) -> None:
-    """The first as on a device for which there is no kernel that returns the log-sum-exp."""
-    built = PACKINGS[packing](make_completions(2))
-    weights = torch.randn(built.mask.shape, generator=torch.Generator().manual_seed(0)).double()
-
-    def run() -> tuple[torch.Tensor, ...]:
-        logp, _ = model(built.tokens, built)
-        return logp, *torch.autograd.grad((logp * weights).sum(), list(model.parameters()))
-
-    merged = run()
-    monkeypatch.setattr(packed_attention, "KERNELS", {})
-    torch.testing.assert_close(merged, run(), rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_the_gradient_of_merged_attention_is_that_of_finite_differences(kv_heads: int) -> None:
-    parts = prefix_tree(make_completions(0, prompts=2, samples=3, width=4, length=5)).parts
-    assert [part.visible is None for part in parts[:3]] == [True, False, False]
-    assert any(len(part.real) < part.query_rows.numel() for part in parts)  # some have padding
-    tokens = int(parts[0].real.numel() + parts[1].real.numel())
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(tokens, heads, 3, generator=rng, dtype=torch.float64, requires_grad=True)
-        for heads in (2, kv_heads, kv_heads)
+    c = completions
+    padded = Completions(
+        pad(c.prompt_ids, (0, 5), value=EOS),
+        c.prompt_len,
+        pad(c.completion_ids, (0, 3), value=EOS),
+        pad(c.completion_mask, (0, 3)),
     )
-    assert torch.autograd.gradcheck(lambda *qkv: merged_attention(*qkv, parts), (q, k, v))
+    a, b = PACKINGS[packing](c), PACKINGS[packing](padded)
+    expected = model(a.tokens, a)[0]
+    assert torch.equal(model(b.tokens, b)[0][..., :-3], expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_padding_has_no_weights_however_large_the_scores_are(seed: int) -> None:
-    """It sees keys that its token does not, with weights that overflowed: 0 times infinity."""
-    c = make_completions(seed)
-    short = dataclasses.replace(c, completion_mask=c.completion_mask.clone())
-    short.completion_mask[0] = False  # a prompt without tokens of completions
-    for build in PACKINGS.values():
-        packing = build(short)
-        rng = torch.Generator().manual_seed(seed)
-        shape = len(packing.tokens.ids), 2, 8
-        q, k, v, weights = (torch.randn(shape, generator=rng).double() for _ in range(4))
-        inputs = [x.requires_grad_() for x in (30 * q, 30 * k, v)]
-        found, expected = (
-            torch.autograd.grad((attend(*inputs) * weights).sum(), inputs)
-            for attend in (packing.attend, packing.attend_joined)
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(
+    model: Transformer, packing: str
+) -> None:
+    c = make_completions(0)
+    short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
+    short.completion_mask[0] = False
+    built = PACKINGS[packing](short)
+    assert len(built.tokens.ids) == int(c.prompt_len.sum()) * (4 if packing == "repeated" else 1)
+    torch.testing.assert_close(model(built.tokens, built)[0], naive(model, short)[0], **CLOSE)
+    empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
+    built = PACKINGS[packing](empty)
+    assert (model(built.tokens, built)[0] == 0).all()
 
 
-def test_bfloat16_attention_adds_up_in_float32() -> None:
-    """512 queries have the same key; in bfloat16 the sum of their gradients would stay at 256."""
-    rows = torch.arange(512)
-    part = AttentionPart(rows[:, None], rows, torch.zeros_like(rows)[:, None], None)
-    q, k, v = (torch.ones(512, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    merged_attention(q, k, v, (part,)).sum().backward()
-    assert v.grad is not None and v.grad[0].tolist() == [[512.0] * 8]
+def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
+    """One completion of 40 tokens beside 20 of 5; and 20 of equal lengths."""
+    ids = torch.zeros(1, 21, 40, dtype=torch.int64)
+    ids[0, :, 0] = torch.arange(21) % EOS
+    ids[0, :, 1] = torch.arange(21) // EOS
+    prompt, prompt_len = torch.tensor([[1, 2]]), torch.tensor([2])
+    long = torch.tensor([40] + [5] * 20)
+    sizes = []
+    for lengths in (long, torch.full((21,), 30)):
+        mask = (torch.arange(40) < lengths[:, None])[None]
+        packing = pack(Completions(prompt, prompt_len, ids, mask))
+        sizes.append([len(part.queries) for part in packing.completion_rows])
+    assert sizes == [[1, 20], [21]]
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_queries_attend_to_their_shared_keys(masked: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=rng).double() for heads in (6, 2, 2))
+    visible = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    k6, v6 = (x.repeat_interleave(3, dim=1) for x in (k, v))
+    expected = scaled_dot_product_attention(q, k6, v6, attn_mask=visible)
+    rows = torch.zeros(2, 5, dtype=torch.int64)
+    mask = CompletionRows(rows, rows, visible)._mask(q.dtype, 3) if masked else None
+    torch.testing.assert_close(sdpa(q, k, v, mask=mask), expected, **CLOSE)
+
+
+def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:
+    """Or CUDA's attention would copy it in every layer; and all layers share one."""
+    visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
+    rows = torch.zeros(3, 5, dtype=torch.int64)
+    part = CompletionRows(rows, rows, visible)
+    mask = part._mask(torch.float64, 3)
+    repeated = visible.repeat(1, 1, 3, 1)
+    assert torch.equal(mask == 0, repeated) and torch.equal(mask == -torch.inf, ~repeated)
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    assert part._mask(torch.float64, 3) is mask
 
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
@@ -363,40 +259,122 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     assert prompt.grad is not None and prompt.grad.item() == 512
 
 
-@pytest.mark.parametrize("share", [1, 3])
-def test_rows_of_an_additive_mask_begin_at_multiples_of_eight(share: int) -> None:
-    visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
-    mask = additive_mask(visible, torch.float64, share)
-    visible = torch.cat([visible] * share, dim=2)
-    assert torch.equal(mask == 0, visible) and torch.equal(mask == -torch.inf, ~visible)
-    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+def test_llama3_frequencies_stay_shrink_or_lie_between() -> None:
+    plain = ModelShape(9, heads=2, width=128, rope_theta=1e4)
+    scaled = dataclasses.replace(plain, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
+    ratio, wavelength = frequencies(scaled) / frequencies(plain), 2 * torch.pi / frequencies(plain)
+    between = ratio[(wavelength > 16) & (wavelength < 64)]
+    assert (ratio[wavelength < 16] == 1).all()
+    torch.testing.assert_close(ratio[wavelength > 64].unique(), torch.tensor([1 / 8]))
+    assert len(between) and ((between > 1 / 8) & (between < 1)).all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_queries_are_left_to_torch_only_where_cuda_has_a_fused_kernel_for_them(
-    dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
+def test_moving_a_text_changes_nothing_where_positions_are_rotated() -> None:
+    model, packing = Transformer(SHAPES["grouped-query"]).double(), pack(make_completions(1))
+    moved = dataclasses.replace(packing.tokens, positions=packing.tokens.positions + 11)
+    torch.testing.assert_close(model(moved, packing)[0], model(packing.tokens, packing)[0], **CLOSE)
+
+
+# --- frozen models --------------------------------------------------------------------------------
+
+
+class InParts:
+    """Runs two prompts at a time."""
+
+    def run(self, function: Callable[[int], Tensor], total: int) -> Tensor:
+        assert total == 3
+        return function(2)
+
+
+def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
+    tokenizer: Any = None
+    frozen = FrozenModel(
+        model,
+        tokenizer,
+        name="the reference",
+        packing=pack,
+        temperature=0.7,
+        backoff=InParts(),
+        autocast=nullcontext,
+    )
+    c = make_completions(0)
+    for temperature in (0.7, 1.3):
+        found = frozen.at_temperature(temperature).logp(c)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, naive(model, c, temperature)[0].detach(), **CLOSE)
+    assert frozen.temperature == 0.7
+
+
+def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transformer) -> None:
+    """Such positions have no embedding, or were never trained; the last token needs none."""
+    tokenizer: Any = None
+    frozen = FrozenModel(
+        model,
+        tokenizer,
+        name="the reference",
+        packing=pack,
+        temperature=1.0,
+        backoff=OOMBackoff("frozen", "--micro-batch-size", 0),
+        autocast=nullcontext,
+    )
+    for length in (36, 37):
+        texts = frozen.completions([[1] * 5], [[[2] * length, [3]]])
+        assert texts.completion_mask.sum(-1).tolist() == [[length, 1]]
+        if length == 36:
+            assert frozen.logp(texts).shape == (1, 2, 36)
+        else:
+            with pytest.raises(ConfigError):
+                frozen.logp(texts)
+
+
+# --- log-probs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learns", [True, False], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("chunk", [1, 4, 36])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_have_the_log_probs_and_gradients_of_all_at_once(
+    chunk: int, temperature: float, learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flash attention: half precision, no mask. The numbers are those of repeated keys."""
     rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 5, 8, generator=rng).to(dtype) for heads in (6, 2, 2))
-    visible = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-    mask = additive_mask(visible, dtype, 3) if masked else None
-    k6, v6 = (x.repeat_interleave(3, dim=1) for x in (k, v))
-    expected = scaled_dot_product_attention(q, k6, v6, is_causal=True)
-    grouped = list[bool]()
+    hidden = torch.randn(37, 8, generator=rng, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(VOCAB, 8, generator=rng, dtype=torch.float64, requires_grad=learns)
+    targets = torch.randint(0, VOCAB, (37,), generator=rng)
+    weights = torch.randn(37, generator=rng, dtype=torch.float64)
+    inputs = [hidden, head] if learns else [hidden]
 
-    def recorded(*args: torch.Tensor, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
-        grouped.append(enable_gqa)
-        return scaled_dot_product_attention(*args, enable_gqa=enable_gqa, **options)
+    def run() -> tuple[Tensor, ...]:
+        logp, entropy = token_logprobs(hidden, head, targets, temperature)
+        return logp, entropy, *torch.autograd.grad((logp * weights).sum(), inputs)
 
-    with pretend_cuda(monkeypatch):
-        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
-        there = [x.to("cuda") for x in (q, k, v)]
-        found = attention.sdpa(*there, mask=None if mask is None else mask.to("cuda"))
-    assert grouped == [dtype == torch.bfloat16 and not masked]
-    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=tolerance)
+    expected = run()
+    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", chunk)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1})
+    torch.testing.assert_close(run(), expected, **CLOSE)
+
+
+def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against float64: as close as without chunks, whatever their number."""
+    rng = torch.Generator().manual_seed(0)
+    values = torch.randn(600, 16, generator=rng), torch.randn(VOCAB, 16, generator=rng)
+    targets = torch.randint(0, VOCAB, (600,), generator=rng)
+
+    def gradients(low: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [x.to(dtype).requires_grad_() for x in values]
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            logp, _ = token_logprobs(*inputs, targets, 1.0)
+        assert logp.dtype == dtype
+        return torch.autograd.grad(logp.sum(), inputs)
+
+    exact = gradients(False, torch.float64)
+    whole = gradients(True, torch.float32)
+    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 4)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1})
+    chunked = gradients(True, torch.float32)
+    for a, b, c in zip(exact, whole, chunked, strict=True):
+        assert (c - a).norm() <= 1.2 * (b - a).norm() + 1e-3 * a.norm()
 
 
 def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) -> None:

@@ -1,247 +1,189 @@
-"""Tasks, data and rewards that a user brings, tested with the files in examples/."""
+"""Tasks by name, from files and from a user's code: which arguments they take, what they supply."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from minigrpo import Config, Trainer
-from minigrpo.tasks.pairs import Pairs
-from minigrpo.tasks.registry import load_rewards, load_task, shipped_model
+from minigrpo import config
+from minigrpo.rewards import RewardScorer
+from minigrpo.task_table import TASKS
+from minigrpo.tasks.base import load_task, shipped_model
+from minigrpo.types import ConfigError, Example, Task
 
-from .gradients import TINY
-
-ROOT = Path(__file__).parent.parent
-SUMS, REVERSE, REWARDS = (
-    str(ROOT / "examples" / name) for name in ("sums.jsonl", "reverse.py", "rewards.py")
-)
-
-
-def run(folder: Path, **changes: Any) -> list[dict[str, Any]]:
-    """Train for a few steps, and return the metrics."""
-    options = {
-        **TINY,
-        "reward_weights": "",
-        "max_steps": 2,
-        "eval_every": 0,
-        **changes,
-        "out_dir": str(folder),
-    }
-    Trainer(Config.of(**options), quiet=True).fit()
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+ROOT = Path(__file__).parents[1]
+REVERSE = str(ROOT / "examples" / "reverse.py")
+SUMS = str(ROOT / "examples" / "sums.jsonl")
+GENERATED = ("math", "countdown", "calibration", "rlt")
 
 
-@pytest.mark.parametrize("loss", ["grpo", "nll"])
-def test_a_task_in_a_python_file(tmp_path: Path, loss: str) -> None:
-    metrics = run(tmp_path / "run", task=REVERSE, max_new_tokens=12, loss=loss)
-    assert len(metrics) == 2
-    if loss == "grpo":
-        assert {"rewards/exact/mean", "rewards/similarity/mean", "rewards/exact/failures"} <= set(
-            metrics[0]
-        )
-    evaluation = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
-    assert {"exact", "exact_sampled", "similarity"} <= set(evaluation)
+class Capitals:
+    """A user's own class, without the base class: one prompt, which is never numbered."""
+
+    parts: Mapping[str, float] = {"right": 1.0}
+
+    def __init__(self, seed: int, city: str = "Paris", **others: Any) -> None:
+        self.seed, self.city, self.others = seed, city, others
+
+    def train(self, number: int) -> Example:
+        messages = [{"role": "user", "content": "France?"}]
+        return Example("", self.city, messages=messages, fields={"left": [self.city]})
+
+    held_out = train
+
+    def score(self, example: Example, text: str) -> dict[str, float]:
+        left = example.fields["left"]
+        right = text in left
+        if right:
+            left.remove(text)
+        return {"right": float(right)}
 
 
-def test_pairs_from_a_file_with_reward_functions(tmp_path: Path) -> None:
-    metrics = run(tmp_path / "run", data=SUMS, rewards=REWARDS, max_new_tokens=8)
-    assert {"rewards/exact/mean", "rewards/close/mean", "rewards/brevity/mean"} <= set(metrics[0])
-    assert metrics[0]["rewards/close/failures"] > 0  # a random model writes no numbers
-    assert metrics[0]["rewards/brevity/failures"] == 0
-    assert metrics[0]["rewards/brevity/mean"] > 0
+# --- built-in tasks -------------------------------------------------------------------------------
 
 
-def test_weights_in_toml_choose_among_the_parts_of_task_and_functions(tmp_path: Path) -> None:
-    toml = tmp_path / "config.toml"
-    toml.write_text(f'data = "{SUMS}"\nrewards = "{REWARDS}"\n[reward_weights]\nbrevity = 2\n')
-    config = Config.from_toml(toml)
-    metrics = run(
-        tmp_path / "run",
-        data=config.task.data,
-        rewards=config.task.rewards,
-        reward_weights=config.task.reward_weights,
-        max_new_tokens=8,
+def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
+    """Golden: made at d29bab8."""
+    golden = json.loads((Path(__file__).parent / "golden" / "tasks.json").read_text())
+    assert len(golden) == 8
+    for key, expected in golden.items():
+        name, seed, form = key.split("/")
+        task = load_task(name, seed=int(seed), args={"form": form} if form else {})
+        made = [task.train(0), task.train(7), task.held_out(3)]
+        answers = [x.fields.get("true_answer", x.answer) for x in made]
+        found = [[x.prompt, a, x.kind, x.index] for x, a in zip(made, answers, strict=True)]
+        assert found == expected, key
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_examples_are_functions_of_seed_and_number_and_the_splits_are_disjoint(name: str) -> None:
+    task, again, other = (load_task(name, seed=seed) for seed in (3, 3, 4))
+    train, held_out = ([get(i) for i in range(150)] for get in (task.train, task.held_out))
+    assert not {x.prompt for x in train} & {x.prompt for x in held_out}
+    assert train[::-1] == [again.train(i) for i in reversed(range(150))]
+    assert [x.prompt for x in train] != [other.train(i).prompt for i in range(150)]
+    assert [x.index for x in train] == list(range(150))
+    assert task.success in task.parts and task.about and task.questions is None
+
+
+@pytest.mark.parametrize("name", ["math", "countdown", "calibration"])
+@settings(max_examples=40)
+@given(
+    text=st.text(
+        "0123456789+-*/()=$\\{}<>#,. \nboxedtims</think><confidence>0.5</confidence>\ud800",
+        max_size=60,
     )
-    assert metrics[0]["reward"] == pytest.approx(2 * metrics[0]["rewards/brevity/mean"], rel=1e-5)
-
-
-def test_pairs_are_split_by_prompt_and_each_epoch_has_its_own_order() -> None:
-    pairs = Pairs([Path(SUMS)], seed=3)
-    n = 600 - pairs.num_held_out
-    epochs = [[pairs.train(epoch * n + i).prompt for i in range(n)] for epoch in range(2)]
-    held_out = {pairs.held_out(i).prompt for i in range(pairs.num_held_out)}
-    assert len(held_out) == pairs.num_held_out > 30
-    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
-    assert len(set(epochs[0])) == n and not held_out & set(epochs[0])
-    same = Pairs([Path(SUMS)], seed=3)
-    assert epochs[0] == [same.train(i).prompt for i in range(n)]
-    assert pairs.train(5).index != pairs.train(n + 5).index  # so that it is sampled anew
-
-
-def test_copies_of_a_question_by_blanks_or_unicode_form_are_in_one_split(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    forms = ("caf\u00e9 {}  ?", "cafe\u0301 {} ?\n", " caf\u00e9\t{} ?")
-    lines = [{"prompt": form.format(i), "answer": "b"} for i in range(100) for form in forms]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    pairs = Pairs([path], seed=0)
-
-    def numbers(prompts: Iterable[str]) -> set[str]:
-        return {"".join(filter(str.isdigit, prompt)) for prompt in prompts}
-
-    held_out = numbers(pairs.held_out(i).prompt for i in range(pairs.num_held_out))
-    trained = numbers(pairs.train(i).prompt for i in range(300 - pairs.num_held_out))
-    assert len(held_out) > 2 and len(held_out) + len(trained) == 100 and not held_out & trained
-
-
-def test_prompts_take_turns_and_a_test_file_is_held_out_whole(tmp_path: Path) -> None:
-    def write(name: str, numbers: Iterable[int]) -> str:
-        lines = (json.dumps({"prompt": f"{i}", "answer": f"{i % 7}"}) for i in numbers)
-        (tmp_path / name).write_text("\n".join(lines))
-        return str(tmp_path / name)
-
-    a, b = write("a.jsonl", range(40)), write("b.jsonl", range(40, 80))
-    test = write("my-test.jsonl", range(75, 95))
-
-    def prompts(data: str) -> tuple[set[int], set[int]]:
-        task = load_task("prompts", seed=0, data=data)
-        held_out = {int(task.held_out(i).prompt) for i in range(task.num_held_out or 0)}
-        train = {int(task.train(i).prompt) for i in range(200)}
-        assert f"{len(held_out)} examples are held out (" in str(getattr(task, "about", ""))
-        return train, held_out
-
-    train, held_out = prompts(f"{a},{b}")
-    assert train | held_out == set(range(80)) and not train & held_out and len(held_out) < 20
-    assert prompts(f"{a},{b},{test}") == (set(range(75)), set(range(75, 95)))
-    train, held_out = prompts(test)  # nothing else is there to train on
-    assert train and train | held_out == set(range(75, 95)) and not train & held_out
-    with pytest.raises(ValueError, match="0 usable .* a line must be .*; --task prompts reads"):
-        load_task("math", seed=0, data=a)
-    with pytest.raises(ValueError, match="--task prompts needs --data FILE.jsonl"):
-        load_task("prompts", seed=0)
-    with pytest.raises(ValueError, match="shipped: no model ships for --task prompts"):
-        shipped_model("prompts")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"prompt": "a"}', "line 1: must be an object like"),
-        ('{"prompt": "a", "answer": "b"}\n\nnot json', "line 3: must be"),
-        ('{"prompt": "", "answer": "b"}', "line 1: prompt and answer must be text"),
-        ('{"prompt": "a", "answer": 3}', "line 1: prompt and answer must be text"),
-        ('["prompt", "answer"]', "line 1: must be"),
-        ('{"prompt": "a", "answer": "b"}', "no pair for"),
-        ("", "no pair for training"),
-    ],
 )
-def test_a_bad_line_of_data_is_named(tmp_path: Path, content: str, words: str) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"--data .*data.jsonl.*{words}"):
-        load_task("chess-env", seed=0, data=str(path))
+def test_any_text_has_a_score_for_every_part(name: str, text: str) -> None:
+    task = load_task(name, seed=0)
+    for chat in (False, True):
+        example = load_task(name, seed=0, chat=chat).train(5)
+        scores = task.score(example, text)
+        assert {*scores} == {*task.parts} and all(0 <= x <= 1 for x in scores.values())
 
 
-def test_text_with_unusual_line_ends_stays_in_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    lines = [
-        json.dumps({"prompt": f"{i}\u2028\x85", "answer": "a"}, ensure_ascii=False)
-        for i in range(40)
+def test_every_row_of_the_table_can_be_made_and_its_model_ships() -> None:
+    for name, row in TASKS.items():
+        if name in GENERATED:
+            load_task(name, seed=0)
+        if row.shipped:
+            assert shipped_model(name).is_file()
+        else:
+            with pytest.raises(ConfigError):
+                shipped_model(name)
+        config.Config.of(task=name)  # its settings exist
+    assert shipped_model("my.py") == shipped_model("chess-env")
+
+
+# --- users' tasks ---------------------------------------------------------------------------------
+
+
+def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
+    class Narrow(Capitals):
+        def __init__(self, city: str = "Oslo", size: str = "1") -> None:
+            super().__init__(7, city)
+            self.size = int(size)
+
+    made: Any = load_task(Narrow, seed=3, args={"size": "12"})
+    assert (made.seed, made.city, made.size) == (7, "Oslo", 12)
+    every: Any = load_task(Capitals, seed=3, data=SUMS, args={"city": "Rome", "other": 1})
+    assert (
+        every.city == "Rome" and every.others["other"] == 1 and every.others["data"] == [Path(SUMS)]
+    )
+    wrong: list[dict[str, Any]] = [
+        {"args": {"number": "3"}},
+        {"args": {"size": "many"}},
+        {"args": {"seed": "3"}},
+        {"data": SUMS},
+        {"eval_data": SUMS},
     ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    pairs = Pairs([path], seed=0)
-    assert len(pairs.train(0).prompt.strip("0123456789")) == 2
+    for changes in wrong:
+        with pytest.raises(ValueError):
+            load_task(Narrow, seed=0, **changes)
+    for task in ("math", Capitals(0)):
+        with pytest.raises(ConfigError):
+            load_task(task, seed=0, args={"student": "x"})
 
 
-def test_a_task_file_may_have_dataclasses_and_postponed_annotations(tmp_path: Path) -> None:
-    head = """
-from __future__ import annotations
+@pytest.mark.parametrize("make", [lambda: Capitals, lambda: Capitals(3)], ids=["class", "object"])
+def test_a_task_without_the_base_class_has_its_defaults(make: Any) -> None:
+    given = make()
+    task = load_task(given, seed=3)
+    assert isinstance(task, Task) and isinstance(task, Capitals)
+    for name in ("success", "num_held_out", "about", "token_parts", "speculate", "questions"):
+        assert getattr(task, name) == getattr(Task, name)
+    assert (
+        task.longest(3) == () and task.summaries({}) == {} and task.explain(task.train(0), "") == ""
+    )
+    assert task.score_batch([task.train(0)] * 2, ["Paris", "x"]) == {"right": [1, 0]}
+    assert given is Capitals or type(given) is Capitals  # the user's own object is as it was
+
+
+def test_each_prompt_of_a_users_task_has_its_own_random_numbers() -> None:
+    """`index` is their key; this task leaves it at 0."""
+    task = load_task(Capitals, seed=0)
+    assert [task.train(i).index for i in (0, 5, 9)] == [0, 5, 9] and task.held_out(4).index == 4
+    assert task.train(5).prompt == "France?"  # of the messages, for logs
+
+
+def test_a_score_that_consumes_its_examples_fields_changes_no_later_score() -> None:
+    task = load_task(Capitals(0), seed=0)
+    scorer = RewardScorer(task)
+    example = task.train(0)
+    for _ in range(3):
+        table = scorer.score([example], [["Paris", "Rome", "Paris"]])
+        assert table.parts["right"].tolist() == [[1, 0, 1]]
+    assert example.fields["left"] == ["Paris"]
+
+
+def test_a_task_in_a_python_file(tmp_path: Path) -> None:
+    task = load_task(REVERSE, seed=3)
+    example = task.train(7)
+    assert example.prompt == f"{example.answer[::-1]}=" and example.index == 7
+    assert task.score(example, example.answer) == {"exact": 1, "similarity": 1}
+    assert load_task(REVERSE, seed=3).train(7) == example != load_task(REVERSE, seed=4).train(7)
+    head = """from __future__ import annotations
 from dataclasses import dataclass
-
 @dataclass
 class Word:
     text: str
-"""
+"""  # dataclasses with postponed annotations look their module up
     (tmp_path / "mine.py").write_text(head + Path(REVERSE).read_text())
-    assert load_task(str(tmp_path / "mine.py"), seed=0).train(0).prompt.endswith("=")
+    assert load_task(str(tmp_path / "mine.py"), seed=3).train(7) == example
 
 
-def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path: Path) -> None:
-    broken, empty, unlucky = (tmp_path / f"{name}.py" for name in ("broken", "empty", "unlucky"))
-    broken.write_text("import nothing_of_that_name")
-    empty.write_text("x = 1")
-    unlucky.write_text("""
-class A:
-    parts = {}
-    train = held_out = score = None
-    def __init__(self, seed):
-        raise RuntimeError("no luck")
-""")
-    none, leaves = tmp_path / "nothing.py", tmp_path / "leaves.py"
-    none.write_text("""
-class A:
-    parts = {"similarity": 1}
-    score = None
-    def __init__(self, seed):
-        pass
-    def train(self, n):
-        pass
-    held_out = train
-""")
-    leaves.write_text("raise SystemExit(0)")
-    cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"task": "chess"},
-            "--task must be chess-env, best-move, chess-env.best-move, .*or a Python file",
-        ),
-        (
-            {"task": str(tmp_path / "none.py")},
-            "--task .*none.py: must be a Python file that exists",
-        ),
-        ({"task": str(broken)}, "--task .*broken.py: ModuleNotFoundError"),
-        ({"task": str(empty)}, "--task .*empty.py: must have one class with parts, .* has none"),
-        ({"task": str(unlucky)}, "--task .*unlucky.py: A: RuntimeError: no luck"),
-        (
-            {"task": str(none)},
-            "--task .*nothing.py: A: train.0.: must return a minigrpo.types.Example, got NoneType",
-        ),
-        ({"rewards": str(leaves)}, "--rewards .*leaves.py: SystemExit: 0"),
-        ({"data": str(tmp_path / "none.jsonl")}, "--data .*none.jsonl: cannot be read"),
-        ({"data": "games.doc"}, "must end with .pgn, .pgn.gz, .txt, .jsonl, got games.doc"),
-        (
-            {"data": SUMS, "task": REVERSE},
-            "--data goes with chess-env, best-move, chess-env.best-move, .*got --task",
-        ),
-        ({"rewards": str(empty)}, "--rewards .*empty.py: has no function decorated"),
-        ({"rewards": str(tmp_path)}, "--rewards .*: must be a Python file that exists"),
-        (
-            {"reward_weights": "exact_fen=1,typo=2"},
-            "--reward-weights: no part typo; allowed: exact_fen, similarity",
-        ),
-    ]
-    for changes, words in cases:
-        with pytest.raises(ValueError, match=words) as error:
-            Trainer(Config.of(**{**TINY, **changes, "out_dir": str(tmp_path / "run")}), quiet=True)
-        assert "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_decorated_functions_of_a_file() -> None:
-    assert [(f.name, f.weight, f.batched) for f in load_rewards(REWARDS)] == [
-        ("close", 0.5, False),
-        ("brevity", 0.1, True),
-    ]
-    assert load_rewards("") == []
-
-
-def test_a_run_that_learns_nothing_warns_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path / "run", data=SUMS, reward_weights="exact=1", max_steps=24, max_new_tokens=4)
-    assert (
-        capfd.readouterr().err.count(
-            "for 20 steps all completions of each prompt had equal rewards"
-        )
-        == 1
-    )
+def test_what_is_no_task_is_an_error(tmp_path: Path) -> None:
+    for name, text in {
+        "empty.py": "x = 1",
+        "two.py": "class A:\n    train = 1\nclass B(A): pass",
+    }.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError):
+            load_task(str(tmp_path / name), seed=0)
+    for name in ("chess", "nowhere.py", ""):
+        with pytest.raises((ConfigError, OSError)):
+            load_task(name, seed=0)

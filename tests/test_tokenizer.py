@@ -1,18 +1,42 @@
-from collections.abc import Callable
+"""Tokenizers, and how prompts, answers and completions are encoded."""
+
+import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-import regex
-import tiktoken
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.chess_tokens import chess_ranks
-from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.model.vocabulary import GPT2_PATTERN
-from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.model.encoding import decode, encode_pairs, encode_prompt, encode_prompts, token_texts
+from minigrpo.model.tokenizer import Tokenizer, copy_tokenizer_files, load_tokenizer
+from minigrpo.types import Completions, ConfigError, Example
 
-from . import bpe
+from . import tiny
+
+TEXTS = [
+    "A: 8/2b1k3 w Kq e3 0 12+e7e8q+",
+    "it's  a test,\n\n 12 x\t1234567 \r\n I'LL",
+    "    def add(first, second):\n        return first + second",
+    "cafe\u0301 A\u030a \u1112\u1161\u11ab a\u0323\u0307 \u212b",  # not in normal form C
+    "Ελλάδα 象棋 مرحبا \U0001f600 \u200d \u00a0\u2003 ½ Ⅷ",
+    "<|endoftext|><|im_start|>system\nObey.<|im_end|><s>[INST]</s><|eot_id|>",
+    "<think>why</think> <think > <é b>",
+    "\x00\x7f\ufffd\ufdd0",
+    "   ",
+    "x",
+    "",
+]
+KNOWN = tiny.golden("tokens")
+
+
+def load(folder: Path, family: str = "qwen", **config: Any) -> Tokenizer:
+    return load_tokenizer(str(tiny.tiny_tokenizer_folder(folder, family, **config)))
+
+
+# --- chess and GPT-2 ------------------------------------------------------------------------------
 
 
 @given(st.text())
@@ -21,172 +45,228 @@ def test_any_text_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_shipped_ranks_are_those_that_the_module_writes() -> None:
+def test_the_ids_of_the_shipped_models_do_not_change() -> None:
     tokenizer = load_tokenizer("chess")
-    assert all(tokenizer.tokens[rank] == token for token, rank in chess_ranks().items())
-    assert tokenizer.n_vocab == len(chess_ranks()) + 1
-    assert tokenizer.eot == tokenizer.n_vocab - 1
+    assert [tokenizer.encode(text) for text in TEXTS] == KNOWN["chess"]
+    assert tokenizer.eot == tokenizer.turn_end == 359 and tokenizer.stops == {359}
 
 
-def test_fixed_forms_are_single_tokens() -> None:
-    tokenizer = load_tokenizer("chess")
-
-    def split(text: str) -> list[str]:
-        return [tokenizer.decode([token]) for token in tokenizer.encode(text)]
-
-    assert split("A: 8/2b1k3 w Kq e3 0 12+e7e8q+") == [
-        *["A: ", *"8/2b1k3", " w", " Kq", " e3", " ", "0", " ", "1", "2", "+", "e7", "e8", "q", "+"]
-    ]
-    assert split("8/2b1k3 b - - 0 1+0.001+0+0")[-4:] == ["0", " ", "1", "+0.001+0+0"]
-    env = ChessEnv(0)
-    for i in range(200):
-        assert tokenizer.encode(env.train(i).answer)[-1] >= 256  # the ending is one token
+# --- tokenizer.json -------------------------------------------------------------------------------
 
 
-def test_end_of_text_written_out_is_plain_text() -> None:
-    tokenizer = load_tokenizer("chess")
-    ids = tokenizer.encode("<|endoftext|>")
-    assert tokenizer.eot not in ids and tokenizer.decode(ids) == "<|endoftext|>"
-
-
-def test_the_end_of_text_is_not_part_of_the_text() -> None:
-    tokenizer = load_tokenizer("chess")
-    ids = [*tokenizer.encode("e2e4"), tokenizer.eot]
-    assert tokenizer.decode(ids) == "e2e4"
-    assert tokenizer.decode(ids, show_stops=True) == "e2e4<|endoftext|>"
-    assert tokenizer.stops == {tokenizer.eot} and tokenizer.prefix == ()
-    assert tokenizer.turn_end == tokenizer.eot and tokenizer.chat is None
-    assert tokenizer.encode_batch(["e2e4", ""]) == [tokenizer.encode("e2e4"), []]
-    with pytest.raises(KeyError):
-        tokenizer.decode([tokenizer.n_vocab])
-
-
-def test_if_gpt2_cannot_be_fetched_one_line_says_how_to_provide_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_network(name: str) -> tiktoken.Encoding:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    load_tokenizer.cache_clear()
-    with pytest.raises(ValueError, match="--tokenizer gpt2: .*TIKTOKEN_CACHE_DIR") as error:
-        load_tokenizer("gpt2")
-    assert "\n" not in str(error.value)
-
-
-# --- ranks by path --------------------------------------------------------------------------------
-
-TEXTS = [
-    "A: 8/2b1k3 w Kq e3 0 12+e7e8q+",
-    "it's  a test,\n\n 12 x\t",
-    "Ελλάδα 象棋 \U0001f600",
-    "<|endoftext|>",
-    " ",
-    "",
-]
-HUGGING_FACE = ("merges.txt", "vocab.json")
-
-
-def test_every_way_to_give_ranks_is_the_same_tokenizer(tmp_path: Path) -> None:
-    merges = bpe.chess_merges()
-    first, second = (
-        bpe.write_gpt2(tmp_path / "a", merges),
-        bpe.write_gpt2(tmp_path / "b", merges, HUGGING_FACE),
-    )
-    paths = [
-        first,
-        first / "vocab.bpe",
-        first / "encoder.json",
-        second,
-        second / "merges.txt",
-        second / "vocab.json",
-    ]
-    plain = load_tokenizer(str(bpe.write_ranks(tmp_path / "ranks.tiktoken", merges)))
-    assert plain.n_vocab == 256 + 60 + 1 and plain.eot == plain.n_vocab - 1
-    for path in paths:
-        other = load_tokenizer(str(path))
-        assert (other.n_vocab, other.eot) == (plain.n_vocab, plain.eot)
-        for text in TEXTS:
-            tokens = [plain.tokens[token] for token in plain.encode(text)]
-            assert [other.tokens[token] for token in other.encode(text)] == tokens
-            assert other.decode(other.encode(text)) == text
-    assert len(plain.encode(TEXTS[0])) < len(TEXTS[0])
-
-
-@given(st.text(max_size=30))
-def test_the_pattern_cuts_as_tiktokens_own_gpt2_does(text: str) -> None:
-    # tiktoken has the pattern without a network; only the ranks are fetched
-    import tiktoken_ext.openai_public as published
-
-    assert regex.findall(GPT2_PATTERN, text) == regex.findall(published.r50k_pat_str, text)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("x.tiktoken", None, "must be auto, chess, gpt2 or a path; there is no "),
-        ("x.tiktoken", "IQ== 0\nhello\n", "line 2 is not a token in base 64 and its rank"),
-        ("x.tiktoken", "IQ== 0\n", "has no token for 255 of the 256 bytes, the first is 0"),
-        ("x.tiktoken", "", "has no token for 256 of the 256 bytes"),
-        (
-            "vocab.bpe",
-            "#version: 0.2\n",
-            "must be auto, chess, gpt2 or a path; there is no .*encoder.json",
-        ),
-        ("folder", None, "must be auto, chess, gpt2 or a path"),
-    ],
-)
-def test_a_path_without_ranks_is_one_line(
-    tmp_path: Path, name: str, content: str | None, words: str
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=f"--tokenizer {path}: {words}") as error:
-        load_tokenizer(str(path))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "words"),
-    [
-        (
-            "merges.txt",
-            lambda text: text[: len(text) // 2],
-            "does not number 256 bytes, the .* merges in their order",
-        ),
-        ("merges.txt", lambda text: text.replace("\n", "\nx y\n", 1), "does not number 256 bytes"),
-        ("vocab.json", lambda text: text[: len(text) // 2], "the vocabulary is not whole JSON"),
-        ("vocab.json", lambda text: "[1, 2]", "not a JSON object of tokens and their numbers"),
-        ("vocab.json", lambda text: text.replace('"!"', '"象"'), "'象' does not stand for a byte"),
-    ],
-)
-def test_damaged_merges_and_vocabulary_are_one_line(
-    tmp_path: Path, file: str, change: Callable[[str], str], words: str
-) -> None:
-    folder = bpe.write_gpt2(tmp_path, bpe.chess_merges(10), HUGGING_FACE)
-    (folder / file).write_text(change((folder / file).read_text()))
-    with pytest.raises(ValueError, match=words) as error:
-        load_tokenizer(str(folder))
-    assert str(error.value).startswith(f"--tokenizer {folder}: ") and "\n" not in str(error.value)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(
-        ValueError, match="neither tokenizer.json nor vocab.bpe and encoder.json nor merges.txt"
-    ):
-        load_tokenizer(str(empty))
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_tokens_are_the_golden_ones(tmp_path: Path, family: str) -> None:
+    tokenizer, known = load(tmp_path, family), KNOWN[family]
+    assert [tokenizer.encode(text) for text in TEXTS] == known["ids"]
+    assert [tokenizer.decode(ids) for ids in known["ids"]] == known["texts"]
+    assert [encode_prompt(tokenizer, Example(text)) for text in TEXTS] == known["prompts"]
+    assert [tokenizer.n_vocab, tokenizer.eot] == known["sizes"]
+    assert tokenizer.special == known["special"]
 
 
 @pytest.mark.peer
-def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_golden_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     import transformers
 
-    folder = bpe.write_gpt2(tmp_path, bpe.chess_merges(), HUGGING_FACE)
-    theirs = transformers.GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    ours, env = load_tokenizer(str(folder)), ChessEnv(1)
-    texts = [example.prompt + example.answer for example in map(env.held_out, range(50))] + TEXTS[
-        :3
+    ours = load(tmp_path, family)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+    def encode(text: str, start: bool = False) -> list[int]:
+        return theirs.encode(text, add_special_tokens=start, split_special_tokens=True)
+
+    def text_of(ids: list[int]) -> str:
+        return theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+    ids = [encode(text) for text in TEXTS]
+    made = {
+        "ids": ids,
+        "texts": [text_of(row) for row in ids],
+        "prompts": [encode(text, True) for text in TEXTS],
+        "sizes": [len(theirs), theirs.eos_token_id],
+        "special": {name: theirs.convert_tokens_to_ids(name) for name in tiny.FAMILIES[family][0]},
+    }
+    tiny.check_golden("tokens", family, made)
+    rng = random.Random(7)
+    for _ in range(300):  # and random mixtures of pieces
+        text = "".join(rng.choice(TEXTS)[rng.randrange(9) :][:7] for _ in range(rng.randrange(9)))
+        assert ours.encode(text) == encode(text), ascii(text)
+        assert ours.decode(encode(text)) == text_of(encode(text)), ascii(text)
+
+
+def test_special_tokens_come_from_no_text_and_added_ones_from_any(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path)
+    text = "<|im_start|>a<think>b</think><|im_end|><|endoftext|>"
+    ids, written = tokenizer.encode(text), tokenizer.encode(text, special=True)
+    assert not {*ids} & {*tokenizer.special.values()} and tokenizer.decode(ids) == text
+    assert len(tokenizer.encode("<think>")) == 1
+    assert {*tokenizer.special.values()} < {*written} and len(written) == 7
+
+
+def test_decoding_leaves_out_stops_and_shows_other_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path)
+    start, end, eot = (tokenizer.special[name] for name in tiny.CHATML[1:] + tiny.CHATML[:1])
+    ids = [start, *tokenizer.encode("a"), end, eot]
+    assert tokenizer.stops == {end, eot} and tokenizer.turn_end == end and tokenizer.eot == eot
+    assert tokenizer.decode(ids) == "<|im_start|>a"
+    assert tokenizer.text_of(ids) == "<|im_start|>a<|im_end|><|endoftext|>"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_texts_of_tokens_have_whole_characters(tmp_path: Path, family: str) -> None:
+    tokenizer = load(tmp_path, family)
+    ids = tokenizer.encode("aé象\U0001f601")  # the last is of four tokens
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) > 5 and "".join(texts).lstrip() == "aé象\U0001f601"
+    assert token_texts(tokenizer, ids[:-1])[-1].endswith("\ufffd")  # ends within a character
+
+
+# --- the files of a folder ------------------------------------------------------------------------
+
+START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+# tokenizer_config.json, other files -> end of text, stops, without the template's end of turn
+ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str | int]]] = {
+    "tokenizer": ({"eos_token": END}, {}, END, {END}),
+    "object": ({"eos_token": {"content": START}}, {}, START, {START}),
+    "older": ({"eos_token": None}, {"special_tokens_map": {"eos_token": END}}, END, {END}),
+    "config": ({}, {"config": {"eos_token_id": END}}, TEXT_END, {TEXT_END, END}),
+    "generation": (
+        {"eos_token": None},
+        {"generation_config": {"eos_token_id": [5000, START, 7]}},
+        TEXT_END,
+        {TEXT_END, START, 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path, name: str) -> None:
+    config, others, eot, stops = ENDS[name]
+    ids = load(tmp_path).special
+    for file, content in others.items():
+        named = {
+            key: [ids.get(x, x) for x in value] if isinstance(value, list) else value
+            for key, value in content.items()
+        }
+        if isinstance(named.get("eos_token_id"), str):
+            named["eos_token_id"] = ids[named["eos_token_id"]]
+        (tmp_path / f"{file}.json").write_text(json.dumps(named))
+    tokenizer = load(tmp_path, template=None, **config)
+    expected = {ids.get(str(stop), stop) for stop in stops}
+    assert tokenizer.eot == tokenizer.turn_end == ids[eot]
+    assert tokenizer.stops == expected
+    assert tokenizer.decode([7]) != ""  # an ordinary token is shown, even where it is a stop
+
+
+def change(folder: Path, **values: Any) -> Tokenizer:
+    """The tokenizer of a folder after a change of its tokenizer.json."""
+    found = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**found, **values}))
+    return load_tokenizer(str(folder))
+
+
+def test_a_token_that_ends_texts_is_special_whatever_its_entry_says(tmp_path: Path) -> None:
+    plain = load(tmp_path)
+    entries = [
+        {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), **entry}
+        for entry in (
+            {"id": number, "content": name, "special": False}
+            for name, number in plain.special.items()
+        )
     ]
-    for text in texts:
-        assert ours.encode(text) == theirs.encode(text)
-    assert ours.eot == theirs.eos_token_id
+    thinking = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"][3:]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": plain.special[END]}))
+    tokenizer = change(tmp_path, added_tokens=entries + thinking)
+    assert set(tokenizer.special) == {END, TEXT_END}
+    assert tokenizer.encode(START) == [plain.special[START]]
+    assert plain.special[END] not in tokenizer.encode(END)
+
+
+def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> None:
+    ids = load(tmp_path).encode("one two three")
+    limit = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 99},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    assert change(tmp_path, truncation=limit, padding=padding).encode("one two three") == ids
+
+
+FILES = {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_fingerprint_is_that_of_the_vocabulary(tmp_path: Path) -> None:
+    first = load(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    copy_tokenizer_files(tmp_path / "a", tmp_path / "b")
+    assert {file.name for file in (tmp_path / "b").iterdir()} == FILES
+    again = load_tokenizer(str(tmp_path / "b" / "tokenizer.json"))
+    assert again.fingerprint == first.fingerprint and again.source == tmp_path / "b"
+    assert load(tmp_path / "c", "gpt2").fingerprint != first.fingerprint
+
+
+def _hole(found: dict[str, Any]) -> None:
+    found["model"]["vocab"]["x"] += 1000
+
+
+def _no_end(found: dict[str, Any]) -> None:
+    found["added_tokens"][0]["content"] = "<|other|>"
+
+
+@pytest.mark.parametrize("damage", [_hole, _no_end, dict.clear, None])
+def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path, damage: Any) -> None:
+    file = tiny.tiny_tokenizer_folder(tmp_path) / "tokenizer.json"
+    found = json.loads(file.read_text())
+    if damage:
+        damage(found)
+    file.write_text(json.dumps(found) if damage else file.read_text()[:1000])
+    with pytest.raises(ConfigError):
+        load_tokenizer(str(tmp_path))
+
+
+# --- prompts, answers, completions ----------------------------------------------------------------
+
+ASKED = ({"role": "user", "content": "12?"},)
+
+
+def test_prompt_and_answer_are_encoded_separately(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path)
+    prompt, answer = "the us", "er asks"
+    joined = tokenizer.encode(prompt + answer)
+    assert joined != tokenizer.encode(prompt) + tokenizer.encode(answer)  # so it matters
+    pairs = encode_pairs(tokenizer, [Example(prompt, answer), Example("x", "")], 40)
+    rows = [ids[:n].tolist() for ids, n in zip(pairs.prompt_ids, pairs.prompt_len, strict=True)]
+    assert rows == [tokenizer.encode(prompt), tokenizer.encode("x")]
+    done = [pairs.completion_ids[p][pairs.completion_mask[p]].tolist() for p in range(2)]
+    assert done == [[*tokenizer.encode(answer), tokenizer.eot], [tokenizer.eot]]
+    assert decode(tokenizer, pairs) == [[answer], [""]]
+
+
+def test_padding_is_on_the_right_and_decoding_stops_before_it(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("chess")
+    ids, lengths = encode_prompts(tokenizer, [Example("abc"), Example("d")], 3)
+    assert ids.tolist() == [[97, 98, 99], [100, 0, 0]] and lengths.tolist() == [3, 1]
+    mask = torch.tensor([[[True, True, True], [True, True, False]]])
+    done = torch.tensor([[[97, 98, tokenizer.eot], [99, tokenizer.eot, 100]]])
+    completions = Completions(ids[:1], lengths[:1], done, mask)
+    assert decode(tokenizer, completions) == [["ab", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("example", "context"),
+    [
+        (Example("", "a"), 9),
+        (Example("abcdefghi", ""), 9),
+        (Example("abcd", "efgh"), 8),
+        (Example("12?", "a", messages=ASKED), 99),  # no chat template
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(example: Example, context: int) -> None:
+    tokenizer = load_tokenizer("chess")
+    assert len(encode_pairs(tokenizer, [Example("abcd", "efgh")], 9)) == 1
+    with pytest.raises(ConfigError):
+        encode_pairs(tokenizer, [Example("a", "b"), example], context)

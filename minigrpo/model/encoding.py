@@ -1,6 +1,6 @@
 """Tokenize texts into padded rows of tokens, and decode completions.
 
-Prompt and completion are encoded separately. The model is warm-started, sampled and trained on
+Prompt and completion are encoded separately. The model is fine-tuned, sampled and trained on
 encode(prompt) + encode(completion), never on encode(prompt + completion), where one token may span
 the boundary. Training uses the sampled tokens. It never re-encodes their text, because that could
 give different tokens from those whose log-probs were recorded.
@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..runtime.chat_messages import Message
-from ..runtime.flags import ConfigError
-from ..types import Completions, Example
+from ..types import Completions, ConfigError, Example
+from .chat import Message
 from .tokenizer import Tokenizer
 
 
@@ -25,6 +24,16 @@ def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
     return torch.from_numpy(ids), torch.from_numpy(lengths)
+
+
+def to_completions(
+    prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[int]]]
+) -> Completions:
+    """Lists of tokens as tensors: P prompts, none of them empty, and `[P][G]` completions."""
+    ids, lengths = pad([row for group in rows for row in group])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    shape = len(prompts), -1, ids.shape[1]
+    return Completions(*pad(prompts), ids.view(shape), mask.view(shape))
 
 
 def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
@@ -38,99 +47,85 @@ def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
     return ({"role": "user", "content": example.prompt},)
 
 
-def prompt_text(tokenizer: Tokenizer, example: Example) -> str:
-    """A prompt as the model gets it. Raises ValueError, which does not name the example."""
-    if messages := messages_of(tokenizer, example):
-        return tokenizer.template("messages").render(messages)
-    return example.prompt
-
-
 def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of a prompt. Raises ValueError, which does not name the example."""
-    if messages := messages_of(tokenizer, example):
-        return tokenizer.template("messages").encode(messages, tokenizer)
-    return tokenizer.encode_prompt(example.prompt)
+    """The tokens of a prompt."""
+    messages = messages_of(tokenizer, example)
+    if not messages:
+        return [*tokenizer.prefix, *tokenizer.encode(example.prompt)]
+    if tokenizer.chat is None:
+        raise ConfigError(f"messages: --tokenizer {tokenizer.name} has no chat template")
+    return tokenizer.encode(tokenizer.chat.prompt(messages), special=True)
+
+
+def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
+    """The tokens of the true answer.
+
+    An answer to messages ends as a turn of the chat template does, any other with end of text.
+    """
+    end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
+    return [*tokenizer.encode(example.answer), end]
+
+
+def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[int]:
+    name = f"example {example.index} ({example.prompt[:60]!r}...)"
+    try:
+        ids = encode_prompt(tokenizer, example)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not 0 < len(ids) <= room:
+        raise ConfigError(
+            f"{name}: the prompt has {len(ids)} tokens, must have 1 to {room}: its completion must "
+            "fit into the model's context too"
+        )
+    return ids
 
 
 def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the prompts as right-padded ids, `[P, Lp]` int64, and their lengths, `[P]` int64.
+    """`pad` of the prompts.
 
-    Args:
-        room: how many tokens a prompt may have.
-
-    Raises:
-        ConfigError: a prompt is empty, or longer than its room, or the chat template refuses it.
-            (Most such prompts are found by `runtime.examples.check_examples` before a run starts.)
+    Raises ConfigError for a prompt that is empty or longer than `room`, or that the chat template
+    refuses.
     """
-    rows = list[list[int]]()
-    for example in examples:
-        try:
-            rows.append(encode_prompt(tokenizer, example))
-        except ValueError as error:
-            raise ConfigError(f"{name_of(example)}: {error}") from None
-    ids, lengths = pad(rows)
-    worst, shortest = int(lengths.argmax()), int(lengths.argmin())
-    if int(lengths[worst]) > room:
-        raise ConfigError(
-            f"{name_of(examples[worst])}: the prompt has {int(lengths[worst])} tokens; at most "
-            f"{room} leave room for its completion in the model's --context"
-        )
-    if not int(lengths[shortest]):
-        raise ConfigError(
-            f"{name_of(examples[shortest])}: the prompt is empty; the last token of a prompt "
-            "predicts the first of its completion"
-        )
-    return ids, lengths
-
-
-def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
-    """Return the prompts with their true answers as completions, one per prompt.
-
-    Args:
-        context: the model's number of positions, for a prompt and its own answer together.
-
-    Raises:
-        ConfigError: a prompt is empty, or does not fit with its answer.
-    """
-    prompt_ids, prompt_len = encode_prompts(tokenizer, examples, context - 1)
-    ids, lengths = encode_answers(tokenizer, examples)
-    excess = prompt_len + lengths - context
-    if int(excess.max()) > 0:
-        worst = int(excess.argmax())
-        size, prompt = int(lengths[worst]) - 1, int(prompt_len[worst])  # without end of text
-        raise ConfigError(
-            f"{name_of(examples[worst])}: the answer has {size} tokens; at most "
-            f"{context - prompt - 1} fit the model's context of {context} after the prompt's "
-            f"{prompt}"
-        )
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    return Completions(prompt_ids, prompt_len, ids[:, None], mask[:, None])
-
-
-def name_of(example: Example) -> str:
-    """How an error names an example: the file and the call of a user's task, else its text."""
-    where: str = getattr(example, "where", "")
-    return where or f"example {example.index} ({example.prompt[:60]!r}...)"
+    return pad([_prompt_within(room, tokenizer, example) for example in examples])
 
 
 def encode_answers(tokenizer: Tokenizer, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Return the true answers as right-padded ids, `[P, L]` int64, and their lengths, `[P]` int64.
+    """`pad` of the true answers."""
+    return pad([encode_answer(tokenizer, example) for example in examples])
 
-    An answer to messages ends as a turn of the chat template does, any other with end of text.
+
+def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
+    """The prompts with their true answers as completions, one per prompt.
+
+    Raises ConfigError for a prompt that does not fit `context` together with its answer.
     """
-    rows = list[list[int]]()
-    for example in examples:
-        end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
-        rows.append([*tokenizer.encode(example.answer), end])
-    return pad(rows)
+    answers = [encode_answer(tokenizer, example) for example in examples]
+    prompts = [
+        _prompt_within(context - len(answer), tokenizer, example)
+        for example, answer in zip(examples, answers, strict=True)
+    ]
+    return to_completions(prompts, [[answer] for answer in answers])
 
 
 def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
-    """Return the texts of completions, `[P][G]`, without the tokens that end them."""
-    ids, lengths = completions.completion_ids.numpy(), completions.completion_mask.sum(-1).numpy()
+    """The texts of completions, `[P][G]`, without the tokens that end them."""
     return [
-        [tokenizer.decode(row[:n].tolist()) for row, n in zip(group, ns, strict=True)]
-        for group, ns in zip(ids, lengths, strict=True)
+        [tokenizer.decode(ids[kept].tolist()) for ids, kept in zip(*group, strict=True)]
+        for group in zip(
+            completions.completion_ids.numpy(), completions.completion_mask.numpy(), strict=True
+        )
     ]
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token; a character of several tokens stands with the last of them."""
+    before = tokenizer.encode("a")  # SentencePiece drops a space that begins a text
+    texts, start = list[str](), 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.text_of([*before, *ids[start:end]])[1:]
+        whole = end == len(ids) or not text.endswith("\ufffd")
+        texts.append(text if whole else "")
+        start = end if whole else start
+    return texts

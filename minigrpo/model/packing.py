@@ -1,51 +1,36 @@
 """Pack completions for the model, and map the log-probs back to `[P, G, S]`.
 
-A packing decides which tokens the model runs, and which of them attend to which. All packings give
-the same log-probs. They differ in how much they run:
+A packing decides which tokens the model runs, and which of them attend to which. Both packings give
+the same log-probs:
 
-    repeated       each completion with its own copy of the prompt, as usual; the baseline
-    shared-prompt  each prompt once, and each distinct completion of its group once
-    prefix-tree    each prompt once, and each distinct prefix of its group's completions once
+    prefix-tree  each prompt once, and each distinct prefix of its group's completions once
+    repeated     each completion with its own copy of the prompt, as usual; the reference
 
 The prompt's last token predicts a completion's first. A completion's last token predicts nothing,
-so it is not run. Packings are built on the host, once per micro-batch; packed_attention.py uses
-them on the device, and packing_rows.py holds the helpers on NumPy arrays.
+so it is not run. Packings are built on the host, once per micro-batch.
 
-A worked example, the prefix tree of two prompts with three completions each. 9 is EOS, 0 padding.
+A worked example: two prompts with three completions each. 9 is EOS, 0 padding.
 
 >>> prompt_ids = torch.tensor([[10, 11, 12], [20, 21, 0]])
 >>> completion_ids = torch.tensor([[[1, 2, 9], [1, 2, 9], [1, 3, 9]],
-...                                [[4, 9, 0], [4, 5, 9], [6, 9, 0]]])
+...                                [[4, 5, 9], [4, 9, 0], [6, 9, 0]]])
 >>> completions = Completions(prompt_ids, torch.tensor([3, 2]), completion_ids, completion_ids > 0)
 
-Each distinct completion becomes a row, in lexicographic order. `row_of [P, G]` is the row of each
-completion, `num_common [R]` the length of the prefix that a row shares with the row before it.
-
->>> rows = CompletionRows.of_completions(completions, distinct=True).sorted_by_prefix()
->>> rows.tokens.tolist()
-[[1, 2, 9], [1, 3, 9], [4, 5, 9], [4, 9, -1], [6, 9, -1]]
->>> rows.row_of.tolist()
-[[0, 0, 1], [3, 2, 4]]
->>> rows.num_common.tolist()
-[0, 1, 0, 1, 0]
->>> rows.num_known.tolist()  # of these, the tokens that the row before has run
-[0, 1, 0, 1, 0]
-
-The packed tokens are the prompts, then the tokens that each row adds: 11 instead of the 25 that
+A prompt and its completions are a tree. Its nodes, the packed tokens, are 11 instead of the 25 that
 `repeated` runs. A token's place is its index in the packed sequence, its position the index in its
-own text.
+own text. In each group the prompt comes first, then what each completion adds to the tree: of the
+first group [1, 2], nothing, [3]; of the second [4, 5], nothing, [6].
 
-    place        0   1   2    3   4    5   6    7    8   9    10
-    token       10  11  12   20  21    1   2    3    4   5     6
-    position     0   1   2    0   1    3   4    4    2   3     2
-    added by    prompt 0     prompt 1  row 0  row 1  row 2  row 4   (row 3 adds nothing)
+    place        0   1   2    3   4   5     6   7    8   9   10
+    token       10  11  12    1   2   3    20  21    4   5    6
+    position     0   1   2    3   4   4     0   1    2   3    2
 
->>> packing = prefix_tree(completions)
+>>> packing = pack(completions)
 >>> packing.tokens.ids.tolist()
-[10, 11, 12, 20, 21, 1, 2, 3, 4, 5, 6]
+[10, 11, 12, 1, 2, 3, 20, 21, 4, 5, 6]
 >>> packing.tokens.positions.tolist()
-[0, 1, 2, 0, 1, 3, 4, 4, 2, 3, 2]
->>> len(repeated(completions).tokens.ids)
+[0, 1, 2, 3, 4, 4, 0, 1, 2, 3, 2]
+>>> len(pack(completions, share=False).tokens.ids)
 25
 
 Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
@@ -53,245 +38,233 @@ maps each completion token to its prediction. Where completions share a prefix, 
 the same predictions, and autograd sums their gradients.
 
 >>> packing.sources.tolist()
-[2, 5, 6, 5, 7, 4, 8, 9, 8, 4, 10]
+[2, 3, 4, 3, 5, 7, 8, 9, 8, 7, 10]
 >>> packing.targets.tolist()
 [1, 2, 9, 3, 9, 4, 5, 9, 9, 6, 9]
 >>> packing.index.tolist()
-[[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 8, 0], [5, 6, 7], [9, 10, 0]]]
+[[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 6, 7], [5, 8, 0], [9, 10, 0]]]
 
-Attention runs on padded rows: the prompts, then the tokens that each row adds, whose keys are their
-prompt and their whole completion. These are split by length if that saves padding: here into rows 0
-and 2, which add two tokens each, and rows 1 and 4, which add one.
+Attention runs on padded rows. The prompts are causal rows. The tokens that a completion adds are
+the queries of another row, whose keys are the prompt and the whole completion. These rows are split
+by length if that saves padding: here into those that add two tokens, and those that add one.
 
 >>> packing.causal_rows.tolist()
-[[0, 1, 2], [3, 4, 3]]
->>> for part in packing.completion_attention:
-...     print(part.query_rows.tolist(), part.key_rows.tolist())
-[[5, 6], [8, 9]] [[0, 1, 2, 5, 6], [3, 4, 3, 8, 9]]
-[[7], [10]] [[0, 1, 2, 5, 7], [3, 4, 3, 10, 10]]
->>> packing.completion_attention[0].visible[1, 0].int().tolist()  # row 2: padding is the third key
+[[0, 1, 2], [6, 7, 6]]
+>>> for part in packing.completion_rows:
+...     print(part.queries.tolist(), part.keys.tolist())
+[[3, 4], [8, 9]] [[0, 1, 2, 3, 4], [6, 7, 6, 8, 9]]
+[[5], [10]] [[0, 1, 2, 3, 5], [6, 7, 6, 10, 10]]
+>>> packing.completion_rows[0].visible[1, 0].int().tolist()  # padding is the third key
 [[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
 >>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
-[0, 1, 2, 3, 4, 6, 7, 10, 8, 9, 11]
-
-On a CPU, prompt and completion are two parts, which merged_attention.py merges. There, the prompts'
-keys are not copied for each row: rows 0 and 1 attend to prompt 0 together.
-
->>> packing.parts[1].query_rows.tolist(), packing.parts[1].key_rows.tolist()
-([[5, 6, 7], [8, 9, 10]], [[0, 1, 2], [3, 4, 3]])
+[0, 1, 2, 6, 7, 10, 3, 4, 8, 9, 11]
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import Completions
-from .merged_attention import AttentionPart
-from .packed_attention import CompletionAttention, Packing, SharedPrefixPacking
-from .packing_rows import CompletionRows, number_entries, pad_rows, split_by_length
-from .transformer import PackedTokens
+from .logprobs import at_least_fp32
+from .transformer import Attend, PackedTokens, rows_of, sdpa
 
-__all__ = ["PACKINGS", "Packing", "prefix_tree", "repeated", "shared_prompt"]
-
-
-def repeated(completions: Completions) -> Packing:
-    """Each completion with its own copy of the prompt: P * G sequences."""
-    rows = CompletionRows.of_completions(completions, distinct=False)
-    prompt_len = completions.prompt_len.numpy()[rows.prompt]  # [R]
-    lengths = prompt_len + rows.num_inputs
-    starts = np.cumsum(lengths) - lengths  # where in the packed tokens each sequence begins
-    prompt_ids = completions.prompt_ids.numpy()[rows.prompt]
-    parts = zip(prompt_ids, prompt_len, rows.tokens, rows.num_inputs, strict=True)
-    causal_rows, unpad = pad_rows(starts, lengths)
-    columns = np.arange(rows.tokens.shape[1])
-    real = columns < rows.lengths[:, None]  # [R, S]
-    first_prediction = np.cumsum(rows.lengths) - rows.lengths
-    return Packing(
-        tokens=_packed_tokens(
-            np.concatenate([np.concatenate([a[:n], b[:m]]) for a, n, b, m in parts]),
-            np.concatenate([np.arange(n) for n in lengths]),
-        ),
-        **_predictions(
-            completions.completion_mask,
-            sources=((starts + prompt_len - 1)[:, None] + columns)[real],
-            targets=rows.tokens[real],
-            index=first_prediction[rows.row_of][..., None] + columns,
-        ),
-        parts=(AttentionPart.of(causal_rows, unpad, causal_rows),),
-        unpad=_tensor(unpad),
-    )
-
-
-def shared_prompt(completions: Completions) -> Packing:
-    """Each prompt once, each distinct completion of its group once."""
-    return _pack_shared(completions, CompletionRows.of_completions(completions, distinct=True))
-
-
-def prefix_tree(completions: Completions) -> Packing:
-    """Each prompt once, each distinct prefix of its group's completions once."""
-    rows = CompletionRows.of_completions(completions, distinct=True)
-    return _pack_shared(completions, rows.sorted_by_prefix())
-
-
-PACKINGS: dict[str, Callable[[Completions], Packing]] = {
-    "repeated": repeated,
-    "shared-prompt": shared_prompt,
-    "prefix-tree": prefix_tree,
-}
+# Two attention calls replace one only if together they compute at most this share of its scores.
+SPLIT_AT = 0.8
 
 
 @dataclass(frozen=True)
-class _Prompts:
-    """Prompts on the host. Comments give the values in the worked example."""
+class CompletionRows:
+    """Attention of the tokens that completions add, as padded rows.
 
-    ids: np.ndarray  # [P, Lp] [[10, 11, 12], [20, 21, 0]]
-    lengths: np.ndarray  # [P] [3, 2]
-    real: np.ndarray  # [P, Lp] bool, false for padding
-    ends: np.ndarray  # [P] place of each prompt's last token: [2, 4]
-    places: np.ndarray  # [P, Lp] place of each token, padded: [[0, 1, 2], [3, 4, 3]]
-    unpad: np.ndarray  # place of each packed token in the flattened `places`: [0, 1, 2, 3, 4]
-
-    @classmethod
-    def of_completions(cls, completions: Completions) -> "_Prompts":
-        lengths = completions.prompt_len.numpy()
-        ids = completions.prompt_ids.numpy()[:, : lengths.max()]
-        ends = np.cumsum(lengths) - 1
-        places, unpad = pad_rows(ends + 1 - lengths, lengths)
-        return cls(ids, lengths, np.arange(ids.shape[1]) < lengths[:, None], ends, places, unpad)
-
-
-def _pack_shared(completions: Completions, rows: CompletionRows) -> SharedPrefixPacking:
-    """Each prompt once, and the tokens of each row that the row before has not run.
-
-    Comments give the values in the worked example.
+    A row's keys include the shared prefix, which another row has added.
     """
-    prompts = _Prompts.of_completions(completions)
-    columns = np.arange(rows.tokens.shape[1])
-    # inputs [2, 2, 2, 1, 1], of which [0, 1, 0, 1, 0] have been run by the row before:
-    # [2, 1, 2, 0, 1] tokens are added, from the places [5, 7, 8, 10, 10] on
-    num_inputs, num_known = rows.num_inputs, rows.num_known
-    num_new = num_inputs - num_known
-    starts = prompts.lengths.sum() + np.cumsum(num_new) - num_new
-    # place of each row's inputs: [[5, 6, .], [5, 7, .], [8, 9, .], [8, ., .], [10, ., .]]
-    places = number_entries(starts, num_known, len(columns))
-    # of the tokens [[1, 2, 9], [1, 3, 9], ..], those that a row adds: 1 2 | 3 | 4 5 | | 6
-    added = (columns >= num_known[:, None]) & (columns < num_inputs[:, None])
-    # a completion's column 0 is at position 3 after prompt 0, at position 2 after prompt 1
-    positions = prompts.lengths[rows.prompt, None] + columns
-    attention, unpad = _completion_attention(prompts, rows, places, starts)
-    return SharedPrefixPacking(
-        tokens=_packed_tokens(
-            np.concatenate([prompts.ids[prompts.real], rows.tokens[added]]),
-            np.concatenate([np.nonzero(prompts.real)[1], positions[added]]),
-        ),
-        **_shared_predictions(completions.completion_mask, prompts, rows, places),
-        parts=_parts(prompts, rows, prompts.lengths.sum(), attention),
-        unpad=_tensor(unpad),
-        completion_attention=attention,
+
+    queries: Tensor  # [R, T] into the packed tokens
+    keys: Tensor  # [R, Lp + K] into the packed tokens: prompt, then completion
+    visible: Tensor  # [R, 1, T, Lp + K] bool: which keys each query may attend to
+    # `visible` as additive masks, by dtype and by how many query heads share a head of keys
+    masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[R, H, T, E]`."""
+        share = q.shape[1] // k.shape[1]
+        k, v = shared_rows_of(k, self.keys), shared_rows_of(v, self.keys)
+        return sdpa(rows_of(q, self.queries), k, v, mask=self._mask(q.dtype, share))
+
+    def _mask(self, dtype: torch.dtype, share: int) -> Tensor:
+        """`visible` as 0 or -inf, once for each of `share` queries: `[R, 1, share * T, Lp + K]`.
+
+        One mask for all layers; else autograd would keep one of each. Rows are padded in memory to
+        a multiple of 8, because CUDA's attention would copy others.
+        """
+        if (dtype, share) not in self.masks:
+            keys = self.visible.shape[-1]
+            hidden = ~F.pad(self.visible.repeat(1, 1, share, 1), (0, -keys % 8))
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[dtype, share] = mask.masked_fill_(hidden, -torch.inf)[..., :keys]
+        return self.masks[dtype, share]
+
+    def to(self, device: torch.device | str) -> "CompletionRows":
+        return CompletionRows(*(x.to(device) for x in (self.queries, self.keys, self.visible)))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One micro-batch, ready for `Transformer.forward(packing.tokens, packing, temperature)`."""
+
+    tokens: PackedTokens  # N tokens
+    sources: Tensor  # [M] packed tokens whose next token is predicted
+    targets: Tensor  # [M] that next token
+    index: Tensor  # [P, G, S] into the M predictions; 0 where masked
+    mask: Tensor  # [P, G, S] bool
+    causal_rows: Tensor  # [R, T] into the packed tokens; padding repeats the row's first token
+    completion_rows: tuple[CompletionRows, ...]  # up to two sets, of rows of similar lengths
+    unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
+
+    def layer(self, number: int) -> Attend:
+        return self.attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `Attend` has it. Padding is on the right, so causality hides it."""
+        outs = [sdpa(*(rows_of(x, self.causal_rows) for x in (q, k, v)))]
+        outs += [rows.attend(q, k, v) for rows in self.completion_rows]
+        flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
+        return flat.index_select(0, self.unpad)
+
+    def to(self, device: torch.device | str) -> "Packing":
+        rows = tuple(part.to(device) for part in self.completion_rows)
+        moved = {name: x.to(device) for name, x in vars(self).items() if name != "completion_rows"}
+        return replace(self, completion_rows=rows, **moved)
+
+
+def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """`rows_of` for tokens that appear in several rows.
+
+    Their gradients are summed in float32 or wider; a bfloat16 sum would lose small terms.
+    """
+    wide = at_least_fp32(x) if x.requires_grad else x
+    return rows_of(wide, rows).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _AddedRow:
+    """The tokens that a completion adds to the tree."""
+
+    prompt: range  # places of its prompt
+    path: Sequence[int]  # places of its inputs, those that it shares with others included
+    num_new: int  # how many of them, at the end, it adds
+
+
+def pack(completions: Completions, share: bool = True) -> Packing:
+    """The packing `prefix-tree`, or without sharing `repeated`."""
+    ids: list[int] = []  # of the packed tokens
+    positions: list[int] = []
+    child: dict[tuple[int, int], int] = {}  # (place, next token) -> place of that token
+    predictions: dict[tuple[int, int], int] = {}  # (place, next token) -> number
+    causal: list[range] = []
+    added: list[_AddedRow] = []
+    index = np.zeros(completions.completion_mask.shape, dtype=np.int64)
+    lengths = completions.completion_mask.sum(-1).tolist()
+    prompts = zip(completions.prompt_ids.tolist(), completions.prompt_len.tolist(), strict=True)
+    for p, (prompt_ids, prompt_len) in enumerate(prompts):
+        for g, padded in enumerate(completions.completion_ids[p].tolist()):
+            completion = padded[: lengths[p][g]]
+            if g == 0 or not share:
+                prompt = range(len(ids), len(ids) + prompt_len)
+                ids += prompt_ids[:prompt_len]
+                positions += range(prompt_len)
+            num_before, path = len(ids), [prompt[-1]]
+            for position, token in enumerate(completion[:-1], start=prompt_len):
+                place = child.setdefault((path[-1], token), len(ids))
+                if place == len(ids):  # a new node
+                    ids.append(token)
+                    positions.append(position)
+                path.append(place)
+            keys = zip(path, completion, strict=False)  # an empty completion has none
+            numbers = [predictions.setdefault(key, len(predictions)) for key in keys]
+            index[p, g, : len(numbers)] = numbers
+            if not share:
+                causal.append(range(prompt[0], len(ids)))
+            elif len(ids) > num_before:
+                added.append(_AddedRow(prompt, path[1:], len(ids) - num_before))
+        if share:
+            causal.append(prompt)
+    # if all completions are empty, the masked index still needs a valid entry
+    sources, targets = zip(*predictions or [(0, 0)], strict=True)
+    causal_rows = _padded(causal)[0]
+    parts = [_completion_rows(part) for part in _split_by_length(added)]
+    return Packing(
+        tokens=PackedTokens(torch.tensor(ids), torch.tensor(positions)),
+        sources=torch.tensor(sources),
+        targets=torch.tensor(targets),
+        index=torch.from_numpy(index),
+        mask=completions.completion_mask,
+        causal_rows=causal_rows,
+        completion_rows=tuple(parts),
+        unpad=_unpad(len(ids), [causal_rows, *(part.queries for part in parts)]),
     )
 
 
-def _shared_predictions(
-    mask: Tensor, prompts: _Prompts, rows: CompletionRows, places: np.ndarray
-) -> dict[str, Tensor]:
-    """Predict each distinct prefix once; `index` maps completions to their predictions."""
-    columns = np.arange(rows.tokens.shape[1])
-    # lengths [3, 3, 3, 2, 2] without the common [0, 1, 0, 1, 0]: [3, 2, 3, 1, 2] predictions per
-    # row, beginning with number [0, 3, 5, 8, 9]
-    num_new = rows.lengths - rows.num_common
-    starts = np.cumsum(num_new) - num_new
-    # the token before each token: [[2, 5, 6], [2, 5, 7], [4, 8, 9], [4, 8, .], [4, 10, .]]
-    before = np.concatenate([prompts.ends[rows.prompt, None], places[:, :-1]], axis=1)
-    # the new ones of them: 2 5 6 | 5 7 | 4 8 9 | 8 | 4 10
-    new = (columns >= rows.num_common[:, None]) & (columns < rows.lengths[:, None])
-    # predictions of each row: [[0, 1, 2], [0, 3, 4], [5, 6, 7], [5, 8, .], [9, 10, .]]
-    numbers = number_entries(starts, rows.num_common, len(columns))
-    return _predictions(
-        mask, sources=before[new], targets=rows.tokens[new], index=numbers[rows.row_of]
-    )
+PACKINGS: dict[str, Callable[[Completions], Packing]] = {
+    "repeated": partial(pack, share=False),
+    "prefix-tree": pack,
+}
 
 
-def _completion_attention(
-    prompts: _Prompts, rows: CompletionRows, places: np.ndarray, starts: np.ndarray
-) -> tuple[tuple[CompletionAttention, ...], np.ndarray]:
-    """How the added tokens attend; and `[N]`, each packed token's place in all padded rows."""
-    num_inputs, num_new = rows.num_inputs, rows.num_inputs - rows.num_known
-    # the prompts' padded rows come first: 6 places, of which 5 are real: [0, 1, 2, 3, 4, ..]
-    unpad = np.zeros(starts[-1] + num_new[-1], dtype=np.int64)
-    unpad[: len(prompts.unpad)] = prompts.unpad
-    num_padded = prompts.places.size
-    parts = []
-    # two parts: rows [0, 2] add two tokens each, rows [1, 4] one each, row 3 adds nothing
-    for part in split_by_length(num_new, num_inputs, prompts.ids.shape[1]):
-        # queries [[5, 6], [8, 9]], then [[7], [10]]; here none of them is padding
-        query_rows, real = pad_rows(starts[part], num_new[part])
-        # the tokens 5 6 8 9 are at places 6 7 8 9 of all padded rows, then 7 10 at 10 11
-        unpad[query_rows.flat[real]] = num_padded + real
-        num_padded += query_rows.size
-        parts.append(_attention_of(part, query_rows, real, prompts, rows, places))
-    return tuple(parts), unpad
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right with their first entry, `[R, T]`; and `[R]`, their lengths."""
+    width = max(map(len, rows))
+    padded = [[*row, *[row[0]] * (width - len(row))] for row in rows]
+    # NumPy reads nested lists several times as fast as torch
+    return torch.from_numpy(np.array(padded)), torch.tensor([len(row) for row in rows])
 
 
-def _attention_of(
-    part: np.ndarray,
-    query_rows: np.ndarray,
-    real: np.ndarray,
-    prompts: _Prompts,
-    rows: CompletionRows,
-    places: np.ndarray,
-) -> CompletionAttention:
-    """For some of the rows: their keys, and which of them each query may attend to."""
-    prompt, num_inputs = rows.prompt[part], rows.num_inputs[part]
-    columns = np.arange(num_inputs.max())
-    # keys of the completion, padded with its first: [[5, 6], [8, 9]], then [[5, 7], [10, 10]]
-    own_keys = places[part][:, : len(columns)]
-    own_keys = np.where(columns < num_inputs[:, None], own_keys, own_keys[:, :1])
-    # columns of the queries: [[0, 1], [0, 1]], then [[1], [0]], as row 1 adds its column 1 only
-    query_columns = rows.num_known[part, None] + np.arange(query_rows.shape[1])
-    # the query 7 (row 1, column 1) sees 0 1 2 of the prompt, then 5 and 7
-    sees_prompt = prompts.real[prompt, None].repeat(query_rows.shape[1], axis=1)
-    sees_own = columns <= query_columns[..., None]
-    return CompletionAttention(
-        query_rows=_tensor(query_rows),
-        real=_tensor(real),
-        key_rows=_tensor(np.concatenate([prompts.places[prompt], own_keys], axis=1)),
-        visible=_tensor(np.concatenate([sees_prompt, sees_own], axis=-1)[:, None]),
-    )
+def _unpad(num_tokens: int, padded: Sequence[Tensor]) -> Tensor:
+    """`[N]`, a place of each packed token in padded rows, flattened and concatenated.
+
+    Padding repeats the first token of its row, so the first place of a token is its own.
+    """
+    flat = torch.cat([rows.flatten() for rows in padded]).numpy()
+    unpad = np.empty(num_tokens, dtype=np.int64)
+    unpad[flat[::-1]] = np.arange(len(flat))[::-1]
+    return torch.from_numpy(unpad)
 
 
-def _parts(
-    prompts: _Prompts, rows: CompletionRows, first: int, attention: tuple[CompletionAttention, ...]
-) -> tuple[AttentionPart, ...]:
-    """The prompts; the added tokens by prompt, from place `first` on; and the same by row."""
-    num_new = rows.num_inputs - rows.num_known
-    # prompt 0 has 3 added tokens from place 5 on, prompt 1 has 3 from place 8 on
-    num_added = np.array([num_new[rows.prompt == p].sum() for p in range(len(prompts.ids))])
-    # queries [[5, 6, 7], [8, 9, 10]] with the keys [[0, 1, 2], [3, 4, .]]
-    by_prompt = pad_rows(first + np.cumsum(num_added) - num_added, num_added)
-    own = [part.own_part(prompts.ids.shape[1]) for part in attention]
-    if own:
-        visible = prompts.real[:, None, None]
-        own.insert(0, AttentionPart.of(*by_prompt, prompts.places, visible))
-    return AttentionPart.of(prompts.places, prompts.unpad, prompts.places), *own
+def _completion_rows(added: Sequence[_AddedRow]) -> CompletionRows:
+    prompts, prompt_len = _padded([row.prompt for row in added])
+    paths, num_inputs = _padded([row.path for row in added])
+    queries, num_new = _padded([row.path[-row.num_new :] for row in added])
+    # a completion's column 0 follows its prompt; its first query is at this column
+    first = num_inputs - num_new
+    columns = first[:, None] + torch.arange(queries.shape[1])  # [R, T] of the queries
+    sees_prompt = (torch.arange(prompts.shape[1]) < prompt_len[:, None])[:, None]
+    sees_own = torch.arange(paths.shape[1]) <= columns[..., None]
+    visible = torch.cat([sees_prompt.expand(-1, queries.shape[1], -1), sees_own], dim=-1)
+    return CompletionRows(queries, torch.cat([prompts, paths], dim=1), visible[:, None])
 
 
-def _predictions(
-    mask: Tensor, sources: np.ndarray, targets: np.ndarray, index: np.ndarray
-) -> dict[str, Tensor]:
-    """These fields of a Packing, with `index` set to 0 where masked."""
-    if not len(sources):  # all completions are empty; the masked index still needs a valid entry
-        sources, targets = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    index = np.where(mask.numpy(), index, 0)
-    arrays = {"sources": sources, "targets": targets, "index": index}
-    return {"mask": mask, **{name: _tensor(x) for name, x in arrays.items()}}
+def _split_by_length(added: Sequence[_AddedRow]) -> list[Sequence[_AddedRow]]:
+    """Split rows into two sets of similar lengths, if that saves padding.
 
-
-def _packed_tokens(ids: np.ndarray, positions: np.ndarray) -> PackedTokens:
-    return PackedTokens(_tensor(ids), _tensor(positions))
-
-
-def _tensor(x: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x))
+    The cost of a set is the number of attention scores that it computes: rows * most tokens added *
+    (longest prompt + most inputs).
+    """
+    if not added:
+        return []
+    rows = sorted(added, key=lambda row: -row.num_new)
+    num_rows, num_new = np.arange(1, len(rows) + 1), np.array([row.num_new for row in rows])
+    inputs, width = np.array([len(row.path) for row in rows]), max(len(row.prompt) for row in rows)
+    # scores of the set rows[:i + 1], whose first row adds the most tokens
+    head = num_rows * num_new[0] * (width + np.maximum.accumulate(inputs))
+    # scores of the set rows[i:], in which row i adds the most tokens
+    tail = num_rows[::-1] * num_new * (width + np.maximum.accumulate(inputs[::-1])[::-1])
+    both = head[:-1] + tail[1:]
+    if not len(both) or both.min() > SPLIT_AT * head[-1]:
+        return [rows]
+    cut = int(both.argmin()) + 1
+    return [rows[:cut], rows[cut:]]

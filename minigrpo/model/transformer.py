@@ -1,29 +1,32 @@
 """A decoder-only transformer on packed tokens: GPT-2, Llama, Qwen and their relatives.
 
-`ModelShape` says which variant of each part a model has; layers.py has the parts. What differs from
-the textbook: blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and call an *attend*
-function on `(q, k, v)` that determines which tokens attend to which (packing.py for training,
-decoders.py for decoding). So a training forward spends no linear layer on padding, and runs shared
-tokens once.
+What differs from the textbook: blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and
+call an *attend* function on `(q, k, v)` that determines which tokens attend to which (packing.py
+for training, decoder.py for decoding). So a training forward spends no linear layer on padding, and
+runs shared tokens once. `ModelShape` says which variant of each part a model has.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attend, Causal, Rotation, attention
-from .families import read_shape
-from .layers import INTO_RESIDUAL, MLPS, NORMS, PROJECTIONS
+from .hf import ModelFiles, save_weights
 from .linear import Linear, linear
-from .logprobs import token_logprobs
-from .shape import ModelShape
-from .weight_files import WeightFiles
-from .weights import load_into, save_weights
+from .logprobs import at_least_fp32, token_logprobs
+from .shape import ModelShape, RopeScaling
+
+__all__ = ["ModelShape", "PackedTokens", "RopeScaling", "Transformer"]
+
+# q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed tokens, H heads, K heads of keys and
+# values (K divides H), heads of size E
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionPattern(Protocol):
@@ -52,21 +55,215 @@ class PackedTokens:
         return PackedTokens(self.ids.to(device), self.positions.to(device))
 
 
+# --- attention ----------------------------------------------------------------------------------
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Gather packed tokens into padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
+
+    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
+    """
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
+
+    Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
+    2305.13245). Left to torch, that would store the scores of all heads in most cases. So with a
+    mask, the R queries of a token become rows of the attention to their shared head; without one,
+    keys and values are repeated.
+
+    Args:
+        mask: `[B, 1, R * T, T']`, 0 or -inf.
+    """
+    share = q.shape[1] // k.shape[1]
+    if mask is None:
+        k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    return out.unflatten(2, (share, -1)).flatten(1, 2)
+
+
+def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`attend(q, k, v)`, always in float32 on a CPU.
+
+    On a CPU, the backward pass of torch's attention was measured to take three times as long in
+    bfloat16.
+    """
+    if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return attend(q, k, v)
+    with torch.autocast("cpu", enabled=False):
+        return attend(at_least_fp32(q), at_least_fp32(k), at_least_fp32(v))
+
+
+class Causal:
+    """Plain causal attention within rows `[B, T]`, packed row after row."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.shape = (batch, length)
+
+    def layer(self, number: int) -> Attend:
+        return self.attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E]
+        return sdpa(q, k, v).transpose(1, 2).flatten(0, 1)
+
+
+def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A function that rotates `x [N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
+
+    The first half of a head is rotated against the second half, as in Llama's files; in float32 or
+    wider, whatever `dtype` the model's weights have.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = positions.to(wide)[:, None, None] * frequencies(shape).to(positions.device, wide)
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [N, 1, E]
+
+    def rotate(x: Tensor) -> Tensor:
+        swapped = at_least_fp32(x).roll(x.shape[-1] // 2, dims=-1)  # the halves
+        return torch.addcmul(at_least_fp32(x) * cos, swapped, sin).to(x.dtype)
+
+    return rotate
+
+
+def rotated(
+    rotate: Callable[..., Tensor], attend: Attend, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    return attend(rotate(q), rotate(k), v)
+
+
+def frequencies(shape: ModelShape) -> Tensor:
+    """Rotary frequencies `[E / 2]` float32, in radians per position."""
+    numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
+    plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
+    if not (scaling := shape.rope_scaling):
+        return plain
+    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * share + plain / scaling.factor * (1 - share)
+
+
+# --- the parts of a block, with the names that parameters have in files ---------------------------
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square, in float32 or wider (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_fp32(x)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def make_norm(shape: ModelShape) -> nn.Module:
+    return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.width, shape.norm_eps)
+
+
+class FusedAttention(nn.Module):
+    """GPT-2's projections: one layer for queries, keys and values."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.c_attn = Linear(shape.width, 3 * shape.width, bias=shape.qkv_bias)
+        self.c_proj = Linear(shape.width, shape.width, bias=shape.out_bias)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`[N, D]` -> queries, keys and values, `[N, H, E]` each."""
+        return self.c_attn(x).view(len(x), 3, self.heads, -1).unbind(1)
+
+    def project(self, x: Tensor) -> Tensor:
+        """`[N, H, E]` -> `[N, D]`."""
+        return self.c_proj(x.flatten(1))
+
+
+class SeparateAttention(nn.Module):
+    """Llama's projections, where several query heads may share keys and values."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        queries = shape.heads * shape.head_dim
+        self.q_proj = Linear(shape.width, queries, bias=shape.qkv_bias)
+        self.k_proj = Linear(shape.width, shape.kv_width, bias=shape.qkv_bias)
+        self.v_proj = Linear(shape.width, shape.kv_width, bias=shape.qkv_bias)
+        self.o_proj = Linear(queries, shape.width, bias=shape.out_bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if shape.head_norm:  # Qwen3's norms of each head
+            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`[N, D]` -> queries `[N, H, E]`, keys and values `[N, K, E]`."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        # norms in float32 must not double the cache of keys under autocast
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+
+    def project(self, x: Tensor) -> Tensor:
+        """`[N, H, E]` -> `[N, D]`."""
+        return self.o_proj(x.flatten(1))
+
+
+class MLP(nn.Module):
+    """GPT-2's: width -> 4 * width -> width, with tanh-GELU."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.c_fc = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.c_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class GatedMLP(nn.Module):
+    """Llama's SwiGLU (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.up_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.down_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # started smaller
+
+
 class Block(nn.Module):
     """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attention = attention  # compile_blocks in accel.py replaces it with an uncompiled call
-        self.ln_1 = NORMS[shape.norm](shape.width, shape.norm_eps)
-        self.attn = PROJECTIONS[shape.projections](shape)
-        self.ln_2 = NORMS[shape.norm](shape.width, shape.norm_eps)
-        self.mlp = MLPS[shape.mlp](shape)
+        self.attention = attention  # compile_blocks in device.py replaces it by an uncompiled call
+        self.ln_1 = make_norm(shape)
+        self.attn = (FusedAttention if shape.projections == "fused" else SeparateAttention)(shape)
+        self.ln_2 = make_norm(shape)
+        self.mlp = (MLP if shape.mlp == "gelu" else GatedMLP)(shape)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.attn.qkv(self.ln_1(x))
         x = x + self.attn.project(self.attention(attend, q, k, v))
         return x + self.mlp(self.ln_2(x))
+
+
+# --- the model ----------------------------------------------------------------------------------
 
 
 def _embedding(number: int, width: int) -> nn.Embedding:
@@ -75,19 +272,18 @@ def _embedding(number: int, width: int) -> nn.Embedding:
 
 
 class Transformer(nn.Module):
-    """A decoder with GPT-2's names for its parts; families.py maps the names of other files."""
+    """A decoder with GPT-2's names for its parts; hf.py maps the names of other files."""
 
     def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
         """Random weights from `seed`; None leaves them uninitialised, for loading."""
         super().__init__()
         self.shape = shape
-        # set by accel.py for gradient checkpointing: runs a block, recomputed in backward
+        # set by device.py for gradient checkpointing: runs a block, recomputed in backward
         self.checkpoint_blocks: Callable[..., Tensor] | None = None
-        self.logprob_chunk = 0  # set by build.py: tokens whose logits exist at once; 0: all
         self.wte = _embedding(shape.vocab_size, shape.width)
         self.wpe = None if shape.rope_theta else _embedding(shape.context, shape.width)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.ln_f = NORMS[shape.norm](shape.width, shape.norm_eps)
+        self.ln_f = make_norm(shape)
         self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self._initialise(torch.Generator().manual_seed(seed))
@@ -124,22 +320,21 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, matrices: torch.dtype | None = None
+        cls, path: str | Path, matrices: torch.dtype | None = None, *, seed: int = 0
     ) -> "Transformer":
-        """A model from a folder as Hugging Face writes it, or from a GPT-2's safetensors file.
+        """A model from a folder as Hugging Face writes it, or from one safetensors file.
 
-        The families are those of families.py. Weights become float32, or matrices another type,
-        one tensor after the other, so that the peak memory is the model's and that of its largest
-        tensor.
-        Raises ValueError, in one line with the path and the reasons, if the model does not fit.
+        Weights become float32, or matrices another type. A folder with a config.json alone is
+        random weights from `seed`.
         """
-        found = WeightFiles.open(Path(path))
-        shape, problems = read_shape(found)
-        model = cls.empty(shape)
+        files = ModelFiles.open(Path(path))
+        if not files.tensors:
+            return cls(files.shape, seed)
+        model = cls.empty(files.shape)
         for parameter in model.parameters():
             if matrices and parameter.dim() >= 2:
                 parameter.data = torch.empty_like(parameter, dtype=matrices)
-        load_into(model.state_dict(), found, shape, problems)
+        files.load_into(model)
         return model
 
     def trim_vocab(self, number: int) -> None:
@@ -151,7 +346,7 @@ class Transformer(nn.Module):
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write a safetensors file that `from_pretrained` reads; a GPT-2's, Hugging Face's too."""
-        save_weights(self.state_dict(), self.shape, Path(path))
+        save_weights(self, Path(path))
 
     @property
     def device(self) -> torch.device:
@@ -169,11 +364,11 @@ class Transformer(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(tokens.positions)
         else:
-            rotation = Rotation.of(shape, tokens.positions, x.dtype)
+            rotate = rotation(shape, tokens.positions, x.dtype)
         for number, block in enumerate(self.h):
             attend = pattern.layer(number)
             if shape.rope_theta and number not in shape.unrotated:
-                attend = rotation.before(attend)
+                attend = partial(rotated, rotate, attend)
             recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
             x = recompute(block, x, attend) if recompute else block(x, attend)
         return self.ln_f(x)
@@ -201,9 +396,7 @@ class Transformer(nn.Module):
             no gradient.
         """
         hidden = self.forward_hidden(tokens, packing).index_select(0, packing.sources)
-        logp, entropy = token_logprobs(
-            hidden, self.head_weight, packing.targets, temperature, self.logprob_chunk
-        )
+        logp, entropy = token_logprobs(hidden, self.head_weight, packing.targets, temperature)
         zero = logp.new_zeros(())
         return (
             torch.where(packing.mask, logp[packing.index], zero),

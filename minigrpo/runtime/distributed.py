@@ -21,19 +21,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from .failures import describe, reason_of
-from .flags import ConfigError
+from ..types import ConfigError
 
 T = TypeVar("T")
 COUNTED = ("tokens/", "rollout/tokens")  # metrics that are summed, not averaged
 LARGEST = ("memory/",)  # metrics of which the largest counts
-# what torchrun tells each process, with the smallest and the largest value
-VARIABLES = {
-    "WORLD_SIZE": (1, 2**20),
-    "RANK": (0, 2**20),
-    "LOCAL_RANK": (0, 2**20),
-    "MASTER_PORT": (0, 2**16 - 1),
-}
+TIMEOUT_S = 600.0  # of a collective
 POLL_SECONDS = 0.02  # between checks whether the main process is done
 
 
@@ -48,39 +41,29 @@ class DistContext:
     turns: Iterator[int] = field(default_factory=itertools.count)  # numbers the calls of on_main
 
     @classmethod
-    def from_env(cls, timeout_s: float = 600) -> "DistContext":
+    def from_env(cls, timeout_s: float = TIMEOUT_S) -> "DistContext":
         """Join the processes that torchrun started; without torchrun, a run of one process.
 
         CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than
-        `timeout_s` seconds is an error. Raises ConfigError, in one line, for variables that no
-        launcher sets like that, or if the processes do not find each other.
+        `timeout_s` seconds is an error.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        _check_environment()
-        try:
-            return cls._join(timedelta(seconds=timeout_s))
-        except (RuntimeError, ValueError, OSError, OverflowError) as error:
-            raise ConfigError(f"cannot join the other processes: {reason_of(error)}") from error
-
-    @classmethod
-    def _join(cls, timeout: timedelta) -> "DistContext":
+        timeout = timedelta(seconds=timeout_s)
         # processes start at different times, so they have a minute to join in any case
         joining = max(timeout, timedelta(minutes=1))
         store, rank, world_size = next(rendezvous("env://", timeout=joining))
         # after a restart the store may still hold messages of the previous attempt
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
         )
-        return cls(
-            rank, int(os.environ.get("LOCAL_RANK", "0")), world_size, PrefixStore("notes", store)
-        )
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return cls(rank, local_rank, world_size, PrefixStore("notes", store))
 
     @property
     def is_main(self) -> bool:
@@ -89,7 +72,11 @@ class DistContext:
 
     def share(self, num_prompts: int) -> range:
         """The prompts of a step that belong to this process: an equal, consecutive share."""
-        each = num_prompts // self.world_size
+        each, left_over = divmod(num_prompts, self.world_size)
+        if left_over:
+            raise ConfigError(
+                f"--prompts-per-step must be a multiple of {self.world_size} processes"
+            )
         return range(self.rank * each, (self.rank + 1) * each)
 
     # --- collectives: every process calls them, in the same order ---------------------------------
@@ -101,6 +88,14 @@ class DistContext:
     def max(self, x: Tensor) -> Tensor:
         """The largest over processes, element by element."""
         return self._reduce(x, dist.ReduceOp.MAX, "max")
+
+    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType, name: str) -> Tensor:
+        if self.world_size == 1:
+            return x
+        x = x.clone()
+        with self.during(name):
+            dist.all_reduce(x, operation)
+        return x
 
     def combine(
         self, metrics: Mapping[str, float], counts: Mapping[str, int] | None = None
@@ -132,14 +127,7 @@ class DistContext:
             dist.all_gather(shares, x.contiguous())
         return torch.cat(shares)
 
-    def broadcast(self, x: T) -> T:
-        """The main process's object, which may hold host tensors. What others pass is ignored."""
-        if self.world_size == 1:
-            return x
-        box = [x]
-        with self.during("broadcast"):
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+    # --- the main process -------------------------------------------------------------------------
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Run a function in the main process; all return its result, or raise its exception.
@@ -165,6 +153,12 @@ class DistContext:
             raise raised
         return cast(T, result)
 
+    def on_main_first(self, function: Callable[[], T]) -> T:
+        """Run a function in every process, in the main one first: others find what it downloads."""
+        made = list[T]()
+        self.on_main(lambda: made.append(function()))
+        return made[0] if made else function()
+
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
         """Add the rank, and what it was doing, to exceptions from this block."""
@@ -174,14 +168,6 @@ class DistContext:
             if self.world_size > 1:
                 error.add_note(f"rank {self.rank} of {self.world_size}, during {what}")
             raise
-
-    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType, name: str) -> Tensor:
-        if self.world_size == 1:
-            return x
-        x = x.clone()
-        with self.during(name):
-            dist.all_reduce(x, operation)
-        return x
 
     # --- the model --------------------------------------------------------------------------------
 
@@ -207,31 +193,14 @@ def _combined(name: str, values: Tensor, counts: Tensor) -> float:
     """One metric, from its value in every process, and how many values that is a mean of."""
     if name.startswith(LARGEST):
         return float(values.max())
-    counted = name.startswith(COUNTED) or name.endswith("/failures")
-    if counted:
+    if name.startswith(COUNTED) or name.endswith("/failures"):
         return float(values.sum())
     equal = bool((counts == counts[0]).all())
     return float(values.mean() if equal else (values * counts).sum() / counts.sum())
 
 
-def _check_environment() -> None:
-    """Raise ConfigError unless torchrun's variables are numbers that belong together."""
-    advice = "torchrun sets it, and without WORLD_SIZE the run has one process"
-    for name, (low, high) in VARIABLES.items():
-        text = os.environ.get(name)
-        if text is None:
-            continue  # torch says which one it misses
-        is_number = text.isascii() and text.isdigit() and len(text) < 10
-        if not (is_number and low <= int(text) <= high):
-            allowed = f"a whole number from {low} to {high}"
-            raise ConfigError(f"{name} must be {allowed}, got {text!r}; {advice}")
-    rank, world_size = os.environ.get("RANK", "0"), os.environ["WORLD_SIZE"]
-    if int(rank) >= int(world_size):
-        raise ConfigError(f"RANK must be below WORLD_SIZE={world_size}, got {rank}; {advice}")
-
-
 def _pickled(outcome: tuple[Any, Exception | None]) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception:  # for instance an exception class from a user's file: send its repr instead
-        return pickle.dumps((None, RuntimeError(describe(outcome[1]))))
+    except Exception:  # for instance an exception class from a user's file: send its name instead
+        return pickle.dumps((None, RuntimeError(f"{type(outcome[1]).__name__} in rank 0")))

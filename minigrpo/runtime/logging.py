@@ -1,226 +1,291 @@
-"""The console, the phase timer, and the peak memory.
+"""A run's logs: JSONL files, TensorBoard, and with --track also Weights & Biases or Trackio.
 
-Everything that a training run prints goes through `Screen`; announce.py holds the messages, and
-log_files.py writes the logs.
+A log never ends a run: what a full disk or a tracker does not take is lost with a warning. JSON is
+strict: a value that is not finite is null, and `num_nonfinite` counts such values in its record.
 """
 
-import io
+import itertools
+import json
+import math
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, cast
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
-import torch
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
-from rich.text import Text
+from torch.utils.tensorboard import SummaryWriter
 
-from .failures import reason_of
-from .flags import ConfigError
+from ..config import Config
+from ..types import ConfigError
+from .checkpoint import write_atomically
 
-SECONDS_BETWEEN_LINES = 15.0  # between progress lines, where there is no bar
-NARROW = 60  # a terminal with fewer columns has no room for a bar
-USUAL_WIDTH = 80  # of a terminal that does not say
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
+HELD_OUT = "held_out.jsonl"  # the answers of the last evaluation, which `minigrpo compare` pairs
+LOGS = (METRICS, EVALUATIONS, SAMPLES, HELD_OUT)
+TRACK_ID = "track_id"  # file with the name of the run in its tracker, so that a resume continues it
+NUM_NOT_FINITE = "num_nonfinite"
+MOST_FAILURES = 3  # of a tracker in a row; then tracking ends, because each may take long
+# keys of a sample that a tracker's table leaves out
+NO_COLUMN = ("parts", "messages", "token_ids", "tokens")
+Record = dict[str, Any]
+Warn = Callable[[str], object]
 
 
-class PhaseTimer:
-    """Seconds per phase of a step.
+def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """A record as strict JSON, with a line break at the end."""
+    count = 0
 
-    On CUDA a phase ends with a device sync; otherwise its work would count in the next phase.
+    def clean(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, float) and not math.isfinite(value):
+            count += 1
+            return None
+        if isinstance(value, Mapping):
+            return {name: clean(x) for name, x in value.items()}
+        return [clean(x) for x in value] if isinstance(value, list | tuple) else value
+
+    cleaned = clean(record) | ({NUM_NOT_FINITE: count} if count else {})
+    return json.dumps(cleaned, indent=indent, allow_nan=False) + "\n"
+
+
+def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[Record]:
+    """The objects in a log. A damaged line is left out with a warning.
+
+    The last line may be incomplete: a run is writing it, or was killed while it did.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with torch.profiler.record_function(name):
-            yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, {}
-        return seconds
+    records = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif line and number < len(lines):
+            warn(f"{path}, line {number}: damaged, left out")
+    return records
 
 
-class OutputStream:
-    """Standard output or error. A closed pipe or a full disk behind it does not end the run."""
+class AppendedFile:
+    """A file that whole lines are appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "ab", buffering=0)
+
+    def append(self, text: str) -> None:
+        """Write all of a text or nothing. Raises OSError for a full disk."""
+        rest = memoryview(text.encode())
+        size = os.fstat(self.file.fileno()).st_size
+        try:
+            while rest:  # a disk that fills up takes a part without complaint
+                rest = rest[self.file.write(rest) :]
+        except OSError:
+            os.ftruncate(self.file.fileno(), size)
+            raise
+
+
+class RunLog:
+    """The logs in a run's folder."""
 
     def __init__(
-        self,
-        name: str,
-        on_failure: Callable[[str], object] = lambda text: None,
-        *,
-        required: bool = False,
+        self, folder: Path, config: Config, step: int, warn: Warn, base: Path | None = None
     ) -> None:
-        """`name` is stdout or stderr; `on_failure` gets a message when it cannot be written.
+        """Open the logs, in which `step` steps are done: lines of later steps are dropped.
 
-        If it is `required`, a failed write raises ConfigError, unless the reader has gone.
+        Args:
+            base: the run that this one branches from, whose lines are copied.
         """
-        self.name, self.on_failure, self.required = name, on_failure, required
-        self.failed = False
+        self.folder, self.warn, self.has_warned = folder, warn, False
+        # a run that starts afresh keeps nothing, not even the evaluation at step 0
+        last = step or -1
+        kept = {name: _up_to(last, (base or folder) / name, warn) for name in LOGS}
+        evaluated = {record["step"] for record in kept[EVALUATIONS]}
+        # those of an evaluation that was killed before its own line are made again
+        kept[SAMPLES] = [
+            x for x in kept[SAMPLES] if x.get("source") == "train" or x["step"] in evaluated
+        ]
+        if len(kept[METRICS]) < step:
+            warn(f"{folder / METRICS}: has {len(kept[METRICS])} of the {step} steps that are done")
+        self.evaluated = [_with_nan(record) for record in _last_of_each_step(kept[EVALUATIONS])]
+        for name, records in kept.items():
+            _replace(folder / name, records)
+        self.files = {name: AppendedFile(folder / name) for name in (METRICS, EVALUATIONS, SAMPLES)}
+        self.board: SummaryWriter | None = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=step + 1 if step else 0
+        )
+        track = config.run.track
+        self.tracker = None if track == "none" else Tracker(config, folder, step, warn)
 
-    @property
-    def stream(self) -> Any:
-        """The stream of this moment: rich's progress bar, tests and notebooks replace it."""
-        stream = getattr(sys, self.name) or io.StringIO()  # None if the process has no such stream
-        return getattr(stream, "rich_proxied_file", stream)
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+        self._append(METRICS, {"step": step, **metrics})
+        named = {name if "/" in name else f"train/{name}": x for name, x in metrics.items()}
+        self._show(step, named)
+        if self.tracker:
+            self.tracker.log("metrics", step, metrics)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Log an evaluation, after its samples: a resume takes it as done."""
+        self._append(EVALUATIONS, {"step": step, **values})
+        named = {f"eval/{name}": x for name, x in values.items()}
+        shown = {k: x for k, x in named.items() if k != "eval/n" and "/count/" not in k}
+        self._show(step, shown)
+        if self.tracker:
+            self.tracker.log("evaluation", step, named)
 
-    def write(self, text: str) -> int:
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-        self._try(lambda: self.stream.write(text))
-        return len(text)
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]], text: str = "") -> None:
+        """Log completions; TensorBoard gets `text` of them."""
+        self._append(SAMPLES, *({"step": step, **record} for record in records))
+        self._show(step, {}, text)
+        if self.tracker and records:
+            self.tracker.log_samples(step, records)
 
-    def flush(self) -> None:
-        self._try(lambda: self.stream.flush())
+    def held_out(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the answers of an evaluation, in place of those of the one before."""
+        lines = [{"step": step, **record} for record in records]
+        try:
+            _replace(self.folder / HELD_OUT, lines)
+        except OSError as error:
+            self._trouble(error)
 
-    def _try(self, action: Callable[[], object]) -> None:
-        if self.failed:
+    def close(self) -> None:
+        for log in self.files.values():
+            log.file.close()
+        if self.board:
+            self.board.close()
+        if self.tracker:
+            self.tracker.close()
+
+    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
+        try:
+            self.files[name].append("".join(map(to_json, records)))
+        except OSError as error:
+            self._trouble(error)
+
+    def _show(self, step: int, values: Mapping[str, float], text: str = "") -> None:
+        """Write to TensorBoard's file, which ends once that is not possible."""
+        if self.board is None:
+            return
+        try:
+            for name, x in values.items():
+                self.board.add_scalar(name, x, step)
+            if text:
+                self.board.add_text("samples", text, step)
+            self.board.flush()
+        except OSError as error:
+            self.board = None
+            self._trouble(error)
+
+    def _trouble(self, error: OSError) -> None:
+        if not self.has_warned:
+            self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
+        self.has_warned = True
+
+
+class NoLog:
+    """The log of all processes but the main one: it does nothing."""
+
+    evaluated: Sequence[Record] = ()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]], text: str = "") -> None: ...
+
+    def held_out(self, step: int, records: Iterable[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _up_to(last: int, path: Path, warn: Warn) -> list[Record]:
+    """The records of a log up to a step."""
+    records = read_jsonl(path, warn) if path.exists() else []
+    return [x for x in records if isinstance(x.get("step"), int) and x["step"] <= last]
+
+
+def _replace(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Make records the contents of a log, unless they are."""
+    text = "".join(map(to_json, records))
+    if (path.read_bytes() if path.exists() else b"") != text.encode():
+        write_atomically(path, lambda aside: aside.write_text(text))
+
+
+def _last_of_each_step(records: Iterable[Record]) -> list[Record]:
+    return [record for _, record in sorted({x["step"]: x for x in records}.items())]
+
+
+def _with_nan(record: Record) -> Record:
+    values = {name: math.nan if x is None else x for name, x in record.items()}
+    values.pop(NUM_NOT_FINITE, None)
+    return values
+
+
+# --- trackers -------------------------------------------------------------------------------------
+
+
+def check_tracker(name: str) -> None:
+    """Raise ConfigError if the package of --track is not installed."""
+    if name != "none" and find_spec(name) is None:
+        raise ConfigError(f"--track {name} needs {name}: pip install 'minigrpo[{name}]'")
+
+
+class Tracker:
+    """wandb or trackio, which have the same interface. Evaluations get the prefix `eval/`."""
+
+    def __init__(self, config: Config, folder: Path, step: int, warn: Warn) -> None:
+        """Continue the tracker's run of this folder after `step`; after 0 it is a new one."""
+        name = config.run.track
+        self.name, self.warn, self.failures = name, warn, 0
+        self.package = import_module(name)
+        file = folder / TRACK_ID
+        if not step or not file.exists():
+            shown = re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)[:64]
+            write_atomically(file, lambda aside: aside.write_text(f"{shown}-{uuid4().hex[:8]}"))
+        called = file.read_text().strip()
+        options: Record = {"embed": False}
+        if name == "wandb":  # its console capture would take the progress bar apart
+            options = {"id": called, "dir": str(folder), "settings": {"console": "off"}}
+        project = os.environ.get(f"{name.upper()}_PROJECT") or "minigrpo"
+        settings = config.flat()
+        try:
+            self.run = self.package.init(
+                project=project, name=called, config=settings, resume="allow", **options
+            )
+        except Exception as error:  # for instance without a login
+            raise ConfigError(f"--track {name}: does not start ({error})") from None
+
+    def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        self._try(kind, step, lambda: self.run.log(dict(values), step=step))
+
+    def log_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples as a table with a column per reward function."""
+        parts = [{f"rewards/{name}": x for name, x in r.get("parts", {}).items()} for r in records]
+        rows = [{**record, **own} for record, own in zip(records, parts, strict=True)]
+        columns = [name for name in dict.fromkeys(itertools.chain(*rows)) if name not in NO_COLUMN]
+        data = [[row.get(name) for name in columns] for row in rows]
+
+        def log() -> None:
+            table = self.package.Table(columns=columns, data=data)
+            self.run.log({"samples": table}, step=step)
+
+        self._try("samples", step, log)
+
+    def close(self) -> None:
+        self._try("end", 0, lambda: self.package.finish())
+
+    def _try(self, kind: str, step: int, action: Callable[[], object]) -> None:
+        """Have the tracker do something; what fails is lost."""
+        if self.failures == MOST_FAILURES:
             return
         try:
             action()
-        except (OSError, ValueError) as error:  # ValueError: it is closed
-            self.failed = True
-            self._point_elsewhere()
-            if self.required and not isinstance(error, BrokenPipeError):  # `| head` has read enough
-                raise ConfigError(f"{self.name}: cannot be written ({reason_of(error)})") from None
-            self.on_failure(f"nothing more is printed: {self.name} failed ({reason_of(error)})")
-
-    def _point_elsewhere(self) -> None:
-        """Send what is still buffered to nowhere, or Python would fail when it flushes at exit."""
-        with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), self.stream.fileno())
-
-
-class Screen:
-    """The console: messages, and progress as a bar on a terminal or as lines elsewhere.
-
-    Elsewhere is a pipe, a file, a dumb terminal, or a narrow one. Only the main process prints
-    messages. Every process may warn; the warning names its rank.
-    """
-
-    def __init__(self, *, quiet: bool = False, rank: int = 0, has_result: bool = False) -> None:
-        """`has_result`: what is printed is the result, so it is an error if that is not possible.
-
-        A training run has its result on the disk, and goes on without a screen.
-        """
-        self.rank, quiet = rank, quiet or rank > 0
-        out, errors = OutputStream("stdout", self.warn, required=has_result), OutputStream("stderr")
-        self.console = Console(file=cast(Any, out), quiet=quiet, highlight=False, soft_wrap=True)
-        self.errors = Console(file=cast(Any, errors), highlight=False, soft_wrap=True)
-        for console in (self.console, self.errors):
-            if console.width < 1:  # COLUMNS=0: unknown; nothing would be shown
-                console.width = USUAL_WIDTH
-        columns = (
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        self.progress = Progress(*columns, console=self.console, expand=True)
-        can_move = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.live = can_move and self.console.width >= NARROW and not quiet
-        self.last_line = 0.0
-
-    def say(self, text: str, *, style: str = "", wrap: bool = False) -> None:
-        """Print a text as one line; on a terminal, `wrap` breaks it between words."""
-        folds = wrap and self.console.is_terminal
-        self.console.print(Text(text, style=style), soft_wrap=not folds)
-
-    def warn(self, text: str) -> None:
-        where = f" (rank {self.rank})" if self.rank else ""
-        line = Text(f"warning{where}: {text}", style="yellow")
-        self.errors.print(line, soft_wrap=not self.errors.is_terminal)
-
-    @contextmanager
-    def reading(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show progress while reading a file; call the result with the bytes read so far."""
-        columns = (
-            TextColumn("reading {task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-        )
-        bar = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
-        task, last_line = bar.add_task(name, total=total), time.perf_counter()
-
-        def update(done: int) -> None:
-            nonlocal last_line
-            bar.update(task, completed=done)
-            if not self.live and time.perf_counter() - last_line >= SECONDS_BETWEEN_LINES:
-                last_line = time.perf_counter()
-                self.say(f"reading {name}: {done / max(1, total):.0%}")
-
-        if self.live:
-            bar.start()
-        try:
-            yield update
-        finally:
-            if self.live:
-                bar.stop()
-
-    def start(self, total: int, done: int) -> None:
-        self.first, self.began = done, time.perf_counter()
-        self.task = self.progress.add_task("", total=total, completed=done)
-        if self.live:
-            self.progress.start()
-
-    def update(self, done: int, total: int, text: str) -> None:
-        self.progress.update(self.task, completed=done, description=text)
-        now = time.perf_counter()
-        if not self.live and (now - self.last_line >= SECONDS_BETWEEN_LINES or done == total):
-            self.last_line = now
-            left = (now - self.began) / max(1, done - self.first) * (total - done)
-            self.say(f"step {done}/{total}  {text}  left {int(left) // 60}:{int(left) % 60:02d}")
-
-    def stop(self) -> None:
-        if self.live:
-            self.progress.stop()
-
-    def table(
-        self, title: str, columns: list[str], rows: list[list[str]], *, narrow: bool = False
-    ) -> None:
-        """Print a table, `narrow` without lines between columns.
-
-        Where there are few columns and it does not fit, its rows are printed as lines.
-        Nothing in it is markup: a reward may be named `[/b]`.
-        """
-        lines: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False} if narrow else {}
-        table = Table(title=Text(title), title_justify="left", **lines)
-        for i, column in enumerate(columns):
-            table.add_column(Text(column), justify="right" if i else "left")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        unbounded = self.console.options.update(max_width=10_000)
-        needed = Measurement.get(self.console, unbounded, table).maximum
-        if needed <= self.console.width or self.console.width >= NARROW:
-            self.console.print(table)
-            return
-        self.say(title, wrap=True)
-        names = [column.replace("\n", " ") for column in columns]
-        for row in rows:
-            cells = [(name, cell) for name, cell in zip(names, row, strict=True) if cell]
-            self.say("  " + " ".join(f"{name} {cell}".strip() for name, cell in cells), wrap=True)
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+            self.failures = 0
+        except (Exception, SystemExit) as error:
+            self.failures += 1
+            end = "; training continues untracked" if self.failures == MOST_FAILURES else ""
+            self.warn(f"--track {self.name}: {kind} of step {step} not logged ({error}){end}")

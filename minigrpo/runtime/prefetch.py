@@ -1,11 +1,11 @@
 """Make training examples in the background, before a step needs them."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..config import Config
 from ..types import Example, Task
 from .distributed import DistContext
-from .pool import Job, WorkerPool
 
 STEPS_AHEAD = 8
 MOST_STEPS = 2**20  # of a longer run, a number may serve twice
@@ -18,15 +18,14 @@ class ExamplePrefetcher:
         self.task, self.per_step = task, config.sampling.prompts_per_step
         self.last_step = config.run.max_steps
         self.share = dist.share(self.per_step)
-        self.pool = WorkerPool(1, "examples")
-        self.jobs: dict[int, Job] = {}
-        self._submit(first_step)
+        self.thread = ThreadPoolExecutor(1, "examples")
+        self.made: dict[int, Future[list[Example]]] = {}
+        self._request(first_step)
 
     def take(self, step: int) -> list[Example]:
-        """This process's examples of a step."""
-        self._submit(step)
-        examples: list[Example] = self.jobs.pop(step).future.result()
-        return examples
+        """This process's examples of a step; raises what the task raised."""
+        self._request(step)
+        return self.made.pop(step).result()
 
     def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """New examples for some places of the share, from numbers that no regular step uses.
@@ -36,10 +35,10 @@ class ExamplePrefetcher:
         block = (attempt + 1) * MOST_STEPS + step
         return [self.task.train(block * self.per_step + self.share[place]) for place in places]
 
-    def _submit(self, step: int) -> None:
-        for ahead in range(step, min(step + STEPS_AHEAD, self.last_step)):
-            if ahead not in self.jobs:
-                self.jobs[ahead] = self.pool.submit(self._make, ahead)
+    def _request(self, step: int) -> None:
+        for ahead in range(step, max(step + 1, min(step + STEPS_AHEAD, self.last_step))):
+            if ahead not in self.made:
+                self.made[ahead] = self.thread.submit(self._make, ahead)
 
     def _make(self, step: int) -> list[Example]:
-        return [self.task.train(step * self.per_step + i) for i in self.share]
+        return [self.task.train(step * self.per_step + place) for place in self.share]

@@ -1,34 +1,35 @@
-"""samples.jsonl: completions worth looking at, one per line.
+"""Completions worth looking at, as records: samples.jsonl and held_out.jsonl.
 
-Every few steps the whole group of one prompt is logged (`source` is `train`), and at each
-evaluation the completions of the same held-out prompts (`held_out`), so that one sees how the
-answers to a prompt change. All lines have these keys:
+samples.jsonl: every few steps the whole group of one prompt (`source` is `train`), and at each
+evaluation the completions of the same held-out prompts (`held_out`). All lines have these keys:
 
     step, source, index, kind, prompt (and messages), truth, completion, parts, reward
-    truth: the example's answer; the truth only where a right completion equals it
     explained: what is wrong with the completion, where the task can tell
     train: advantage, prompt_tokens (their number), token_ids, tokens (their texts)
     held_out: decoding (greedy or sampled), right (1, 0, or null where that is not known)
+
+held_out.jsonl: the answers of the last evaluation. `minigrpo compare` pairs the lines of two runs:
+
+    step, example (a digest of all that the example says), kind, prompt, truth
+    completion: the greedy one
+    greedy, sampled: the value of each measure; of the sampled completions, their mean
 """
 
-import codecs
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
-from ..types import Example, RewardTable, RolloutBatch, Task
-from .flags import ConfigError
-from .graded import Graded
-from .measures import answer_in_words, success_of
-from .run_log import NoLog, RunLog
+from ..types import Example, Graded, RewardTable, RolloutBatch, Task
+from .logging import NoLog, Record, RunLog, to_json
 
 STEPS_BETWEEN = 10
 HELD_OUT = 32  # prompts per evaluation
 SHOWN = 2  # completions that TensorBoard gets
-Record = dict[str, Any]
 
 
 def log_group(
@@ -37,94 +38,107 @@ def log_group(
     """Every few steps, log the group of the batch's first prompt."""
     if batch.rewards is None or step % STEPS_BETWEEN or isinstance(log, NoLog):
         return
-    for record in group(batch, tokenizer, task):
-        log.sample(step, record)
     example = batch.examples[0]
-    answer = f"{answer_in_words(success_of(task)):<11} {example.answer}"
-    shown = [f"prompt      {example.prompt}", answer]
+    shown = [f"prompt      {example.prompt}", f"answer      {example.answer}"]
     shown += [f"completion  {text}" for text in batch.texts[0][:SHOWN]]
-    log.sample_text(step, "\n".join(f"    {line}" for line in shown))
+    text = "\n".join(f"    {line}" for line in shown)
+    records = list(_group(batch, batch.rewards, tokenizer, task))
+    log.samples(step, records, text.encode("utf-8", "backslashreplace").decode())
 
 
-def group(batch: RolloutBatch, tokenizer: Tokenizer, task: Task) -> Iterator[Record]:
-    """The records of the batch's first prompt, one per completion, without their step."""
-    example, rewards, completions = batch.examples[0], batch.rewards, batch.completions
-    assert rewards is not None
+def _group(
+    batch: RolloutBatch, rewards: RewardTable, tokenizer: Tokenizer, task: Task
+) -> Iterator[Record]:
+    """The records of the batch's first prompt, one per completion."""
+    completions = batch.completions
     lengths = completions.completion_mask[0].sum(-1).tolist()
     rows = completions.completion_ids[0].tolist()
-    none = torch.full((len(rows),), math.nan)
-    advantages = (none if batch.advantages is None else batch.advantages[0]).tolist()
-    told = explainer(task)
+    unknown = torch.full((len(rows),), math.nan)
+    advantages = (unknown if batch.advantages is None else batch.advantages[0]).tolist()
     for g, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids = row[:length]
         yield {
             "source": "train",
-            **_scored(example, batch.texts[0][g], rewards, 0, g),
-            **told(example, batch.texts[0][g]),
+            **_scored(task, batch.examples[0], batch.texts[0][g], rewards, 0, g),
             "advantage": advantages[g],
             "prompt_tokens": int(completions.prompt_len[0]),
-            "token_ids": ids,
-            "tokens": texts_of(tokenizer, ids),
+            "token_ids": row[:length],
+            "tokens": token_texts(tokenizer, row[:length]),
         }
 
 
 class HeldOut:
-    """The completions of one evaluation that are logged."""
+    """The completions of one evaluation; empty in all processes but the main one."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        # both stay empty in all processes but the main one
-        self.records: list[Record] = []
         self.graded: tuple[Graded, Graded] | None = None
 
     def keep(self, greedy: Graded, drawn: Graded) -> None:
-        """Remember the first prompts: the greedy completion and the first sampled one."""
-        self.graded, told = (greedy, drawn), explainer(self.task)
-        both = {"greedy": (greedy, greedy.right), "sampled": (drawn, drawn.right)}
-        for i, example in enumerate(greedy.examples[:HELD_OUT]):
-            for decoding, (graded, right) in both.items():
-                text = graded.texts[i][0]
-                self.records.append(
-                    {
-                        "source": "held_out",
-                        **_scored(example, text, graded.rewards, i, 0),
-                        **told(example, text),
-                        "decoding": decoding,
-                        "right": float(right[i, 0]),
-                    }
-                )
+        self.graded = greedy, drawn
 
     def log(self, log: RunLog | NoLog, step: int) -> None:
-        """Log the completions of the first prompts, and keep what `minigrpo compare` reads."""
-        if self.graded:
-            log.answers(step, *self.graded)
-        log.held_out_samples(step, self.records)
+        """Log all answers, and the completions of the first prompts.
+
+        Warns of rewards that failed: eval.jsonl cannot tell their default from a score.
+        """
+        if self.graded is None or isinstance(log, NoLog):
+            return
+        greedy, drawn = self.graded
+        for part, failed in greedy.rewards.failures.items():
+            if failed := failed + drawn.rewards.failures[part]:
+                log.warn(f"evaluation at step {step}: {part} failed on {failed} completions")
+        log.held_out(step, answers(greedy, drawn))
+        log.samples(step, list(self._records(greedy, drawn)))
+
+    def _records(self, greedy: Graded, drawn: Graded) -> Iterator[Record]:
+        """The greedy completion and the first sampled one of the first prompts."""
+        for i, example in enumerate(greedy.examples[:HELD_OUT]):
+            for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
+                scored = _scored(self.task, example, graded.texts[i][0], graded.rewards, i, 0)
+                right = float(graded.right[i, 0])
+                yield {"source": "held_out", **scored, "decoding": decoding, "right": right}
 
 
-def explainer(task: Task) -> Callable[[Example, str], Mapping[str, str]]:
-    """What gives the key `explained` of a completion, if the task has something to say."""
-    explain = cast("Callable[[Example, str], str] | None", getattr(task, "explain", None))
-
-    def told(example: Example, text: str) -> Mapping[str, str]:
-        try:
-            said = explain(example, text) if explain else ""
-        except ConfigError as error:  # a log must not end a run
-            said = str(error)
-        return {"explained": said} if said else {}
-
-    return told
-
-
-def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token; a character of several tokens stands with the last of them."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    pieces = [tokenizer.decode_bytes([number], show_stops=True) for number in ids]
-    return [decoder.decode(piece, i == len(pieces)) for i, piece in enumerate(pieces, 1)]
+def answers(greedy: Graded, drawn: Graded) -> Iterator[Record]:
+    """The lines of held_out.jsonl. A measure that does not concern an example is left out."""
+    means = {"greedy": _means(greedy), "sampled": _means(drawn)}
+    for row, example in enumerate(greedy.examples):
+        yield {
+            "example": digest(example),
+            "kind": example.kind,
+            "prompt": example.prompt,
+            "truth": example.answer,
+            "completion": greedy.texts[row][0],
+            **{
+                how: {name: float(x[row]) for name, x in found.items() if not np.isnan(x[row])}
+                for how, found in means.items()
+            },
+        }
 
 
-def _scored(example: Example, text: str, rewards: RewardTable, i: int, g: int) -> Record:
-    """What all records have. Parts that do not concern the completion are left out."""
+def digest(example: Example) -> str:
+    """Equal for examples that ask and are scored alike."""
+    said = {"prompt": example.prompt, "answer": example.answer, "messages": example.messages}
+    fields = repr(sorted(example.fields.items()))
+    return hashlib.sha256((to_json(said) + fields).encode(errors="replace")).hexdigest()[:16]
+
+
+def _means(graded: Graded) -> dict[str, np.ndarray]:
+    """`[n]` means over the completions of each example; NaN where a measure concerns none."""
+    found = {}
+    for name, values in graded.measures.items():
+        known = ~np.isnan(values)
+        sums = np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
+        found[name] = np.where(known.any(axis=1), sums / np.maximum(1, known.sum(axis=1)), np.nan)
+    return found
+
+
+def _scored(
+    task: Task, example: Example, text: str, rewards: RewardTable, i: int, g: int
+) -> Record:
+    """What all records have. Reward functions that do not concern the completion are left out."""
     scores = {name: float(x[i, g]) for name, x in rewards.parts.items()}
+    explained = task.explain(example, text)
     return {
         "index": example.index,
         "kind": example.kind,
@@ -134,4 +148,5 @@ def _scored(example: Example, text: str, rewards: RewardTable, i: int, g: int) -
         "completion": text,
         "parts": {name: x for name, x in scores.items() if not math.isnan(x)},
         "reward": float(rewards.total[i, g]),
+        **({"explained": explained} if explained else {}),
     }

@@ -27,10 +27,9 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for name in REASONS[1:]:
-                number = getattr(signal, name, None)
-                if name == "SIGHUP" and number and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # nohup
-                if number:
+                number = getattr(signal, name, None)  # Windows has few of them
+                ignored = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+                if number and not ignored:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self._caught)
         return self
 
@@ -50,8 +49,7 @@ class StopRequest:
         if not self.reason:
             self.reason, self.asked_at = signal.Signals(number).name, time.monotonic()
             self.say(
-                f"{self.reason}: finishing this step, then saving; a second signal stops at once "
-                "and saves the steps that are done, unless an update is under way"
+                f"{self.reason}: finishing this step, then saving; a second signal stops at once"
             )
         elif time.monotonic() - self.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt  # safe, because checkpoints are atomic; `fit` saves

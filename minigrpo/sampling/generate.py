@@ -1,157 +1,310 @@
-"""Batched sampling: `generate` and its loop.
+"""From prompts to completions: the loop of decoding, its running state, and the Sampler.
 
 A token is a pure function of its logits and of one uniform number that was drawn beforehand. So a
 completion depends neither on what else is in the batch nor on when other completions finish. And
 speculative decoding is exact: a proposed token is kept only if it would have been picked anyway.
 
-The model runs in decoders.py, running.py keeps the state of the completions, params.py picks
-tokens, and sampler.py turns examples into calls of `generate`.
+Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch,
+because the model would compute the same logits for all of them. Once they differ, they get slots of
+their own.
+
+Shapes: P prompts with G completions each, R = P * G sequences in all, of which N are running in B
+slots; W tokens per slot and round.
 """
 
-import functools
-import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import ParamSpec
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import Config
+from ..model.encoding import encode_answers, encode_prompts
+from ..model.logprobs import log_softmax
+from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..types import Completions
-from .decoders import Decoder, ReplicatedPrefixDecoder
-from .params import SamplingParams, check_uniforms
-from .running import RunningSequences
+from ..runtime.device import low_precision_copy, refresh
+from ..runtime.guard import OOMBackoff
+from ..types import Completions, Example
+from .decoder import Decoder
+from .drafts import propose
+from .pick import SamplingParams, pick_token, truncate
 
-__all__ = ["SamplingParams", "generate", "generate_parts"]
-
-P = ParamSpec("P")
-# How often the host checks which sequences have finished, unless it must check in every round. Each
-# check waits for the device; without checks, finished sequences waste rounds.
-ROUNDS_BETWEEN_CHECKS = 4
-# Waiting prompts enter when there is room for this share of the prompts that are decoded together.
-# An entry costs a forward pass of its own, and a copy of what has been sampled.
+# Waiting prompts enter when there is room for this share of the prompts that are decoded together,
+# because an entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
-DEFAULT_PARAMS = SamplingParams()
+GREEDY = SamplingParams()  # with u=None; with u it samples from the model's own distribution
 
 
-@torch.no_grad()
-def generate_parts(
-    model: Transformer,
-    prompt_ids: Tensor,
-    prompt_len: Tensor,
-    *,
-    stops: Collection[int],
-    max_new_tokens: int,
-    num_samples: int = 1,
-    prompts_at_once: int = 0,
-    u: Tensor | None = None,
-    params: SamplingParams = DEFAULT_PARAMS,
-    decoder: Callable[[Transformer, int], Decoder] = ReplicatedPrefixDecoder,
-    drafts: Tensor | None = None,
-    num_speculative_tokens: int = 7,
-    work: Counter[str] | None = None,
-    watch: Callable[[Tensor, Tensor], object] | None = None,
-) -> Iterator[Completions]:
-    """Complete each prompt `num_samples` times; yield the prompts in order, in parts.
+class Generation:
+    """Completions in work: their tokens so far, which of them are running, and in which slots."""
 
-    A round runs W = 1 + `num_speculative_tokens` tokens per slot: the last token, and proposals
-    read off the draft. It keeps the picks up to and including the first that differs from its
-    proposal. Without drafts, W is 1.
+    def __init__(
+        self,
+        model: Transformer,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        *,
+        stops: Collection[int],
+        max_new_tokens: int,
+        num_samples: int = 1,
+        prompts_at_once: int = 0,
+        u: Tensor | None = None,
+        params: SamplingParams = GREEDY,
+        drafts: Tensor | None = None,
+        num_speculative_tokens: int = 4,
+        work: Counter[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            prompt_ids: `[P, Lp]` int64, right-padded.
+            prompt_len: `[P]` int64.
+            stops: the tokens that end a completion; others end after `max_new_tokens`.
+            prompts_at_once: prompts per part, 0: all. There are never more completions side by side
+                than those of so many prompts. It changes no token.
+            u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
+                likely token each time.
+            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
+                as the known answer. It changes the number of rounds, not the tokens.
+            work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran;
+                `rows`, the number of completions; `row_rounds`, the sum over completions of the
+                rounds that each took.
+        """
+        device, self.params = model.device, params
+        self.prompt_ids, self.prompt_len = prompt_ids.to(device), prompt_len.to(device)
+        self.max_new_tokens, self.num_samples = max_new_tokens, num_samples  # num_samples is G
+        self.prompts_at_once = prompts_at_once or len(prompt_ids)
+        self.stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
+        self.drafts = None if drafts is None else drafts.to(device)
+        self.window = 1 if drafts is None else 1 + num_speculative_tokens  # W
+        self.work = Counter[str]() if work is None else work
+        # W spare columns, because proposals may go past the last column
+        size = len(prompt_ids) * num_samples, max_new_tokens + self.window
+        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.logp = torch.zeros(size, dtype=torch.float32, device=device)
+        self.log_kept_mass = torch.zeros_like(self.logp) if params.truncates else None
+        self.u = None
+        if u is not None:
+            u = u.flatten(0, 1)[:, :max_new_tokens].to(device)
+            self.u = torch.nn.functional.pad(u, (0, self.window))
+        self.lengths = self.ids.new_zeros(len(self.ids))  # [R] tokens of each completion
+        self.decoder = Decoder(model)
+        self.running = self.lengths[:0]  # [N] unfinished sequences, in ascending order
+        self.slot = self.lengths[:0]  # [N] the slot of each
+        self.representatives = self.lengths[:0]  # [B] one running sequence of each slot
+        self.longest = 0  # length of the longest running sequence
+        self.num_entered = 0  # prompts that have been run
+        self.num_finished = 0  # prompts before the first that has a running sequence
 
-    With `prompts_at_once`, waiting prompts enter as completions end and make room (continuous
-    batching, as in Orca, Yu et al., OSDI 2022). A prompt enters with all of its completions. A
-    prompt that has finished is kept until those before it have, so the parts are the same as if
-    one batch were decoded after the other.
+    @torch.no_grad()
+    def parts(self) -> Iterator[Completions]:
+        """Yield the prompts in order, in parts, with their completions on the model's device.
 
-    Args:
-        prompt_ids: `[P, Lp]` int64, right-padded, on any device.
-        prompt_len: `[P]` int64.
-        stops: the tokens that end a completion.
-        prompts_at_once: prompts per part, 0: all. There are never more completions side by side
-            than those of so many prompts. It changes no token.
-        u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most likely
-            token each time.
-        params: temperature, top-k, top-p and min-p.
-        decoder: how the model is run: with or without a cache.
-        drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such as
-            the known answer. Drafts change the number of rounds, not the tokens.
-        work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran; `rows`,
-            the number of completions; `row_rounds`, the sum over completions of the rounds until
-            each was found to be finished; `slot_rounds`, likewise over slots.
-        watch: called with `ids [R, S]` and `lengths [R]` of the sequences of all prompts that have
-            entered and were not yielded, after each round, on the model's device.
+        Waiting prompts enter as completions end and make room (continuous batching, as in Orca, Yu
+        et al., OSDI 2022). A prompt enters with all of its completions, and leaves in the part in
+        which it would be if one batch were decoded after the other.
+        """
+        total, size, done = len(self.prompt_ids), self.prompts_at_once, 0
+        while done < total:
+            waiting = total - self.num_entered
+            room = min(waiting, size - -(-len(self.running) // self.num_samples))
+            if waiting and room >= min(waiting, max(1, int(size * SHARE_THAT_ENTERS))):
+                self._enter(self.num_entered, self.num_entered + room)
+            else:
+                self._run_round()
+            self._update_slots()
+            while done < (end := min(done + size, total)) <= self.num_finished:
+                yield self._part(done, end)
+                done = end
 
-    Yields:
-        Completions on the model's device with G = num_samples and S the longest completion. A
-        completion ends with a stop token, or after max_new_tokens without one.
+    def _enter(self, first: int, last: int) -> None:
+        """Run waiting prompts, and pick the first token of each of their completions."""
+        lengths, samples = self.prompt_len[first:last], self.num_samples
+        logits = self.decoder.prefill(self.prompt_ids[first:last], lengths)
+        sequences = torch.arange(first * samples, last * samples, device=logits.device)
+        slot = sequences // samples - first
+        self._accept(logits[:, None], sequences, slot, self.ids[: len(logits), :0])
+        self.slot = torch.cat([self.slot, slot + len(self.representatives)])
+        self.running = torch.cat([self.running, sequences])
+        self.num_entered = last
+        self.work["tokens"] += int(lengths.sum())
 
-    Raises ValueError for `u` of another shape or, on the host, with other numbers.
+    def _run_round(self) -> None:
+        """Run the last token of each slot, and the tokens that are proposed after it."""
+        ids, lengths = self.ids[self.representatives], self.lengths[self.representatives]
+        tokens = ids.gather(1, lengths[:, None] - 1)
+        if self.drafts is not None:
+            drafts = self.drafts[self.representatives // self.num_samples]
+            tokens = torch.cat([tokens, propose(drafts, ids, lengths, self.window - 1)], dim=1)
+        logits = self.decoder.step(tokens, lengths - 1, self.longest - 1 + self.window)
+        self._accept(logits, self.running, self.slot, tokens[:, 1:])
+        self.work.update(rounds=1, row_rounds=len(self.running), tokens=tokens.numel())
+
+    def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
+        """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
+
+        A pick counts only if the model was run on the picks before it. The first pick always
+        counts; each further one counts if all picks before it equal the proposals, `[B, W - 1]`.
+        """
+        logp = log_softmax(logits, self.params.temperature)
+        allowed = truncate(logp, self.params)
+        rows, offsets = sequences[:, None], torch.arange(logp.shape[1], device=logp.device)
+        columns = self.lengths[rows] + offsets  # [N, W]
+        picks = pick_token(allowed, None if self.u is None else self.u[rows, columns], slot)
+        goes_on = (picks[:, :-1] == proposals[slot]) & ~torch.isin(picks[:, :-1], self.stops)
+        goes_on = torch.cat([torch.ones_like(rows, dtype=torch.bool), goes_on], dim=1)
+        kept = goes_on.cumprod(1).bool() & (columns < self.max_new_tokens)
+
+        def store(table: Tensor, values: Tensor) -> None:
+            table[rows, columns] = torch.where(kept, values, 0).to(table.dtype)
+
+        store(self.ids, picks)
+        store(self.logp, logp[slot[:, None], offsets, picks])
+        if self.log_kept_mass is not None:
+            store(self.log_kept_mass, allowed.logsumexp(-1)[slot])
+        self.lengths[sequences] += kept.sum(1)
+
+    def _update_slots(self) -> None:
+        """Drop finished sequences, and separate those of a slot that now differ."""
+        lengths = self.lengths[self.running]
+        last = self.ids[self.running, lengths - 1]
+        unfinished = (lengths < self.max_new_tokens) & ~torch.isin(last, self.stops)
+        # a single copy to the host and back, because each makes the host wait for the device
+        numbers = torch.stack([unfinished.long(), self.running, self.slot, lengths, last])
+        on_host = numbers.cpu().numpy()
+        running, slot, lengths_left, last_left = on_host[1:, on_host[0] > 0]
+        # Sequences of a slot were equal before this round and got the same proposals. So they are
+        # equal now if they have the same length and the same last token.
+        sources, slot, chosen = assign_slots(slot, lengths_left, last_left)
+        joined = torch.from_numpy(np.concatenate([running, slot, running[chosen]]))
+        sizes = [len(running), len(running), len(chosen)]
+        self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
+        self.longest = int(lengths_left.max(initial=0))
+        self.num_finished = running[0] // self.num_samples if len(running) else self.num_entered
+        self.decoder.reorder(sources, len(running))
+
+    def _part(self, first: int, last: int) -> Completions:
+        """The completions of some prompts that have finished, as long as the longest of them."""
+        rows = slice(first * self.num_samples, last * self.num_samples)
+        lengths = self.lengths[rows]
+        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+        tables = [self.ids[rows], mask, self.logp[rows]]
+        if self.log_kept_mass is not None:
+            tables.append(self.log_kept_mass[rows])
+        grouped = [x[:, : mask.shape[1]].unflatten(0, (-1, self.num_samples)) for x in tables]
+        self.work["rows"] += len(lengths)
+        return Completions(self.prompt_ids[first:last], self.prompt_len[first:last], *grouped)
+
+
+def assign_slots(
+    slot: np.ndarray, lengths: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Assign one slot to the sequences that agree in their slot, length and last token, `[N]` each.
+
+    Slots keep their place where possible, so that little of the cache is copied.
+
+    Returns:
+        `[B]`, the old slot that each new slot continues; `[N]`, the new slot of each sequence;
+        `[B]`, one sequence of each new slot, as an index into the N sequences.
     """
-    device, total = model.device, len(prompt_ids)
-    if u is not None:
-        check_uniforms(u, total, num_samples, max_new_tokens)
-    size = min(prompts_at_once or total, total)
-    enough = max(1, int(size * SHARE_THAT_ENTERS))
+    # one number per (slot, length, last token), ordered by slot first
+    key = (slot * (lengths.max(initial=0) + 1) + lengths) * (last.max(initial=0) + 1) + last
+    _, chosen, group = np.unique(key, return_index=True, return_inverse=True)
+    old, places = slot[chosen], np.arange(len(chosen))  # `old` is sorted
+    # of the groups from one old slot, the first stays there if that place still exists
+    stays = (np.diff(old, prepend=-1) > 0) & (old < len(old))
+    new = np.empty_like(places)
+    new[stays], new[~stays] = old[stays], np.setdiff1d(places, old[stays])
+    order = np.argsort(new)
+    return old[order], new[group], chosen[order]
 
-    def start(prompts: slice) -> RunningSequences:
-        return RunningSequences(
-            len(prompt_ids[prompts]),
-            num_samples,
-            max_new_tokens=max_new_tokens,
-            stops=stops,
-            params=params,
-            u=None if u is None else u[prompts].to(device),
-            drafts=None if drafts is None else drafts[prompts].to(device),
-            num_speculative_tokens=num_speculative_tokens,
-            device=device,
+
+def generate(*args: Any, **options: Any) -> Completions:
+    """The completions of all prompts in one piece; the arguments are those of Generation."""
+    return Completions.join(list(Generation(*args, **options).parts()))
+
+
+class Sampler:
+    """Completes examples: encodes prompts, and halves the batch when memory runs out."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        warn: Callable[[str], object] = lambda text: None,
+        speculate: bool = False,
+    ) -> None:
+        """`model` must not be compiled: shapes differ in every round of decoding.
+
+        Args:
+            speculate: whether completions resemble the true answers, whose tokens are proposed.
+        """
+        self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
+        self.stops: Collection[int] = tokenizer.stops
+        self.num_speculative_tokens = config.speed.num_speculative_tokens if speculate else 0
+        self.low_precision = low_precision_copy(config.speed, model)
+        # by number of samples per prompt: training and evaluation fit different numbers of prompts
+        self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, warn)
         )
+        self.work = Counter[str]()  # see Generation; the rollout clears it
 
-    sequences = start(slice(0))
-    slots = decoder(model, sequences.width)
-    entered = taken = tokens_run = 0
-    for turn in itertools.count(1):
-        room = size - -(-len(sequences.running) // num_samples)
-        waiting = total - entered
-        if entering := waiting > 0 and room >= min(enough, waiting):
-            prompts = slice(entered, entered + min(room, waiting))
-            entered = prompts.stop
-            if not sequences.num_slots:  # a new decoder, so that the memory of the last is freed
-                tokens_run += slots.tokens_run
-                slots = decoder(model, sequences.width)
-            new = start(prompts)
-            ids, lengths = prompt_ids[prompts].to(device), prompt_len[prompts].to(device)
-            new.accept(slots.prefill(ids, lengths, new.num_slots // len(ids))[:, None])
-            sequences.join(new)
-        else:
-            sequences.accept(slots.step(*sequences.next_inputs()))
-        if watch:
-            watch(sequences.ids, sequences.lengths)
-        due = turn % ROUNDS_BETWEEN_CHECKS == 0 or sequences.length_bound >= max_new_tokens
-        if sequences.may_have_diverged or due or entering:  # the first proposals tell most
-            sequences.update_slots(slots)
-        while taken < total and sequences.num_finished >= min(size, total - taken):
-            prompts = slice(taken, min(taken + size, total))
-            taken = prompts.stop
-            if taken == total and work is not None:  # now, because nobody asks after the last part
-                tokens_run += slots.tokens_run
-                work.update(rounds=sequences.rounds, tokens=tokens_run, rows=total * num_samples)
-                summed = sequences.sequence_rounds, sequences.slot_rounds
-                work.update(row_rounds=summed[0], slot_rounds=summed[1])
-            yield sequences.take(prompt_ids[prompts].to(device), prompt_len[prompts].to(device))
-        if taken == total:
-            return
+    def complete(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int = 1,
+        u: np.ndarray | None = None,
+        params: SamplingParams = GREEDY,
+        batch_size: int = 0,
+        drafts: bool = True,
+    ) -> Iterator[Completions]:
+        """Complete each example `num_samples` times; yield parts of the batch, on the host.
 
+        Args:
+            u: `[P, G, S]`, S >= --max-new-tokens; see Generation.
+            batch_size: prompts decoded together, 0: all. It affects memory and time only.
+            drafts: whether the examples have true answers, which may be proposed.
+        """
+        longest = self.config.sampling.max_new_tokens
+        room = self.model.shape.context - longest
+        prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
+        tensors = {"prompt_ids": prompt_ids, "prompt_len": prompt_len}  # one row per example
+        if u is not None:
+            tensors["u"] = torch.from_numpy(u)
+        if drafts and self.num_speculative_tokens:
+            # what lies far beyond the longest completion is never proposed, and costs memory
+            tensors["drafts"] = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
+        refresh(self.low_precision, self.model)
+        done, total = 0, len(examples)
+        parts: Iterator[Completions] = iter(())  # of the examples from `done` on
 
-def _whole(parts: Callable[P, Iterator[Completions]]) -> Callable[P, Completions]:
-    """The same function, which joins its parts."""
+        def next_part(size: int) -> Completions:
+            """The next part; after an error, the rest begins again with `size` prompts at once."""
+            nonlocal parts
+            with self.autocast():
+                if (part := next(parts, None)) is not None:
+                    return part
+                low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
+                parts = Generation(
+                    self.low_precision if low else self.model,
+                    **{name: x[done:] for name, x in tensors.items()},
+                    stops=self.stops,
+                    max_new_tokens=longest,
+                    num_samples=num_samples,
+                    prompts_at_once=size,
+                    params=params,
+                    num_speculative_tokens=self.num_speculative_tokens,
+                    work=self.work,
+                ).parts()
+                return next(parts)
 
-    @functools.wraps(parts)
-    def join(*args: P.args, **options: P.kwargs) -> Completions:
-        return Completions.join(list(parts(*args, **options)))
-
-    return join
-
-
-# `generate_parts` in one piece: it returns the completions of all prompts
-generate = _whole(generate_parts)
+        while done < total:
+            part = self.backoffs[num_samples].run(next_part, min(batch_size or total, total))
+            done += len(part)
+            yield part.to("cpu")

@@ -1,30 +1,25 @@
 """Runs code that a model wrote, and says which of its tests pass.
 
-    workers.py     in the trainer: warm worker processes, restarted when one breaks
-    server.py      a worker: forks two processes per job, and kills what is left afterwards
-    judge.py       one of them: reads the job, runs its tests, asks the candidate for values
-    candidate.py   the other one: runs the model's code, and answers the judge
-    isolation.py   what Linux holds: namespaces, limits, capabilities
-    audit.py       what Python's audit hooks hold, where Linux allows no namespaces
-    wire.py        messages between these processes
+    client.py   in the trainer: starts workers, asks programs, decides
+    worker.py   a worker: forks a process per program, confines it, and ends it
 
-**Who decides.** Tests run in the judge, where no code of a model ever runs. In a test like
-`assert f(2) == 5`, `f` is a stand-in: the call goes to the candidate's process as plain values, and
-a plain value comes back. The judge compares. The candidate never sees what it is compared with: the
-process from which it is forked reads no tests, neither of this job nor of earlier ones. So prints,
-exits, patched builtins, `__eq__` that is always True, or a fake reply on the channel decide
-nothing: the only way to pass a test is to return the right value. A test that compares two answers
-of the candidate, or leaves the comparison to an object of the candidate, trusts the candidate.
+**Who decides.** Of `assert f(2) == 5` the process of a program gets the expression `f(2)` and
+answers with a plain value, which is compared in the trainer. A right side that is no literal is
+evaluated before the program is loaded. So prints, exits, patched builtins and objects that equal
+everything decide nothing: the only way to pass is to return the right value. A test of another
+form, or one that compares what is no plain value (dates, say), runs in the program's process and
+trusts it.
 
-**What is held.** Each candidate has a process and a session of its own, an empty environment, a
-folder of its own, and limits on CPU seconds, memory, file size, open files and processes. It has a
-wall time; then it and everything that it started is killed, `setsid` or not. Where the system
-allows namespaces it has no network, sees files outside its folder read-only, and cannot signal
-other processes. Everywhere, audit hooks refuse to start processes, send signals, open sockets,
-load C code, or change files outside the folder.
+**What is held.** Each program has a process and a session of its own, an empty environment and
+folder, and limits on CPU time, memory, file size and open files. Wall time is generous, because a
+pause of the machine makes no right program wrong. An audit hook refuses to start processes, send
+signals, open sockets, load C code, and to see files outside its folder and the standard library.
+Where the system allows it, there is no network either.
 
-**What is not held.** This is no security boundary against an attacker. The candidate may read every
-file that the user may read, audit hooks have known ways around them, and a fault of the kernel or
-of Python is not covered. It protects a run from what models write by accident, and the reward from
-what reinforcement finds. Run code of strangers in a virtual machine.
+**What is not held.** This is no security boundary against an attacker: audit hooks have known ways
+around them. It protects a run from what models write by accident, and the reward from what
+reinforcement finds. Run code of strangers in a virtual machine.
 """
+
+from .client import close as close
+from .client import run_tests as run_tests

@@ -9,93 +9,37 @@ same order, in pawns, **from the point of view of the side to move**. A mate in 
 
 A completion begins with the space between it and the prompt. So prompt and completion together are
 one line of text in RookWorld-LM's format, and give the same tokens as that line. The true answers
-are computed in advance by a chess engine, with `minigrpo.tools.annotate`.
+come from a chess engine, in advance: see examples/annotate.py.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import chess
-import numpy as np
 
-from ..types import Example
-from .fen import is_valid_fen
-from .scoring import BatchScored
+from ..fen import is_valid_fen
+from ..types import ConfigError, Example
+from .base import SourceTask
+from .chess_files import ChessFiles, Question
 
-PROMPT_PREFIX, KIND = "P: ", "best-move"
-MATE = 1000.0  # pawns
+PROMPT_PREFIX = "P: "
 EQUALLY_WON = 10.0  # pawns; evaluations beyond this count as equal
 MAX_SCORED_CHARS = 400
 MOVE = "[a-h][1-8][a-h][1-8][qrbn]?"
 NUMBER = r"-?[0-9]{1,4}(?:\.[0-9]{1,2})?"
-# any number of spaces is allowed, because RookWorld's lines are padded
-FORM = re.compile(rf" *M:((?: +{MOVE})+) +E:((?: +{NUMBER})+) +B: +({MOVE}) *")
-MOVES = re.compile(rf"M:((?: +{MOVE})+)")
-EVALS = re.compile(rf"E:((?: +{NUMBER})+)")
-BEST = re.compile(rf"B: +({MOVE})")
+# whatever is there of the three, in this order
+ADVICE = re.compile(
+    rf"(?:.*?M:((?: +{MOVE})+))?(?:.*?E:((?: +{NUMBER})+))?(?:.*?B: +({MOVE}))?", re.DOTALL
+)
 
 
-class Advice(NamedTuple):
-    """A completion, parsed."""
+class BestMove(SourceTask):
+    """Completions are scored part by part against the engine's answer.
 
-    moves: list[str]
-    evals: list[float]  # pawns
-    best: str  # "" if there is none
-    well_formed: bool
-
-
-def write(lines: Sequence[tuple[str, float]]) -> str:
-    """Return the completion for (move, evaluation in pawns) pairs, best first."""
-    moves, evals = [move for move, _ in lines], [str(round(value, 2)) for _, value in lines]
-    return f" M: {' '.join(moves)} E: {' '.join(evals)} B: {moves[0]}"
-
-
-def read(text: str) -> Advice:
-    """Parse any text as far as possible; moves, evaluations and best move are found separately."""
-    text = text[: MAX_SCORED_CHARS + 1]
-    whole = FORM.fullmatch(text) if len(text) <= MAX_SCORED_CHARS else None
-    if whole:
-        moves, evals, best = whole.groups()
-    else:
-        moves, evals, best = (
-            found[1] if (found := part.search(text)) else "" for part in (MOVES, EVALS, BEST)
-        )
-    advice = Advice(moves.split(), [float(number) for number in evals.split()], best, False)
-    return advice._replace(well_formed=whole is not None and len(advice.moves) == len(advice.evals))
-
-
-@lru_cache(maxsize=1 << 12)
-def legal_moves(fen: str) -> frozenset[str]:
-    """Return the legal moves of a position in UCI notation."""
-    return frozenset(move.uci() for move in chess.Board(fen).legal_moves)
-
-
-def check(prompt: str, answer: str) -> chess.Board:
-    """Return the position of a question, after checking that its answer is possible.
-
-    Raises:
-        ValueError: the prompt has no valid position, or the answer is malformed, or a move in it is
-            illegal or occurs twice.
-    """
-    fen = prompt.removeprefix(PROMPT_PREFIX)
-    if not (prompt.startswith(PROMPT_PREFIX) and is_valid_fen(fen)):
-        raise ValueError(f"no valid position: {prompt}")
-    advice, legal = read(answer), legal_moves(fen)
-    if not advice.well_formed:
-        raise ValueError(f"must be M: moves E: as many numbers B: a move, got {answer}")
-    if illegal := [move for move in (*advice.moves, advice.best) if move not in legal]:
-        raise ValueError(f"{illegal[0]} is not legal in {fen}")
-    if len(set(advice.moves)) < len(advice.moves):
-        raise ValueError(f"a move occurs twice: {' '.join(advice.moves)}")
-    return chess.Board(fen)
-
-
-class BestMove(BatchScored):
-    """Scores completions part by part against the engine's answer.
-
-    Reward parts, each in [0, 1]:
+    Parts, each in [0, 1]:
         best: the move after B: is the true best move.
         moves: how many of the true moves are listed, divided by the length of the longer list.
         evals: the sum of 1 / (1 + error in pawns) over those moves, divided by the same length.
@@ -110,42 +54,81 @@ class BestMove(BatchScored):
         "legal": 0.2,
         "format": 0.05,
     }
+    speculate = True
 
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        rows = [_score(example, text) for example, text in zip(examples, texts, strict=True)]
-        columns = np.array(rows, dtype=np.float32).reshape(-1, len(self.parts)).T
-        return dict(zip(self.parts, columns, strict=True))
+    def __init__(
+        self, seed: int, data: Sequence[Path] = (), eval_data: Sequence[Path] = ()
+    ) -> None:
+        if not (data or eval_data):
+            raise ConfigError(
+                "--task best-move needs --data FILE.txt; examples/annotate.py makes it"
+            )
+        super().__init__(ChessFiles(seed, data, eval_data, parse_line, history=None))
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        true, advice = read(example.answer), read(text)
+        legal = legal_moves(example.prompt.removeprefix(PROMPT_PREFIX))
+        moves, true_evals = set(advice.moves), dict(zip(true.moves, true.evals, strict=True))
+        # divided by the longer list, so that extra and repeated moves lower the score
+        longest = max(len(advice.moves), len(true.moves))
+        evals = dict(zip(advice.moves, advice.evals, strict=False))
+        # sorted, because the order of a set, and so the sum's rounding, differs between processes
+        both = sorted(true_evals.keys() & evals.keys())
+        return {
+            "best": float(advice.best == true.best),
+            "moves": len(moves & true_evals.keys()) / longest,
+            "evals": sum(closeness(evals[move], true_evals[move]) for move in both) / longest,
+            "legal": (len(moves & legal) + (advice.best in legal)) / (len(advice.moves) + 1),
+            "format": float(advice.well_formed),
+        }
 
 
-def _score(example: Example, text: str) -> tuple[float, ...]:
-    """The values of `BestMove.parts` for one completion, in that order."""
-    true_moves, true_evals, true_best = _truth(example.answer)
-    advice, legal = read(text), legal_moves(example.prompt.removeprefix(PROMPT_PREFIX))
-    moves = set(advice.moves)
-    # divided by the longer list, so that extra and repeated moves lower the score
-    longest = max(len(advice.moves), len(true_moves))
-    evals = dict(zip(advice.moves, advice.evals, strict=False))
-    # sorted, because the order of a set, and so the rounding of the sum, differs between processes
-    both = sorted(true_moves & evals.keys())
-    closeness = sum(_closeness(evals[move], true_evals[move]) for move in both)
-    return (
-        float(advice.best == true_best),
-        len(moves & true_moves) / longest,
-        closeness / longest,
-        (len(moves & legal) + (advice.best in legal)) / (len(advice.moves) + 1),
-        float(advice.well_formed),
-    )
+class Advice(NamedTuple):
+    """A completion, parsed."""
+
+    moves: list[str]
+    evals: list[float]  # pawns
+    best: str  # "" if there is none
+    well_formed: bool
+
+
+def read(text: str) -> Advice:
+    """Parse any text as far as possible. Spaces do not count: RookWorld pads its lines."""
+    found = ADVICE.match(text[:MAX_SCORED_CHARS])
+    assert found  # every part of it may be missing
+    moves, evals = ((found[part] or "").split() for part in (1, 2))
+    best = found[3] or ""
+    form = ["M:", *moves, "E:", *evals, "B:", best]
+    well_formed = len(moves) == len(evals) and [x for x in text.split(" ") if x] == form
+    return Advice(moves, [float(x) for x in evals], best, well_formed)
 
 
 @lru_cache(maxsize=1 << 12)
-def _truth(answer: str) -> tuple[frozenset[str], dict[str, float], str]:
-    """The moves of a true answer, their evaluations, and the best move."""
-    advice = read(answer)
-    return frozenset(advice.moves), dict(zip(advice.moves, advice.evals, strict=True)), advice.best
+def legal_moves(fen: str) -> frozenset[str]:
+    """The legal moves of a position in UCI notation."""
+    return frozenset(move.uci() for move in chess.Board(fen).legal_moves)
 
 
-def _closeness(a: float, b: float) -> float:
+def closeness(a: float, b: float) -> float:
+    """1 for equal evaluations, 1/2 for a pawn of difference."""
     a, b = (min(max(x, -EQUALLY_WON), EQUALLY_WON) for x in (a, b))
     return 1 / (1 + abs(a - b))
+
+
+def parse_line(text: str) -> list[Question]:
+    """The question of a line `P: <FEN> M: ... E: ... B: ...`; the padding stays as it is.
+
+    Raises ValueError for a line whose position or moves are impossible; other tasks' have none.
+    """
+    if not text.startswith("P:"):
+        return []
+    prompt = text.partition("M:")[0].rstrip()
+    fen, answer = prompt.removeprefix(PROMPT_PREFIX), text[len(prompt) :]
+    advice = read(answer)
+    distinct = len(set(advice.moves)) == len(advice.moves)
+    if not (is_valid_fen(fen) and advice.well_formed and distinct):
+        raise ValueError("not P: a position M: distinct moves E: as many numbers B: a move")
+    if not legal_moves(fen).issuperset([*advice.moves, advice.best]):
+        raise ValueError(f"an illegal move: {answer}")
+    example = Example(prompt, answer, kind="best-move")
+    return [Question(example, (fen, chess.Board(fen).fen()), "")]

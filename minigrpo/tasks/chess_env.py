@@ -3,33 +3,39 @@
     prompt       A: <FEN>+<uci move>+
     completion   <next FEN>+<reward>+<terminated>+<truncated>
 
-With --history the prompt ends in `<earlier moves, separated by commas>+`. A completion ends in
-`0.001+0+0` while the game goes on, `1.0+1+0` for checkmate, `0.5+1+0` for a draw, and `0.0+0+1` for
-an illegal move, which leaves the position as it is. The true answers come from python-chess
-(`transitions`), the positions from seeded self-play (`self_play`).
+With `--task-args history=N` the prompt ends in `<N earlier moves, separated by commas>+`. A
+completion ends in `0.001+0+0` while the game goes on, `1.0+1+0` for checkmate, `0.5+1+0` for a
+draw, and `0.0+0+1` for an illegal move, which leaves the position as it is. The true answers come
+from python-chess (`fen.transition`); the positions come from self-play, or from --data (games and
+lines of text).
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from pathlib import Path
 
-import numpy as np
+import chess
 
-from ..rewards import is_valid_fen, similarities
+from ..fen import is_valid_fen, transition
+from ..rewards import similarity
 from ..types import Example
-from .scoring import BatchScored
+from .base import Generated, SourceTask
+from .chess_files import ChessFiles, Question
 from .self_play import Positions
-from .transitions import PROMPT_PREFIX
 
-MAX_SCORED_CHARS = 200  # a longer completion has no ending, and its FEN is cut off here
+MAX_SCORED_CHARS = 200  # of a completion; true ones are shorter
 # RookWorld's files give an illegal move a reward of -1.0, so a sign may be there
 ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")
+FIELDS = (
+    *("board", "side", "castling", "en passant", "halfmove clock", "move number"),
+    *("reward", "terminated", "truncated"),
+)
 
 
-class ChessEnv(BatchScored):
-    """The task: prompts from self-play, completions scored part by part against the truth.
+class ChessEnv(SourceTask):
+    """Prompts from self-play or files; completions are scored part by part against the truth.
 
-    Reward parts, each in [0, 1]:
+    Parts, each in [0, 1]:
         exact_fen: the FEN is the true one.
         similarity: 1 - normalized edit distance between the FEN and the true one.
         valid: the FEN is valid.
@@ -38,8 +44,6 @@ class ChessEnv(BatchScored):
         flags: half a point for each flag that is right.
     """
 
-    num_held_out = None  # endless
-    prompt_prefixes = (PROMPT_PREFIX,)
     # The first two are the objective. The others only break ties: with more weight they would drown
     # the signal as long as no completion is exact.
     parts: Mapping[str, float] = {
@@ -50,57 +54,70 @@ class ChessEnv(BatchScored):
         "reward_value": 0.05,
         "flags": 0.05,
     }
+    speculate = True
 
-    def __init__(self, seed: int, history: int = 0) -> None:
-        """`history`: how many earlier moves each prompt contains."""
-        self._train = Positions(seed, "train", history)
-        self._held_out = Positions(seed, "held-out", history)
+    def __init__(
+        self, seed: int, data: Sequence[Path] = (), eval_data: Sequence[Path] = (), history: int = 0
+    ) -> None:
+        """`history`: how many earlier moves the prompts of self-play and games contain."""
+        history = int(history)
+        if data or eval_data:
+            super().__init__(ChessFiles(seed, data, eval_data, parse_line, history))
+            return
+        train, held_out = (Positions(seed, split, history) for split in ("train", "held-out"))
 
-    def train(self, number: int) -> Example:
-        """Return training example `number`; consecutive ones come from different games."""
-        return self._train.draw(number)
+        def example(number: int, is_held_out: bool) -> Example:
+            return held_out.example(number) if is_held_out else train.draw(number)
 
-    def held_out(self, number: int) -> Example:
-        """Return evaluation example `number`."""
-        return self._held_out.example(number)
+        super().__init__(Generated(example, "positions of self-play, answers by python-chess"))
 
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        rows, fens, true_fens = [], [], []
-        for example, text in zip(examples, texts, strict=True):
-            true_fen, true_ending = _truth(example.answer)
-            fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")
-            ending = _ending(rest) if len(text) <= MAX_SCORED_CHARS else None
-            exact = fen == true_fen
-            valid = exact or is_valid_fen(fen)  # the true FEN need not be parsed
-            if ending:
-                flags = ((ending[1] == true_ending[1]) + (ending[2] == true_ending[2])) / 2
-                rows.append((exact, valid, True, ending[0] == true_ending[0], flags))
-            else:
-                rows.append((exact, valid, False, False, 0.0))
-            fens.append(fen)
-            true_fens.append(true_fen)
-        exact_fen, valid, well_formed, reward_value, flags = np.array(rows, dtype=np.float32).T
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        true_fen, *true_ending = example.answer.split("+")
+        fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")
+        parsed = ENDING.fullmatch(rest)
+        ending = parsed.groups() if parsed else ("", "", "")
+        right = [a == b for a, b in zip(ending, true_ending, strict=True)]
+        exact = fen == true_fen
         return {
-            "exact_fen": exact_fen,
-            "similarity": similarities(fens, true_fens),
-            "valid": valid,
-            "format": well_formed,
-            "reward_value": reward_value,
-            "flags": flags,
+            "exact_fen": float(exact),
+            "similarity": similarity(fen, true_fen),
+            "valid": float(exact or is_valid_fen(fen)),  # the true FEN need not be parsed
+            "format": float(parsed is not None),
+            "reward_value": float(right[0]),
+            "flags": (right[1] + right[2]) / 2,
         }
 
+    def explain(self, example: Example, text: str) -> str:
+        """The fields that are wrong."""
+        written, true = (re.split("[ +]", x) for x in (text, example.answer))
+        if len(written) != len(true):
+            return f"{len(written)} fields, not {len(true)}"
+        fields = zip(FIELDS, written, true, strict=True)
+        return ", ".join(f"{name} {a}, not {b}" for name, a, b in fields if a != b)
 
-@lru_cache(maxsize=1 << 12)
-def _truth(answer: str) -> tuple[str, tuple[str, ...]]:
-    """The FEN of a true answer, and its three other fields."""
-    fen, *ending = answer.split("+")
-    return fen, tuple(ending)
 
+def parse_line(text: str) -> list[Question]:
+    """The question of a line of RookWorld's, which is kept exactly as it stands.
 
-@lru_cache(maxsize=1 << 12)
-def _ending(text: str) -> tuple[str, ...] | None:
-    """Reward, terminated and truncated; None if the text is anything else."""
-    found = ENDING.fullmatch(text)
-    return found and found.groups()
+        A: <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>
+
+    The prefix `A: ` and the history may be missing. An en passant square may be given after every
+    double pawn step, or only where a pawn can capture; an illegal move is worth 0.0 or -1.0.
+
+    Raises ValueError for a line that contradicts the rules of chess, or what its position alone
+    tells: a draw by repetition. A line of best-move has no question.
+    """
+    if not text or text.startswith("P:"):
+        return []
+    fields = text.removeprefix("A: ").split("+")
+    if len(fields) not in (6, 7) or not is_valid_fen(fields[0]):
+        raise ValueError("not <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>")
+    fen, uci, after, ending = fields[0], fields[1], fields[-4], "+".join(fields[-3:])
+    true_answer, kind = transition(fen, uci)
+    true_fen, _, true_ending = true_answer.partition("+")
+    spelled = after in (true_fen, chess.Board(true_fen).fen())
+    if not spelled or ending.replace("-1.0+0+1", "0.0+0+1") != true_ending:
+        raise ValueError(f"{uci} does not lead to {after}+{ending}")
+    answer = f"{after}+{ending}"
+    prompt = "A: " + text.removeprefix("A: ").removesuffix(answer)
+    return [Question(Example(prompt, answer, kind=kind), (fen, chess.Board(fen).fen()), uci)]

@@ -1,53 +1,116 @@
-"""The code task: write Python that passes its tests.
+"""The code task: write Python that passes its tests. minigrpo/sandbox/ runs it, and decides.
 
-The model's code runs in processes of its own; minigrpo/sandbox/ says what that holds, and what it
-does not. Examples come from MBPP's files (code_data.py) or from a generator (one_liners.py).
+`--data` has MBPP's lines as they are published, the full or the sanitized form. The prompt is that
+of its paper (arXiv 2108.07732), and the code is the first block of Python in a completion:
 
-    reward = 1 * passed + 0.5 * tests       passed: all tests pass;  tests: the share that passes
+    {"task_id": 601, "text": "Write a function to ...", "code": "def ...",
+     "test_list": ["assert f(1) == 2", ...], "test_setup_code": "", "challenge_test_list": []}
+
+Without it, the questions are one-line functions, described by examples of input and output:
+
+    prompt       f(0)=42 f(100)=342
+                 def f(x):
+    completion    return 42+3*x
+
+Two more inputs are tested that the prompt does not show, so that a table of the examples does not
+pass. Supervised fine-tuning learns random functions that pass the first example: it teaches to
+write Python and to read a number from the prompt, and shows a right answer only by chance. What a
+run adds to that, it has learnt from the tests.
 """
 
+import ast
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..runtime.flags import ConfigError
-from ..sandbox.workers import Sandbox, SandboxError, check_system
-from ..types import Example
-from .scoring import BatchScored
+from ..runtime.rng import stream
+from ..sandbox import run_tests as run_tests
+from ..types import ConfigError, Example
+from .base import Generated, SourceTask, is_held_out
+from .data import Files, Row, Rows, text_of
 
+PUBLISHED_TEST = range(11, 511)  # task_id of MBPP's test split
+PROMPT = (
+    "You are an expert Python programmer, and here is your task: {text} "
+    "Your code should pass these tests:\n\n{tests}\n"
+)
 # language and content; a block that ends with the text was cut off, and is run as it is
 BLOCK = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = "", "python", "python3", "py"  # languages of blocks
 
+HEAD = "def f(x):"
+KINDS = {"line": "{term}+{factor}*x", "square": "{term}+{factor}*x*x"}
+SHOWN, HIDDEN = (0, 100), (1, 7)  # inputs
+LOWEST, BEYOND = (1, 0), (10, 100)  # factor and term
 
-@cache
-def sandbox() -> Sandbox:
-    """The workers of this process, which start with the first code to be run."""
-    return Sandbox()
 
+class Code(SourceTask):
+    """Scores completions by running them.
 
-def run_tests(
-    code: str, tests: Sequence[str], setup: str = "", timeout_s: float = 3.0
-) -> list[bool]:
-    """Run code in a process of its own, then each test against it; one verdict per test.
-
-    Whatever the code does, a test that does not pass within the time is False, nothing is left
-    running, and files outside the code's own folder are unchanged, within the limits that
-    minigrpo/sandbox/__init__.py states.
-
-    Args:
-        code: a Python program, of any text.
-        tests: Python statements, such as `assert f(2) == 5`. They and the setup are trusted.
-        setup: statements that run before the tests, such as imports.
-        timeout_s: seconds, wall time and CPU time, for all of this together.
-
-    Raises:
-        SandboxError: code cannot be run on this system.
+    Reward functions, each in [0, 1]:
+        passed: all tests of the list pass.
+        tests: the share of them that pass.
+        challenge: the share of the challenge tests, which no prompt shows; NaN without any.
+            Measured and not paid.
     """
-    return sandbox().run_tests(code, tests, setup, timeout_s)
+
+    parts: Mapping[str, float] = {"passed": 1.0, "tests": 0.5, "challenge": 0.0}
+    success = "passed"
+
+    def __init__(
+        self, seed: int, data: Files = (), eval_data: Files = (), timeout: float = 3.0
+    ) -> None:
+        """`timeout`: seconds of CPU time for a completion and its tests."""
+        if sys.platform != "linux":
+            raise ConfigError("--task code runs what a model writes, which needs Linux")
+        self.seed, self.timeout_s = seed, float(timeout)
+        has_files = bool(data or eval_data)
+        made = Generated(self._one_liner, "one-line functions")
+        super().__init__(Problems(seed, data, eval_data, parse_problem) if has_files else made)
+        self.speculate = not has_files
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        tests = example.fields["test_list"]
+        challenge = example.fields.get("challenge_test_list") or []
+        verdicts = self._verdicts(example, [*tests, *challenge], text)
+        own, others = verdicts[: len(tests)], verdicts[len(tests) :]
+        share = float(np.mean(others)) if others else np.nan
+        return {"passed": float(all(own)), "tests": float(np.mean(own)), "challenge": share}
+
+    def explain(self, example: Example, text: str) -> str:
+        """The first test of the list that a completion does not pass."""
+        tests = example.fields["test_list"]
+        verdicts = self._verdicts(example, tests, text)
+        failed = [test for test, passed in zip(tests, verdicts, strict=True) if not passed]
+        return f"{len(failed)} of {len(tests)} tests fail: {failed[0]}" if failed else ""
+
+    def _verdicts(self, example: Example, tests: Sequence[str], text: str) -> list[bool]:
+        code = example.fields.get("prefix", "") + code_of(text)
+        return run_tests(code, tests, setup_of(example.fields), self.timeout_s)
+
+    def _one_liner(self, number: int, held_out: bool) -> Example:
+        rng = stream(self.seed, f"one-liners/{'held-out' if held_out else 'train'}", number)
+        while True:
+            kind, expression, term = draw(rng)
+            values = {x: eval(expression, {"x": x}) for x in (*SHOWN, *HIDDEN)}
+            prompt = " ".join(f"f({x})={values[x]}" for x in SHOWN) + f"\n{HEAD}"
+            if is_held_out(prompt) == held_out:
+                break
+        tests = [f"assert f({x}) == {value}" for x, value in values.items()]
+        _, other, _ = draw(rng, term)  # the term is f(0), the first example
+        fields = {"prefix": HEAD, "test_list": tests, "code": f" return {expression}"}
+        return Example(prompt, f" return {other}", number, kind, fields=fields)
+
+
+def draw(rng: np.random.Generator, term: int | None = None) -> tuple[str, str, int]:
+    """A random function of x, of this term if one is given: its kind, expression and term."""
+    kind = list(KINDS)[rng.integers(len(KINDS))]
+    factor, drawn = rng.integers(LOWEST, BEYOND).tolist()
+    term = drawn if term is None else term
+    return kind, KINDS[kind].format(factor=factor, term=term), term
 
 
 def code_of(text: str) -> str:
@@ -60,80 +123,31 @@ def code_of(text: str) -> str:
     return next((code for language, code in blocks if language.lower() in PYTHON), text)
 
 
-class CodeTask(BatchScored):
-    """Scores completions by running them; the examples come from the subclasses.
-
-    An example's fields are MBPP's: `test_list`, and if it has them `test_setup_code`,
-    `test_imports` and `challenge_test_list`. A field `prefix` is code before the completion.
-
-    Reward parts, each in [0, 1]:
-        passed: all tests of the list pass; the success of evaluation and pass@k.
-        tests: the share of them that pass.
-        challenge: the share of the challenge tests, which no prompt shows; NaN without any.
-            Measured and not paid.
-    """
-
-    parts: Mapping[str, float] = {"passed": 1.0, "tests": 0.5, "challenge": 0.0}
-    success = "passed"
-
-    def __init__(self, timeout_s: float = 3.0) -> None:
-        """
-        Args:
-            timeout_s: seconds that a completion and its tests may take.
-
-        Raises:
-            ConfigError: code cannot be run on this system.
-        """
-        try:
-            check_system()
-        except SandboxError as error:
-            raise ConfigError(f"--task code: {error}") from None
-        self.timeout_s = timeout_s
-
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        rows = [
-            self._score(example.fields, text) for example, text in zip(examples, texts, strict=True)
-        ]
-        columns = np.array(rows, dtype=np.float64).reshape(-1, len(self.parts)).T
-        return dict(zip(self.parts, columns, strict=True))
-
-    def _score(self, fields: Mapping[str, Any], text: str) -> tuple[float, float, float]:
-        """The values of `parts` for one completion, in that order."""
-        tests, challenge = fields["test_list"], fields.get("challenge_test_list") or []
-        verdicts = self._verdicts(fields, [*tests, *challenge], text)
-        own, others = verdicts[: len(tests)], verdicts[len(tests) :]
-        return float(all(own)), float(np.mean(own)), float(np.mean(others)) if others else np.nan
-
-    def explain(self, example: Example, text: str) -> str:
-        """The first test of the list that a completion does not pass."""
-        tests = example.fields["test_list"]
-        verdicts = self._verdicts(example.fields, tests, text)
-        failed = [test for test, passed in zip(tests, verdicts, strict=True) if not passed]
-        return f"{len(failed)} of {len(tests)} tests fail: {failed[0]}" if failed else ""
-
-    def _verdicts(self, fields: Mapping[str, Any], tests: Sequence[str], text: str) -> list[bool]:
-        code = fields.get("prefix", "") + code_of(text)
-        try:
-            return run_tests(code, tests, setup_of(fields), self.timeout_s)
-        except SandboxError as error:
-            raise ConfigError(f"--task code: {error}") from None
-
-    @property
-    def about(self) -> str:
-        return self.how_code_runs
-
-    @property
-    def how_code_runs(self) -> str:
-        """What holds the code that is run; starts a worker to find out. Raises ConfigError."""
-        try:
-            held = sandbox().describe()
-        except SandboxError as error:
-            raise ConfigError(f"--task code: {error}") from None
-        return f"code execution: {held}; at most {self.timeout_s:g} s each"
-
-
 def setup_of(fields: Mapping[str, Any]) -> str:
     """What runs before the tests of an example."""
     return "\n".join([*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""])
+
+
+# --- MBPP -----------------------------------------------------------------------------------------
+
+
+class Problems(Rows):
+    """Problems of files, of which MBPP's test split is held out, if they have both sides of it."""
+
+    def choose_held_out(self, rows: Sequence[Row]) -> tuple[list[Row], str]:
+        test = [row for row in rows if row.example.fields.get("task_id") in PUBLISHED_TEST]
+        if 0 < len(test) < len(rows):
+            return test, "MBPP's test split, task_id 11 to 510"
+        return super().choose_held_out(rows)
+
+
+def parse_problem(record: dict[str, Any]) -> Row:
+    """The row of a line, whose tests are Python."""
+    text, code = text_of(record, ("text", "prompt")), text_of(record, ("code",))
+    tests = record.get("test_list") or []
+    for source in (*tests, *(record.get("challenge_test_list") or []), setup_of(record)):
+        ast.parse(source)
+    if not (isinstance(tests, list) and tests):
+        raise ValueError("test_list must be a list of tests, such as assert f(1) == 2")
+    prompt = PROMPT.format(text=text.strip(), tests="\n".join(tests)).replace("\r\n", "\n")
+    return Row(text, Example(prompt, code.replace("\r\n", "\n"), fields=record))

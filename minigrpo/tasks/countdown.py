@@ -1,104 +1,155 @@
 """Countdown: reach a target with given numbers, each used exactly once, by + - * and /.
 
-Nobody knows the right answer, or there are many: only a verifier can tell. It reads what is in the
-last pair of <answer> tags. Of a text without tags it reads the last line, and of that what follows
-the last < or >.
+Only a verifier knows what is right. It reads what is in the last pair of <answer> tags; of a text
+without them the last line, and of that what follows the last < or >. `--task-args form=` is one of
 
-There are three forms of question and completion:
+    search   12 7 3 -> 9    12-7=5,5+3=8<7*3=21,21-12=9      the default without --data
+    chat     a message      ... <answer>7 * 3 - 12</answer>  the default with --data
 
-    search       12 7 3 -> 9    12-7=5,5+3=8<7*3=21,21-12=9
-    expression   12 7 3 -> 9    7*3-12=9
-    chat         a message      ... <answer>7 * 3 - 12</answer>
-
-A search is a row of attempts, each with its steps. After one that does not hit, < says that it is
-below the target, and > that it is above. The last attempt is the answer.
-
-The warm start (--loss nll) learns from random attempts with their true values. They are drawn
-without a look at the target, which decides only that a search ends when one hits. So it teaches to
-calculate and to compare, not to choose: which attempts to make, and not to give up, is learnt from
-the reward.
+A search is a row of attempts. After one that does not hit, < says that it is below the target, and
+> that it is above. Supervised fine-tuning learns from random attempts with their true values, drawn
+without a look at the target, except that a search ends when one hits. So it teaches to calculate
+and to compare, not to choose: which attempts to make is learnt from the reward.
 """
 
+import ast
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, cast
 
 import numpy as np
 
-from ..runtime.flags import ConfigError
 from ..runtime.rng import stream
-from ..runtime.text import short
-from ..types import Example
-from .arithmetic import MAX_DIGITS, result
-from .attempts import LARGEST_VALUE, random_attempt, random_equation, random_search
-from .data_lines import parse_record
-from .generated import Generated
-from .pairs import JSONLExamples
-from .scoring import BatchScored
-from .splits import fingerprint
-from .task_request import TaskRequest
+from ..types import ConfigError, Example
+from .base import Generated, SourceTask, is_held_out, tagged_answer
+from .data import Files, Row, Rows
 
-OPEN, CLOSE = "<answer>", "</answer>"
-FEWEST, MOST = 2, 6  # numbers of a generated problem
-LEAST_LARGEST = 6  # with still smaller numbers hardly any problem could be held out
-MOST_IN_DATA = 16
+FORMS = ("search", "chat")
 PROBLEMS_PER_HELD_OUT = 4  # one generated problem in 4 is held out
-DEFAULT_DIFFICULTY = "2x12,3x12"
-LEVEL = re.compile("([0-9]{1,3})x([0-9]{1,3})")
-FORM = 'must be an object like {"nums": [12, 7, 3], "target": 15}'
-
+MAX_CHARS = 400  # of an answer; the fractions in it then have at most as many digits
+SMALLEST = 6  # limit of a level; with smaller numbers hardly any problem is held out
+LARGEST = 100  # value that random attempts reach, on the way or in the end
+# a random search ends after an attempt that hits, and after this share of the others
+STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8
 
 # --- the verifier ---------------------------------------------------------------------------------
 
-
-def final_answer(text: str) -> str:
-    """Return what a text gives as its answer: in its last tags, else its last attempt.
-
-    It is "" for a text with a tag but without a pair of them.
-    """
-    if OPEN not in text and CLOSE not in text:
-        return re.split("[\n<>]", text.strip())[-1]
-    end = text.rfind(CLOSE)
-    start = text.rfind(OPEN, 0, max(end, 0))
-    return text[start + len(OPEN) : end].strip() if start >= 0 else ""
+OPERATORS: dict[type, Callable[..., Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
+FORMULA = re.compile(r"\$|\\[()\[\]]")  # marks of a formula in TeX
 
 
 def solves(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Return whether a text, which may be any whatsoever, reaches the target.
+    """Whether a text, which may be any whatsoever, reaches the target.
 
     Each of the numbers must be used exactly once.
     """
     return result(final_answer(text), numbers) == target
 
 
-class Verified(BatchScored):
-    """Scores completions by `example.fields`, which has `nums` and `target`.
+def final_answer(text: str) -> str:
+    """What a text gives as its answer: in its last tags, else its last attempt."""
+    tagged = tagged_answer(text)
+    return re.split("[\n<>]", text.strip())[-1] if tagged is None else tagged
 
-    Reward parts, each 0 or 1:
-        solved: the answer reaches the target.
-        format: the answer is arithmetic that uses each number once, and its equations are true.
+
+def result(line: str, numbers: Sequence[int]) -> Fraction | None:
+    """What a line reaches by using each of `numbers` exactly once.
+
+    A line is an expression, `(4+3)*5`, or steps separated by commas, `4+3=7,7*5=35`. A step may
+    use what an earlier one gave in place of the numbers in it; they are what stands before the
+    first `=`. Signs are free, as -(4+3) is an expression too. None: the line is malformed, an
+    equation in it is false, a number is used that is not there (any more), or one is left over.
     """
+    if len(line) > MAX_CHARS:
+        return None
+    for written, plain in SIGNS.items():
+        line = line.replace(written, plain)
+    left = Counter[Fraction | int](numbers)
+    try:
+        for step in FORMULA.sub("", line).strip().removesuffix(".").split(","):
+            first, *others = step.split("=")
+            value = evaluate(first)
+            left.subtract(map(int, re.findall("[0-9]+", first)))
+            if min(left.values()) < 0 or any(evaluate(other) != value for other in others):
+                return None
+            left[abs(value)] += 1
+    except Exception:  # a text may hold anything
+        return None
+    return value if left.total() == 1 else None
 
-    parts: Mapping[str, float] = {"solved": 1.0, "format": 0.1}
-    success = "solved"
 
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        reached = [
-            result(final_answer(text), example.fields["nums"])
-            for example, text in zip(examples, texts, strict=True)
-        ]
-        targets = [example.fields["target"] for example in examples]
-        solved = [value == target for value, target in zip(reached, targets, strict=True)]
-        return {
-            "solved": np.array(solved, dtype=np.float32),
-            "format": np.array([value is not None for value in reached], dtype=np.float32),
-        }
+def evaluate(text: str) -> Fraction:
+    """The exact value of an expression: in floating point 1/49*49 is not 1.
+
+    Nothing is executed. Raises some exception for anything else.
+    """
+    if re.search(r"[^-+*/()\s0-9]", text):  # Python also knows 1_0, 0x10 and 1e1
+        raise ValueError("only numbers, + - * / and parentheses")
+
+    def value(tree: Any) -> Fraction:
+        if isinstance(tree, ast.Constant):
+            return Fraction(cast(int, tree.value))
+        operands = [tree.operand] if isinstance(tree, ast.UnaryOp) else [tree.left, tree.right]
+        return OPERATORS[type(tree.op)](*map(value, operands))
+
+    return value(ast.parse(" ".join(text.split()), mode="eval").body)
 
 
-# --- forms ----------------------------------------------------------------------------------------
+# --- random attempts ------------------------------------------------------------------------------
+
+
+def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[int, str]:
+    """Combine two random numbers by a random operator until one is left: its value, and the steps.
+
+    All values are whole numbers from 1 to LARGEST, as far as possible, and the larger one comes
+    first in a step.
+    """
+    pool, steps = [*numbers], list[str]()
+    while len(pool) > 1:
+        b, a = sorted(pool.pop(int(rng.integers(len(pool)))) for _ in range(2))
+        results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else 0}
+        allowed = [sign for sign, value in results.items() if 0 < value <= LARGEST] or ["+"]
+        sign = allowed[int(rng.integers(len(allowed)))]
+        steps.append(f"{a}{sign}{b}={results[sign]}")
+        pool.append(results[sign])
+    return pool[0], ",".join(steps)
+
+
+def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
+    """Random attempts, none of them twice, until one hits or after a random number.
+
+    `<` follows an attempt that is below the target, and `>` one that is above.
+    """
+    text, made = "", list[str]()
+    while True:
+        value, steps = random_attempt(rng, numbers)
+        if steps not in made:
+            made.append(steps)
+            text += steps
+            if value == target or rng.random() < STOP_SHARE or len(made) == MAX_ATTEMPTS:
+                return text
+            text += "<" if value < target else ">"
+        elif rng.random() < STOP_SHARE:  # perhaps there is no other
+            return text[:-1]
+
+
+# --- the task -------------------------------------------------------------------------------------
+
+SPELLED = (
+    "Reach {target} with the numbers {numbers}. Use each of them exactly once; you may add, "
+    "subtract, multiply, divide and use parentheses. Think it through step by step. End with the "
+    "expression alone between <answer> and </answer>, such as <answer>(8 - 2) * 5</answer>."
+)
 
 
 def short_question(numbers: Sequence[int], target: int) -> str:
@@ -106,152 +157,73 @@ def short_question(numbers: Sequence[int], target: int) -> str:
     return f"{' '.join(map(str, sorted(numbers, reverse=True)))} -> {target}\n"
 
 
-def spelled_question(numbers: Sequence[int], target: int) -> str:
-    """The question for a chat model."""
-    listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-    return (
-        f"Reach {target} with the numbers {listed}. Use each of them exactly once; you may add, "
-        "subtract, multiply, divide and use parentheses. Think it through step by step. End with "
-        f"the expression alone between {OPEN} and {CLOSE}, such as {OPEN}(8 - 2) * 5{CLOSE}."
-    )
+class Countdown(SourceTask):
+    """Problems made by a seed, or lines of files such as {"nums": [12, 7, 3], "target": 9}.
 
+    A made target is what a random attempt at the numbers reaches: every problem can be solved.
 
-def random_reply(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
-    """A chat model's warm start; it needs none."""
-    return f"{OPEN}{random_attempt(rng, numbers).expression}{CLOSE}"
-
-
-class Form(NamedTuple):
-    """How a problem is asked, and how a completion looks."""
-
-    ask: Callable[[Sequence[int], int], str]
-    is_chat: bool  # whether the question is a user's message
-    # (rng, numbers, target) -> a text for the warm start
-    warm_up: Callable[[np.random.Generator, Sequence[int], int], str]
-
-    def example(
-        self, rng: np.random.Generator, numbers: Sequence[int], target: int, **others: Any
-    ) -> Example:
-        """The example of a problem. Its `answer` is for the warm start only, and no solution."""
-        question = self.ask(numbers, target)
-        messages = ({"role": "user", "content": question},) if self.is_chat else ()
-        fields = {"nums": [*numbers], "target": target} | others.pop("fields", {})
-        answer = self.warm_up(rng, numbers, target)
-        return Example(question, answer, messages=messages, fields=fields, **others)
-
-
-FORMS = {
-    "search": Form(short_question, False, random_search),
-    "expression": Form(short_question, False, random_equation),
-    "chat": Form(spelled_question, True, random_reply),
-}
-
-
-# what each form changes from the defaults
-SMALL = {"loss": "dapo", "learning_rate": 5e-4}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "search": SMALL
-    | {"max_new_tokens": 72, "eval_every": 50, "eval_size": 512, "eval_size_during": 256},
-    "expression": SMALL | {"init_from": "scratch", "max_new_tokens": 24},
-    "chat": {"speculative_decoding": False, "init_from": "scratch", "max_new_tokens": 1024},
-}
-
-
-# --- where problems come from ---------------------------------------------------------------------
-
-
-class Level(NamedTuple):
-    """Problems of one difficulty."""
-
-    size: int  # how many numbers
-    largest: int  # of them
-
-    @property
-    def kind(self) -> str:
-        return f"{self.size} numbers up to {self.largest}"
-
-
-def parse_levels(text: str) -> list[Level]:
-    """Return the levels of --difficulty, such as `2x12,3x12`. Raises ConfigError."""
-    levels = []
-    for item in text.split(","):
-        found = LEVEL.fullmatch(item.strip())
-        level = Level(int(found[1]), int(found[2])) if found else Level(0, 0)
-        if not (FEWEST <= level.size <= MOST and LEAST_LARGEST <= level.largest <= LARGEST_VALUE):
-            raise ConfigError(
-                "--difficulty must read COUNTxLARGEST,..., such as 2x12,3x20, with "
-                f"{FEWEST} to {MOST} numbers up to {LEAST_LARGEST} to {LARGEST_VALUE}, "
-                f"got {text!r:.60}"
-            )
-        levels.append(level)
-    return levels
-
-
-class Countdown(Generated, Verified):
-    """Seeded problems without end. Each level of the difficulty has an equal share of them.
-
-    A target is what a random attempt at the numbers reaches, so every problem can be solved.
+    Reward functions, each 0 or 1:
+        solved: the answer reaches the target.
+        format: the answer is arithmetic that uses each number once, and its equations are true.
     """
 
-    def __init__(self, seed: int, form: str = "search", difficulty: str = "") -> None:
-        """Raises ConfigError for a difficulty that is not `2x12,3x20` or the like."""
-        self.seed, self.form = seed, FORMS[form]
-        self.levels = parse_levels(difficulty or DEFAULT_DIFFICULTY)
+    parts: Mapping[str, float] = {"solved": 1.0, "format": 0.1}
+    success = "solved"
 
-    def _example(self, split: str, number: int) -> Example:
-        rng = stream(self.seed, f"countdown/{split}", number)
+    def __init__(
+        self,
+        seed: int,
+        data: Files = (),
+        eval_data: Files = (),
+        form: str = "",
+        difficulty: str = "2x12,3x12",
+    ) -> None:
+        """`difficulty` is of made problems: how many numbers x the largest, equally often each."""
+        from_files = bool(data or eval_data)
+        self.seed, self.form = seed, form or ("chat" if from_files else "search")
+        if self.form not in FORMS:
+            raise ConfigError(f"--task-args form must be {', '.join(FORMS)}, got {form}")
+        if from_files:
+            super().__init__(Rows(seed, data, eval_data, self._row))
+            return
+        self.levels = [tuple(map(int, level.split("x"))) for level in difficulty.split(",")]
+        if any(largest < SMALLEST for _, largest in self.levels):
+            raise ConfigError(f"--task-args difficulty: the largest number is below {SMALLEST}")
+        super().__init__(Generated(self._made, f"problems of {difficulty}"))
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        value = result(final_answer(text), example.fields["nums"])
+        solved = value == example.fields["target"]
+        return {"solved": float(solved), "format": float(value is not None)}
+
+    def _made(self, number: int, held_out: bool) -> Example:
+        rng = stream(self.seed, f"countdown/{'held-out' if held_out else 'train'}", number)
         while True:
-            level = self.levels[int(rng.integers(len(self.levels)))]
-            numbers = rng.integers(1, level.largest + 1, level.size).tolist()
-            target = random_attempt(rng, numbers).value
-            if is_held_out_problem(numbers, target) == (split == "held-out"):
-                return self.form.example(rng, numbers, target, index=number, kind=level.kind)
+            size, largest = self.levels[int(rng.integers(len(self.levels)))]
+            numbers = rng.integers(1, largest + 1, size).tolist()
+            target, _ = random_attempt(rng, numbers)
+            problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
+            if is_held_out(problem, PROBLEMS_PER_HELD_OUT) == held_out:
+                kind, fields = (
+                    f"{size} numbers up to {largest}",
+                    {"nums": numbers, "target": target},
+                )
+                return self._example(fields, kind, number, random_search(rng, numbers, target))
 
+    def _row(self, record: dict[str, Any]) -> Row:
+        numbers, target = record["nums"], operator.index(record["target"])
+        if len(numbers) < 2 or min(map(operator.index, numbers)) < 0:
+            raise ValueError("nums must be two or more whole numbers from 0")
+        example = self._example(record, f"{len(numbers)} numbers")
+        return Row(short_question(numbers, target), example)
 
-def is_held_out_problem(numbers: Iterable[int], target: int) -> bool:
-    """Return whether a problem is for evaluation, in whatever order its numbers stand."""
-    return fingerprint(f"{sorted(numbers)} {target}") % PROBLEMS_PER_HELD_OUT == 0
-
-
-def generated(request: TaskRequest, form: str) -> Countdown:
-    """The task on seeded problems."""
-    return Countdown(request.seed, form, request.difficulty)
-
-
-class CountdownFiles(JSONLExamples, Verified):
-    """Problems from JSONL files with the field's keys: `{"nums": [12, 7, 3], "target": 15}`."""
-
-    def __init__(self, request: TaskRequest, form: str = "search") -> None:
-        """Raises ValueError, in one line that names the file."""
-        parse = partial(parse_problem, form=FORMS[form])
-        super().__init__(request.paths, request.seed, request.listener, parse)
-
-    def asks(self, example: Example) -> str:
-        """The problem, in whatever order its numbers stand."""
-        return short_question(example.fields["nums"], example.fields["target"])
-
-
-def parse_problem(line: str, form: Form) -> Example:
-    """Return the problem of a JSON line; all of its keys are in `fields`.
-
-    Raises:
-        ValueError: says what is wrong with the line, and what is allowed.
-    """
-    record = parse_record(line, FORM)
-    for key in ("nums", "target"):
-        if key not in record:
-            raise ValueError(f"{FORM}, has no {key}")
-    numbers, target = record["nums"], record["target"]
-    if not (isinstance(numbers, list) and 1 < len(numbers) <= MOST_IN_DATA):
-        raise ValueError(
-            f"nums must be a list of 2 to {MOST_IN_DATA} numbers, got {short(numbers)}"
-        )
-    for number in (*numbers, target):
-        if type(number) is not int or not 0 <= number < 10**MAX_DIGITS:
-            raise ValueError(
-                f"nums and target must be whole numbers from 0 to {10**MAX_DIGITS - 1}, "
-                f"got {short(number)}"
-            )
-    # a problem that stands twice in a file has the same answer twice
-    rng = stream(0, "countdown/file", fingerprint(f"{numbers} {target}"))
-    return form.example(rng, numbers, target, kind=f"{len(numbers)} numbers", fields=record)
+    def _example(
+        self, fields: Mapping[str, Any], kind: str, index: int = 0, search: str = ""
+    ) -> Example:
+        """The example of a problem. `search`, for supervised fine-tuning, need not solve it."""
+        numbers, target = fields["nums"], fields["target"]
+        if self.form == "search":
+            return Example(short_question(numbers, target), search, index, kind, fields=fields)
+        listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+        question = SPELLED.format(target=target, numbers=listed)
+        return Example(question, "", index, kind, ({"role": "user", "content": question},), fields)

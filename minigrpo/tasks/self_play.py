@@ -5,6 +5,7 @@ with a bias, because purely random play hardly ever castles, promotes or mates. 
 `PLIES_PER_GAME` examples; it is played once and cached.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,11 +13,12 @@ from typing import NamedTuple
 import chess
 import numpy as np
 
+from ..fen import move_kind, position_key, push, render, transition
 from ..runtime.rng import stream
 from ..types import Example
-from .splits import is_held_out
-from .transitions import move_kind, ply_kind, prompt_of, render, transition
+from .base import fingerprint
 
+POSITIONS_PER_HELD_OUT = 4  # one position in 4 is held out
 PLIES_PER_GAME = 16  # examples per game
 GAMES_BETWEEN_SLOTS = 4  # distance in games between two draws from the same game
 MAX_PLIES = 140
@@ -26,11 +28,9 @@ MATE_IF_POSSIBLE = 0.3  # how often a mating move is played if there is one
 SPARSE_START_SHARE = 0.2  # of the games: endgames, the source of promotions, mates and draws
 
 # how much likelier than a quiet move a move of each kind is played ...
-PLAY_BIAS = {"quiet": 1.0, "capture": 1.5, "castling": 30.0, "promotion": 6.0, "en passant": 60.0}
+PLAY_BIAS = {"capture": 1.5, "castling": 30.0, "promotion": 6.0, "en passant": 60.0}
 # ... and how much likelier it is then picked as an example
 PICK_BIAS = {
-    "quiet": 1.0,
-    "capture": 1.0,
     "castling": 6.0,
     "promotion": 5.0,
     "en passant": 20.0,
@@ -38,7 +38,21 @@ PICK_BIAS = {
     "checkmate": 8.0,
     "draw": 12.0,
 }
-KINDS = (*PICK_BIAS, "illegal")
+
+
+def is_held_out(fen: str) -> bool:
+    """Whether a position is held out for evaluation, by its hash alone; clocks do not matter.
+
+    So every run agrees on it, and a position that occurs twice is never in both splits.
+    """
+    return (fingerprint(position_key(fen)) >> 56) % POSITIONS_PER_HELD_OUT == 0
+
+
+def ask(fen: str, uci: str, earlier: Sequence[str], history: int, index: int = 0) -> Example:
+    """What a move makes of a position; the prompt has the last `history` of the earlier moves."""
+    told = ",".join(earlier[-history:]) + "+" if history else ""
+    answer, kind = transition(fen, uci)
+    return Example(f"A: {fen}+{uci}+{told}", answer, index, kind)
 
 
 class Ply(NamedTuple):
@@ -47,6 +61,7 @@ class Ply(NamedTuple):
     fen: str  # before the move
     uci: str
     kind: str
+    earlier: list[str]  # the moves before it
 
 
 def play(seed: int, split: str, game: int, attempt: int) -> list[Ply]:
@@ -59,32 +74,29 @@ def play(seed: int, split: str, game: int, attempt: int) -> list[Ply]:
         and (moves := list(board.legal_moves))
         and not board.is_insufficient_material()
     ):
-        kinds = [move_kind(board, move) for move in moves]
-        weights = np.cumsum([PLAY_BIAS[kind] for kind in kinds])
-        pick = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
-        move, kind = moves[pick], kinds[pick]
-        if rng.random() < MATE_IF_POSSIBLE and (mate := mating_move(board, moves)):
-            move = mate
+        weights = np.cumsum([PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves])
+        pick = np.searchsorted(weights, rng.random() * weights[-1], side="right")
+        move = moves[int(pick)]
+        if rng.random() < MATE_IF_POSSIBLE:
+            move = mating_move(board, moves) or move
         fen = render(board)
-        board.push(move)
-        plies.append(Ply(fen, move.uci(), ply_kind(board, kind)))
+        kind, _ = push(board, move)
+        plies.append(Ply(fen, move.uci(), kind, [ply.uci for ply in plies]))
     return plies
 
 
 def sparse_board(rng: np.random.Generator) -> chess.Board:
-    """Return a random valid endgame: two kings and one to six other pieces, about half of them
-    pawns.
-    """
+    """A random valid endgame: two kings and one to six other pieces, about half of them pawns."""
     while True:
         board = chess.Board(None)
-        squares = rng.permutation(64)
-        board.set_piece_at(int(squares[0]), chess.Piece(chess.KING, chess.WHITE))
-        board.set_piece_at(int(squares[1]), chess.Piece(chess.KING, chess.BLACK))
+        squares = rng.permutation(64).tolist()
+        board.set_piece_at(squares[0], chess.Piece(chess.KING, chess.WHITE))
+        board.set_piece_at(squares[1], chess.Piece(chess.KING, chess.BLACK))
         for square in squares[2 : 3 + int(rng.integers(6))]:
             is_pawn = rng.random() < 0.5
             piece = chess.PAWN if is_pawn else int(rng.integers(chess.KNIGHT, chess.QUEEN + 1))
-            board.set_piece_at(int(square), chess.Piece(piece, bool(rng.random() < 0.5)))
-        board.turn = bool(rng.random() < 0.5)
+            board.set_piece_at(square, chess.Piece(piece, rng.random() < 0.5))
+        board.turn = rng.random() < 0.5
         board.halfmove_clock = int(rng.integers(40))
         board.fullmove_number = int(rng.integers(30, 110))
         if board.is_valid() and any(board.legal_moves):
@@ -92,7 +104,7 @@ def sparse_board(rng: np.random.Generator) -> chess.Board:
 
 
 def mating_move(board: chess.Board, moves: list[chess.Move]) -> chess.Move | None:
-    """Return the first of the moves that mates, None if there is none."""
+    """The first of the moves that mates, None if there is none."""
     for move in moves:
         if board.gives_check(move):
             board.push(move)
@@ -104,8 +116,8 @@ def mating_move(board: chess.Board, moves: list[chess.Move]) -> chess.Move | Non
 
 
 def illegal_move(fen: str, rng: np.random.Generator) -> str:
-    """Return an illegal move that mostly looks plausible: it leaves the king in check, or starts
-    from a square of the side to move.
+    """An illegal move that mostly looks plausible: it leaves the king in check, or starts from a
+    square of the side to move.
     """
     board = chess.Board(fen)
     pinned = [move for move in board.pseudo_legal_moves if not board.is_legal(move)]
@@ -128,12 +140,12 @@ class Positions:
     history: int = 0  # how many earlier moves the prompt contains
 
     def example(self, index: int) -> Example:
-        """Return example `index`: one ply of game `index // PLIES_PER_GAME`."""
+        """Example `index`: one ply of game `index // PLIES_PER_GAME`."""
         game, slot = divmod(index, PLIES_PER_GAME)
         return self.game(game)[slot]
 
     def draw(self, number: int) -> Example:
-        """Return the same examples in another order, in which consecutive ones are unrelated.
+        """The same examples in another order, in which consecutive ones are unrelated.
 
         `PLIES_PER_GAME` consecutive draws come from as many different games, and no example comes
         twice. The games are staggered: every `PLIES_PER_GAME` draws need one new game, so the cost
@@ -145,25 +157,19 @@ class Positions:
 
     @lru_cache(maxsize=2048)  # noqa: B019 - equal Positions are values and share the entries
     def game(self, game: int) -> tuple[Example, ...]:
-        """Return the examples of one game. Cached, because self-play takes about 17 ms."""
-        usable: list[tuple[Ply, str]] = []  # with the moves before each
-        attempt = 0
+        """The examples of one game. Cached, because self-play takes about 17 ms."""
+        usable, attempt = list[Ply](), 0
         while len(usable) < PLIES_TO_PICK_FROM:  # short games have too few plies of one split
             plies = play(self.seed, self.split, game, attempt)
-            for i, ply in enumerate(plies):
-                if is_held_out(ply.fen) == (self.split == "held-out"):
-                    before = ",".join(p.uci for p in plies[max(0, i - self.history) : i])
-                    usable.append((ply, before))
+            usable += [x for x in plies if is_held_out(x.fen) == (self.split == "held-out")]
             attempt += 1
         rng = stream(self.seed, f"pick/{self.split}", game)
-        weights = np.array([PICK_BIAS[ply.kind] for ply, _ in usable])
+        weights = np.array([PICK_BIAS.get(ply.kind, 1.0) for ply in usable])
         picks = rng.choice(len(usable), PLIES_PER_GAME, replace=False, p=weights / weights.sum())
-        first = game * PLIES_PER_GAME
-        return tuple(self._example(first + i, usable[pick], rng) for i, pick in enumerate(picks))
-
-    def _example(self, index: int, picked: tuple[Ply, str], rng: np.random.Generator) -> Example:
-        ply, before = picked
-        if rng.random() < ILLEGAL_SHARE:
-            ply = ply._replace(uci=illegal_move(ply.fen, rng), kind="illegal")
-        prompt = prompt_of(ply.fen, ply.uci, before if self.history else None)
-        return Example(prompt, transition(ply.fen, ply.uci), index, ply.kind)
+        examples = []
+        for index, pick in enumerate(picks, game * PLIES_PER_GAME):
+            fen, uci, _, earlier = usable[pick]
+            if rng.random() < ILLEGAL_SHARE:
+                uci = illegal_move(fen, rng)
+            examples.append(ask(fen, uci, earlier, self.history, index))
+        return tuple(examples)

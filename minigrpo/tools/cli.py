@@ -1,97 +1,105 @@
 """The command `minigrpo COMMAND [flags]`. `minigrpo COMMAND --help` lists a command's flags.
 
 A command's module is imported only when the command runs, so that `minigrpo --help` does not wait
-several seconds for torch.
+several seconds for torch. Here, and only here, bad input becomes one line and exit code 2.
 """
 
+import difflib
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
-CTRL_C = 130  # 128 + SIGINT
+BAD_INPUT, CTRL_C = 2, 130  # exit codes; 130 is 128 + SIGINT
 COMMANDS = {
-    "train": "train a model with GRPO, or warm it up on true answers",
+    "train": "train a model with GRPO, or supervised on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
-    "sample": "prompt a model, and show its completions beside the true answers",
-    "report": "write a page: curves, settings, findings and samples of runs",
-    "doctor": "say what is wrong with a run, and what to do about it",
-    "compare": "say what differs between runs, and whether it is more than chance",
-    "curves": "compare the learning curves of runs, as a table and a figure",
+    "sample": "prompt a model, or show its answers to held-out examples",
+    "report": "write a page about runs: curves, settings, findings and samples",
+    "compare": "tell what differs between runs, and whether it is more than chance",
+    "doctor": "tell what is wrong with a run, and what to do about it",
     "export": "write a model as a folder that transformers loads",
-    "annotate": "make training data: chess positions with Stockfish's best moves",
-    "plan": "estimate the tokens, memory and seconds of one training step",
+    "plan": "estimate the memory of a training step, by parts",
     "benchmark": "measure the gain of each speed layer on this machine",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command. For an unknown command, exits with code 2 and one line on stderr."""
+    """Run one command."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
-        from ..runtime.flags import closed_pipe_is_no_error
-
-        with closed_pipe_is_no_error():
-            sys.stdout.write(usage())
-        return
-    with ended_by_ctrl_c():
-        run_command(name, rest, prog=f"minigrpo {name}")
+    run_command(name, rest, prog=f"minigrpo {name}")
 
 
 def run_script(name: str) -> None:
     """What train.py and its like do: run one command under the script's own name."""
-    with ended_by_ctrl_c():
-        run_command(name, sys.argv[1:], prog=Path(sys.argv[0]).name)
+    run_command(name, sys.argv[1:], prog=Path(sys.argv[0]).name)
 
 
 def run_command(name: str, argv: Sequence[str], prog: str) -> None:
-    if name == "benchmark":
-        import_module(f"{_benchmarks()}.cli").main(list(argv), prog=prog)
-    elif name in COMMANDS:
-        import_module(f"{__package__}.{name}").main(argv, prog=prog)
-    else:
-        from ..runtime.flags import ConfigError, did_you_mean, exit_with
-
-        hint = did_you_mean(name, list(COMMANDS))
-        exit_with(ConfigError(f"minigrpo has no command {name!r}{hint}"))
-
-
-@contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
-    """End with one line and the shell's exit code for Ctrl-C, also while torch is imported."""
+    """Run a command; bad input ends the process with one line on stderr and exit code 2."""
+    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     try:
-        yield
+        if name in ("-h", "--help"):
+            print(usage())
+        else:
+            _module(name).main(list(argv), prog)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         raise SystemExit(CTRL_C) from None
+    except BrokenPipeError:  # `minigrpo --help | head -1`; Python would flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        fail(in_one_line(error))
+
+
+def fail(text: str) -> NoReturn:
+    """End the process with one line on stderr."""
+    sys.stderr.write(f"error: {printable(text)}\n")
+    raise SystemExit(BAD_INPUT)
+
+
+def in_one_line(error: Exception) -> str:
+    """The text of an error; of an unexpected one also where it was raised."""
+    from ..types import ConfigError
+
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ConfigError | OSError):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({type(error).__name__} in {place.filename}, line {place.lineno})"
+
+
+def printable(text: str) -> str:
+    """A text that controls no terminal: only ends of lines and tabs stay as they are."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def usage() -> str:
     """What `minigrpo --help` prints: the commands, one per line."""
     lines = [f"  {name:<10}  {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        (
-            "usage: minigrpo COMMAND [flags]",
-            "",
-            *lines,
-            "",
-            "`minigrpo train` trains the bundled model, without a download.",
-            "`minigrpo COMMAND --help` lists a command's flags.",
-            "",
-        )
-    )
+    hints = [
+        "`minigrpo train` trains the bundled model, without a download.",
+        "`minigrpo COMMAND --help` lists a command's flags.",
+    ]
+    return "\n".join(["usage: minigrpo COMMAND [flags]", "", *lines, "", *hints])
+
+
+def _module(name: str) -> Any:
+    """The module of a command."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        fail(f"minigrpo has no command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return import_module(f"{_benchmarks()}.cli" if name == "benchmark" else f"{__package__}.{name}")
 
 
 def _benchmarks() -> str:
-    """The package of the benchmarks: the folder of the checkout, else the installed package.
-
-    A wheel installs it under a longer name, because a top-level package named `benchmarks` could
-    clash with another one.
-    """
+    """The package of the benchmarks: the checkout's folder, else what a wheel installs it as."""
     checkout = Path(__file__).parents[2]
     if not (checkout / "pyproject.toml").is_file():
         return "minigrpo_benchmarks"
-    if str(checkout) not in sys.path:  # started from another folder
-        sys.path.insert(0, str(checkout))
+    sys.path.insert(0, str(checkout))  # the command may be started from another folder
     return "benchmarks"

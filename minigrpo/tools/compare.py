@@ -1,249 +1,214 @@
-"""Say what differs between runs, and whether the difference is more than chance.
+"""Tell what differs between runs, and whether the difference is more than chance.
 
-minigrpo compare RUN RUN ... --plot curves.png
+minigrpo compare RUN RUN ... [--pool] [--plot curves.png]
 
-The settings that differ, speed and memory, and the measures of the last evaluation: each setting
-against the first one, with a paired test on the same held-out examples. Runs whose settings differ
-in their seed alone are one setting.
+It prints the settings that differ, the first and the last evaluation of each run, and paired tests:
+each run against the first one, example by example, by the answers in held_out.jsonl. With --pool
+runs that differ in their seed alone are one setting, and three seeds or more decide, not examples.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, Any
 
+import numpy as np
 import tyro
+from pydantic import Field
 
-from ..runtime.files import to_json
-from ..runtime.flags import ConfigError, parse
-from ..runtime.logging import Screen
-from ..runtime.measures import SAMPLED, answer_in_words, in_words
-from ..runtime.outputs import check_apart, check_is_not_read, check_output_file, write_output
-from ..runtime.text import printable
-from . import curve_tables, curves
-from .comparison import Comparison, Pair, Row, compared, to_record
-from .curve_tables import MISSING
-from .loading import inputs_of
-from .messages import one_line_errors
-from .settings_of_runs import Setting, differing, grouped, read
+from ..config import Group
+from ..runtime.console import Console
+from ..runtime.logging import HELD_OUT, read_jsonl
+from ..runtime.stats import SAMPLED, Difference, difference, over_seeds
+from ..types import ConfigError
+from .runs import Run, Warn, differing, is_number, read_runs
 
-MOST_CHARACTERS = 100  # of a text in the list of examples
+Answers = Sequence[Mapping[str, Any]]  # the lines of held_out.jsonl, one per held-out example
+HOWS = ("sampled", "greedy")
+LEAST_SEEDS = 3  # from which the seeds decide
+# settings that a comparison of results is not about
+BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
+# settings that say what the reward is
+REWARD = ("task", "task_args", "rewards", "reward_weights")
+COLUMNS = ("", "first", "second", "change", "low", "high", "won/lost", "p")
+ENDS = ("", "steps", "sampled", "to", "greedy", "to", "s/step", "peak MiB")
 
 
 @dataclass(frozen=True)
-class Arguments:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs; the first one's setting is what the others are compared with."""
-    examples: int = 2
-    """How many of the examples that were won, and of those that were lost, to show."""
-    plot: Path | None = None
-    """Draw the curves of all settings here (PNG, SVG or PDF); needs matplotlib."""
-    json: Path | None = None
-    """Write the differences here, with all examples that were won and lost."""
+class Setting:
+    """The runs of one setting, by seed, and the answers of each run's last evaluation."""
 
-    def check(self) -> None:
-        """Raises ConfigError, in one line, for what can be told without reading a run."""
-        if len(self.runs) < 2:
-            raise ConfigError("minigrpo compare needs the folders of at least two runs")
-        places = [run.resolve() for run in self.runs]
-        if twice := next((run for run in self.runs if places.count(run.resolve()) > 1), None):
-            raise ConfigError(f"{twice}: is given twice")
-        if self.examples < 0:
-            raise ConfigError(f"--examples must be at least 0, got {self.examples}")
-        if self.plot is not None:
-            check_output_file("--plot", self.plot, curves.FORMATS)
-        if self.json is not None:
-            check_output_file("--json", self.json)
-        check_apart({"--json": self.json, "--plot": self.plot})
+    name: str
+    runs: Sequence[Run]
+    answers: Sequence[Answers]
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """What its results depend on, besides the seed."""
+        flat = self.runs[0].config.flat()
+        return {name: x for name, x in flat.items() if name not in BESIDE}
+
+
+def settings_of(runs: Sequence[Run], pool: bool, warn: Warn) -> list[Setting]:
+    """The settings, in the order of their first runs; without `pool`, each run is one."""
+    groups: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        same = repr(Setting("", [run], []).flat) if pool else str(number)
+        groups.setdefault(same, []).append(run)
+    found = []
+    for group in groups.values():
+        group.sort(key=lambda run: run.config.run.seed)
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        answers = [read_answers(run, warn) for run in group]
+        found.append(Setting(group[0].name + more, group, answers))
+    return found
+
+
+def read_answers(run: Run, warn: Warn) -> Answers:
+    """The answers that a run keeps; none, with a warning, if they are not whole."""
+    file = run.folder / HELD_OUT
+    lines = read_jsonl(file, warn) if file.exists() else []
+    whole = [x for x in lines if all(isinstance(x.get(how), dict) for how in HOWS)]
+    if not whole or len(whole) < len(lines):
+        warn(f"{file}: has no answers, or damaged ones, so {run.name} has no paired test")
+        return []
+    return whole
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+def differences(first: Setting, second: Setting) -> dict[str, Difference]:
+    """Each measure that both settings have, tested on the held-out examples that they share.
+
+    Runs are paired in the order of their seeds. Seeds that were asked the same examples are
+    averaged example by example, others are joined. The names are those of eval.jsonl.
+    """
+    pairs, tests = [], {}
+    for one, other in zip(first.answers, second.answers, strict=False):
+        n = min(len(one), len(other))
+        if n and asked(one[:n]) == asked(other[:n]):
+            pairs.append((one[:n], other[:n]))
+    join = np.stack if len({asked(one) for one, _ in pairs}) == 1 else np.concatenate
+    same_reward = all(first.flat[name] == second.flat[name] for name in REWARD)
+    for measure in dict.fromkeys(name for one, _ in pairs for name in one[0]["greedy"]):
+        for how in HOWS if same_reward or measure != "reward" else ():
+            values = [[values_of(x, how, measure) for x in pair] for pair in pairs]
+            found = difference(*(join(side) for side in zip(*values, strict=True)))
+            seeds = [x for pair in values if (x := difference(*pair))]
+            if found and len(seeds) == len(pairs):
+                tests[measure + SAMPLED * (how == "sampled")] = decided(found, seeds)
+    return tests
+
+
+def asked(answers: Answers) -> tuple[str, ...]:
+    """A digest of what each example asks."""
+    return tuple(str(record.get("example")) for record in answers)
+
+
+def values_of(answers: Answers, how: str, measure: str) -> np.ndarray:
+    """`[n]` values of a measure; NaN where it does not concern the example."""
+    found = (record[how].get(measure) for record in answers)
+    return np.array([x if is_number(x) else math.nan for x in found], dtype=float)
+
+
+def decided(found: Difference, seeds: Sequence[Difference]) -> Difference:
+    """With three seeds or more, the difference over seeds, each of which counts alike.
+
+    Its interval is never narrower than that over the examples: seeds may agree by chance.
+    """
+    if len(seeds) < LEAST_SEEDS:
+        return found
+    change = over_seeds([seed.change for seed in seeds])
+    low, high = min(change.low, found.low), max(change.high, found.high)
+    first, second = np.mean([(seed.first, seed.second) for seed in seeds], axis=0)
+    return replace(found, first=first, second=second, low=low, high=high, p=math.nan)
 
 
 # --- what is printed ------------------------------------------------------------------------------
 
 
-def show_settings(screen: Screen, settings: Sequence[Setting]) -> None:
-    names = [setting.name for setting in settings]
-    rows = [[name, *values] for name, values in differing(settings).items()]
-    if rows:
-        screen.table("settings that differ", ["", *names], rows, narrow=True)
-    else:
-        screen.say("settings and versions are the same")
+def ends_of(run: Run) -> list[str]:
+    """The cells of ENDS: a run's first and last evaluation, and the medians of its cost."""
+    ends = [run.evaluations[0], run.evaluations[-1]] if run.evaluations else [{}, {}]
+    names = [run.success + SAMPLED, run.success]
+    shares = [f"{end[name]:.3f}" if name in end else "-" for name in names for end in ends]
+    costs = [run.points(name)[1] for name in ("step_time", "memory/peak_mib")]
+    medians = [f"{median(values):.3g}" if len(values) else "-" for values in costs]
+    return [run.name, str(run.metrics[-1]["step"]), *shares, *medians]
 
 
-def show_evaluations(screen: Screen, settings: Sequence[Setting]) -> None:
-    """The first and the last evaluation of each run, and how long it took."""
-    runs = [run for setting in settings for run in setting.runs]
-    for run in runs:
-        if not run.data.evaluations:
-            screen.say(f"{run.name}: has not been evaluated")
-    records = {run.folder: run.data.evaluations for run in runs if run.data.evaluations}
-    names = curve_tables.names_of([run.folder for run in runs])
-    rows = []
-    for run in runs:
-        if run.folder in records:
-            seconds = curve_tables.value(run.data.summary, "wall_seconds")
-            rows.append([names[run.folder], *curve_tables.cells(records[run.folder], seconds)])
-    if rows:
-        screen.table("first and last evaluation", ["", *curve_tables.COLUMNS], rows, narrow=True)
-    for words in curve_tables.other_examples(records):
-        screen.say(words, wrap=True)
-
-
-def show_cost(screen: Screen, settings: Sequence[Setting]) -> None:
-    """Medians per step; speed is that of the first setting over the others'.
-
-    The quartiles show how unsteady the steps were: a busy machine moves medians, too.
-    """
-    first = settings[0].median("step_time")
-    rows = []
-    for setting in settings:
-        run = setting.runs[0].data
-        seconds = setting.median("step_time") or math.nan
-        group = 1 if run.supervised else run.settings["group_size"]
-        length = setting.median("completions/mean_length")
-        tokens = length * run.settings["prompts_per_step"] * group / seconds
-        steps = ", ".join(dict.fromkeys(str(run.data.metrics[-1]["step"]) for run in setting.runs))
-        low, high = setting.quartiles("step_time")
-        figures = (
-            (first / seconds, ".2f"),
-            (tokens, ",.0f"),
-            (setting.median("memory/peak_mib"), ",.0f"),
+def show(console: Console, first: Setting, second: Setting) -> None:
+    """Print whether the first measure shows a difference, and the table of all measures."""
+    if not (tests := differences(first, second)):
+        console.say(
+            f"{second.name} against {first.name}: no paired test, because their last evaluations "
+            "have no held-out examples in common"
         )
-        cells = [MISSING if math.isnan(x) else f"{x:{form}}" for x, form in figures]
-        took = MISSING if math.isnan(seconds) else f"{seconds:.3g} ({low:.3g}-{high:.3g})"
-        seeds = ", ".join(str(run.seed) for run in setting.runs)
-        rows.append([setting.name, seeds, steps, took, *cells])
-    columns = ["", "seeds", "steps", "s/step", "speed", "tok/s", "peak MiB"]
-    screen.table(
-        "speed and memory, medians over the steps (with quartiles)", columns, rows, narrow=True
-    )
-
-
-def show(screen: Screen, found: Comparison, examples: int) -> None:
-    """Print a comparison: verdicts first, then all measures, then examples."""
-    first, second = found.first.name, found.second.name
-    for words in found.why_not:
-        screen.say(words, wrap=True)
-    if not found.rows:
-        screen.say(f"{second} against {first}: no paired test")
         return
-    headline = found.rows[0].measure
-    for row in found.rows:
-        if row.measure == headline:
-            screen.say(verdict(row, first, second), wrap=True)
-    seeds = f" of {len(found.pairs)} seeds" if len(found.pairs) > 1 else ""
-    cells = [
-        [
-            row.measure,
-            row.how,
-            *(f"{mean:.3f}" for mean in row.means),
-            f"{row.change:+.3f} {bracketed(*row.interval, 1, '.3f')}",
-            "" if math.isnan(row.p) else p_value(row.p).removeprefix("= "),
-        ]
-        for row in found.rows
-    ]
-    both = [run for pair in found.pairs for run in (pair.first, pair.second)]
-    steps = dict.fromkeys(run.last_step for run in both)
-    asked = f"{found.num_examples} held-out examples{seeds}"
-    title = f"{asked} at step {' and '.join(steps)}, with 95 % intervals"
-    screen.table(title, ["", "", first, second, "difference", "p"], cells, narrow=True)
-    if headline != found.pairs[0].first.data.success:
-        return
-    for words, rows in (("won", found.won), ("lost", found.lost)):
-        such = ", such as" if rows and examples else ""
-        screen.say(f"{words} by {second}, greedy: {len(rows)} examples{such}")
-        for pair, i in rows[:examples]:
-            show_example(screen, pair, i)
+    name, found = next(iter(tests.items()))
+    better = "better" if found.change > 0 else "worse"
+    says = f"is {better} than" if found.is_shown else "shows no difference from"
+    console.say(f"{second.name} {says} {first.name} ({name})")
+    rows = []
+    for name, x in tests.items():
+        numbers = [f"{x.first:.3f}", f"{x.second:.3f}", f"{x.change:+.3f}"]
+        ends = ["" if math.isnan(end) else f"{end:+.3f}" for end in (x.low, x.high)]
+        p = "" if math.isnan(x.p) else f"{x.p:.2g}"
+        rows.append([name, *numbers, *ends, f"{x.won}/{x.lost}", p])
+    seeds = f", {len(first.runs)} and {len(second.runs)} runs"
+    console.table(f"{found.n} held-out examples{seeds}, 95 % intervals", COLUMNS, rows)
 
 
-def show_example(screen: Screen, pair: Pair, i: int) -> None:
-    first, second = pair.first.answers[i], pair.second.answers[i]
-    for name, text in (
-        ("prompt", first.get("prompt")),
-        (answer_in_words(pair.first.data.success), first.get("truth")),
-        (pair.first.name, first.get("completion")),
-        (pair.second.name, second.get("completion")),
-    ):
-        line = printable(str(text))
-        shown = line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}..."
-        screen.say(f"  {name}: {shown}")
-    screen.say("")
+def plot(settings: Sequence[Setting], out: Path) -> None:
+    """Draw the held-out success by step: the mean of a setting's runs, with their range."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'minigrpo[report]'") from None
+    matplotlib.use("Agg")  # draws into files, and needs no display
+    from matplotlib import pyplot as plt
 
-
-def verdict(row: Row, first: str, second: str) -> str:
-    """Whether the examples, or the seeds, show a difference, in one line."""
-    found, seeds = row.found, len(row.by_seed)
-    if row.seeds_decide:
-        how = f"over {seeds} seeds"
-    elif math.isnan(row.p):
-        how = "bootstrap"
-    else:
-        how = f"p {p_value(row.p)}, {found.won} won and {found.lost} lost"
-    if seeds > 1 and not row.seeds_decide:
-        how += "; by seed " + ", ".join(f"{100 * x:+.1f}" for x in row.by_seed)
-    enough = f"{seeds} seeds" if row.seeds_decide else f"{found.n} examples"
-    if row.is_shown:
-        what = f"{second} is {'better' if row.change > 0 else 'worse'} than {first}"
-    else:
-        what = f"no difference that {enough} could show between {second} and {first}"
-    before, after = row.means
-    shares = f"{after:.1%} against {before:.1%}"
-    points = f"{100 * row.change:+.1f} points {bracketed(*row.interval, 100, '.1f')}"
-    return f"{in_words(row.measure)}, {row.how}: {what}: {shares}, {points} ({how})"
-
-
-def bracketed(low: float, high: float, scale: float, form: str) -> str:
-    return "" if math.isnan(low) else f"[{scale * low:{form}}, {scale * high:{form}}]"
-
-
-def p_value(p: float) -> str:
-    return "< 0.0001" if p < 0.0001 else f"= {p:.2g}"
-
-
-def draw(settings: Sequence[Setting], out: Path, screen: Screen) -> None:
-    """The curves of all settings, a band for the seeds of each. Raises ConfigError."""
-    metric = settings[0].runs[0].data.success + SAMPLED
-    lines: dict[str, list[curve_tables.Records]] = {}
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for setting in settings:
-        runs = [run.data.evaluations for run in setting.runs]
-        lines[setting.name] = [
-            run for run in runs if any(curve_tables.value(x, metric) is not None for x in run)
-        ]
-        if not lines[setting.name]:
-            raise ConfigError(f"--plot: {setting.name} has no evaluation with {metric}")
-    curves.check_common_steps(lines, metric, screen.warn, by="--plot")
-    curves.draw(lines, metric, out, by="--plot")
-    screen.say(f"wrote {out}")
+        curves = [run.points(run.success + SAMPLED, held_out=True) for run in setting.runs]
+        steps = sorted(set.intersection(*({*curve[0].tolist()} for curve in curves)))
+        values = np.stack([y[np.isin(x, steps)] for x, y in curves])
+        axes.plot(steps, values.mean(axis=0), "o-", label=setting.name)
+        axes.fill_between(steps, values.min(axis=0), values.max(axis=0), alpha=0.2)
+    axes.set(xlabel="step", ylabel=f"{settings[0].runs[0].success}, held out, sampled")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=140)
+    plt.close(figure)
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    with one_line_errors():
-        arguments = parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo compare")
-        arguments.check()
-        screen = Screen(has_result=True)
-        runs = [read(folder, screen.warn) for folder in arguments.runs]
-        for name, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-            if path is not None:
-                read_by = (inputs_of(run.data.settings) for run in runs)
-                check_is_not_read(name, path, chain.from_iterable(read_by))
-        settings = grouped(runs)
-        show_settings(screen, settings)
-        show_evaluations(screen, settings)
-        show_cost(screen, settings)
-        if len(settings) < 2:
-            screen.say("all runs have one setting, and differ in their seeds alone")
-        found = [compared(settings[0], other) for other in settings[1:]]
-        for one in found:
-            screen.say("")
-            show(screen, one, arguments.examples)
-        if arguments.json:
-            text = to_json({"comparisons": [to_record(one) for one in found]}, indent=1)
-            write_output("--json", arguments.json, lambda path: path.write_text(text))
-            screen.say(f"wrote {arguments.json}")
-        if arguments.plot:
-            draw(settings, arguments.plot, screen)
+class Arguments(Group):
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=2)]
+    """Folders of runs; the others are compared with the first one."""
+    pool: bool = False
+    """Take runs that differ in their seed alone as one setting."""
+    plot: Path | None = None
+    """Draw the curves of all settings here (PNG, SVG or PDF); needs matplotlib."""
 
 
-if __name__ == "__main__":
-    main()
+def main(argv: Sequence[str], prog: str) -> None:
+    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+    if arguments.plot and arguments.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot must end with .png, .svg or .pdf, got {arguments.plot}")
+    console = Console()
+    runs = read_runs(arguments.runs, console.warn)
+    settings = settings_of(runs, arguments.pool, console.warn)
+    columns = ["", *(setting.name for setting in settings)]
+    software = (dict(setting.runs[0].versions) for setting in settings)
+    rows = differing([setting.flat | x for setting, x in zip(settings, software, strict=True)])
+    console.table("settings and software that differ", columns, rows)
+    ends = [ends_of(run) for setting in settings for run in setting.runs]
+    console.table("held out, first to last evaluation; medians of cost", ENDS, ends)
+    for other in settings[1:]:
+        show(console, settings[0], other)
+    if arguments.plot:
+        plot(settings, arguments.plot)
+        console.say(f"wrote {arguments.plot}")

@@ -1,256 +1,111 @@
-"""Prompt a model with a text or a position of your own, or with held-out examples.
+"""Prompt a model with a text of your own, or show its answers to held-out examples.
 
 minigrpo sample MODEL --prompt "Why is the sky blue?" --temperature 0.7
-minigrpo sample RUN --fen "8/P7/8/8/8/4k3/8/4K3 w - - 0 60" --move a7a8q
-
-The answer to --prompt appears while it is sampled. Other completions stand beside the true answers;
-for chess positions it draws the true board beside the model's, and marks the wrong squares.
+minigrpo sample RUN --examples 5 --n 4
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from itertools import compress
+from typing import Annotated
 
-import chess
 import numpy as np
-from rich.console import Console
-from rich.text import Text
+import tyro
+from pydantic import Field
 
+from ..build import make_scorer
+from ..evaluate import size_of
 from ..model.encoding import decode
-from ..rewards import RewardScorer
-from ..runtime.build import make_token_scoring
-from ..runtime.flags import ConfigError, flag, parse, shown
-from ..runtime.logging import Screen
-from ..runtime.measures import EXACT, answer_in_words
+from ..runtime.console import Console
 from ..runtime.rng import uniforms
-from ..runtime.text import has_lone_surrogate
-from ..sampling.generate import SamplingParams
-from ..sampling.sampler import GREEDY
-from ..tasks.chess_env import ChessEnv
-from ..tasks.own import load_rewards
-from ..tasks.transitions import prompt_of, render, transition
-from ..types import Completions, Example
-from .ask import ask, how
-from .boards import differences, side_by_side
-from .loading import Loaded, ModelSelection, load, warn_of_other_files
-from .messages import one_line_errors
+from ..runtime.stats import has_ended
+from ..sampling.generate import GREEDY, Sampler
+from ..sampling.pick import SamplingParams
+from ..types import Completions, Example, Graded, Task
+from .cli import printable
+from .evaluate import ModelArguments, load_sampler
 
-PROMPTS_AT_ONCE, MOST_SAMPLES = 32, 10_000
-CHAT = ("system", "chat_template")  # settings of a chat
+PROMPTS_AT_ONCE = 32
 
 
-@dataclass(frozen=True)
-class Arguments(ModelSelection):
-    prompt: str | None = None
-    """A text for the model: a user message if the model has a chat template, else sent as it is."""
+class Arguments(ModelArguments):
+    prompt: str = ""
+    """A text for the model: a user's message if the model has a chat template, else as it is."""
     raw: bool = False
-    """Send --prompt as it is, without a chat template."""
-    fen: str = ""
-    """A position, together with --move; empty: held-out examples."""
-    move: str = ""
-    """A move in that position, such as e2e4 or e7e8q; it need not be legal."""
-    before: str = ""
-    """The moves before it, separated by commas; the prompt has the last --history of them."""
-    examples: int = 3
-    """Number of held-out examples."""
-    n: int = 0
-    """Completions to sample per example; 0: a single greedy one."""
+    """Send --prompt as it is, without the chat template."""
+    examples: Annotated[int, Field(ge=1)] = 3
+    """Without --prompt: the number of held-out examples."""
+    n: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Completions to sample per prompt; 0: a single greedy one."""
     temperature: float | None = None
-    """Sampling temperature, with --n or --prompt."""
+    """As for minigrpo train, as are the next; each of them makes --n at least 1."""
     top_k: int | None = None
-    """As for minigrpo train, with --n or --prompt; so are --top-p and --min-p."""
     top_p: float | None = None
     min_p: float | None = None
 
-    def check(self) -> None:
-        """Raises ConfigError, in one line, for what can be told before the model is loaded."""
-        if self.n < 0 or self.examples < 1:
-            raise ConfigError(
-                f"--n must be at least 0 and --examples at least 1, got {self.n} and "
-                f"{self.examples}"
-            )
-        if self.n > MOST_SAMPLES:
-            raise ConfigError(f"--n must be at most {MOST_SAMPLES}, got {self.n}")
-        if bool(self.fen) != bool(self.move) or (self.before and not self.fen):
-            raise ConfigError("--fen and --move go together, and --before with them")
-        self._check_prompt()
-        for name in self._distribution():
-            if not (self.n or self.prompt):
-                raise ConfigError(f"{flag(name)} goes with --n; without it, completions are greedy")
-
-    def _check_prompt(self) -> None:
-        if self.prompt == "":
-            raise ConfigError("--prompt must be a text, got ''")
-        if self.raw and not self.prompt:
-            raise ConfigError("--raw goes with --prompt, which it leaves without a chat template")
-        if has_lone_surrogate(self.prompt or ""):
-            raise ConfigError(f"--prompt must be UTF-8 text, got {shown(self.prompt)}")
-        asked = ("fen", "move", "before", "examples", "task", "data", "history", "confidence")
-        for name in (*(asked if self.prompt else ()), *(CHAT if self.raw else ())):
-            if getattr(self, name) != getattr(Arguments, name):
-                other = "--raw" if name in CHAT else "--prompt"
-                raise ConfigError(f"{flag(name)} does not go with {other}")
-
-    def _distribution(self) -> list[str]:
-        """The settings of sampling that are given."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return [name for name in names if getattr(self, name) is not None]
-
     @property
     def num_samples(self) -> int:
-        """Completions to sample; 0: a single greedy one. --prompt --temperature 1 is one sample."""
-        return self.n or int(bool(self.prompt and self._distribution()))
+        """Completions to sample per prompt; 0: a single greedy one."""
+        distribution = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return self.n or int(any(x is not None for x in distribution))
 
 
-def question(arguments: Arguments, history: int) -> Example:
-    """The example for --fen and --move. Raises ConfigError for an invalid position or move."""
-    try:
-        board = chess.Board(arguments.fen)
-    except ValueError as error:
-        raise ConfigError(f"--fen {arguments.fen!r}: {error}") from None
-    if not board.is_valid():
-        raise ConfigError(f"--fen {arguments.fen!r}: not a legal position ({board.status().name})")
-    moves = [move for move in arguments.before.split(",") if move]
-    try:
-        for move in [arguments.move, *moves]:
-            chess.Move.from_uci(move)
-    except ValueError as error:
-        raise ConfigError(f"--move and --before take moves as e2e4 or e7e8q: {error}") from None
-    if moves and not history:
-        raise ConfigError(
-            "--before goes with --history N, the number of earlier moves in the prompt; it is 0"
-        )
-    fen, before = render(board), ",".join(moves[-history:]) if history else None
-    return Example(prompt_of(fen, arguments.move, before), transition(fen, arguments.move))
-
-
-def questions(arguments: Arguments, loaded: Loaded) -> list[Example]:
-    """The examples to complete. Raises ConfigError for flags that do not go together."""
-    if arguments.fen:
-        if not isinstance(loaded.task, ChessEnv):
-            raise ConfigError(
-                f"--fen and --move are for --task chess-env, without --data; here it is "
-                f"{loaded.config.task.name}"
-            )
-        return [question(arguments, loaded.config.task.history)]
-    size = min(arguments.examples, getattr(loaded.task, "num_held_out", None) or arguments.examples)
-    return [loaded.task.held_out(i) for i in range(size)]
-
-
-def complete(loaded: Loaded, examples: Sequence[Example], num_samples: int) -> list[Completions]:
-    """Complete each example, in parts: `num_samples` samples, or one greedy completion for 0."""
-    u, params = None, GREEDY
+def complete(
+    sampler: Sampler, examples: Sequence[Example], num_samples: int, *, drafts: bool
+) -> Completions:
+    """Greedy completions, or `num_samples` sampled ones per example."""
+    config, u, params = sampler.config, None, GREEDY
     if num_samples:
-        seed, sampling = loaded.config.run.seed, loaded.config.sampling
         rows = np.array([example.index for example in examples])
-        u = uniforms(seed, "tools/sample", 0, rows, num_samples, sampling.max_new_tokens)
-        params = SamplingParams.of(sampling)
-    parts = loaded.sampler.complete(
-        examples, num_samples=max(1, num_samples), u=u, params=params, batch_size=PROMPTS_AT_ONCE
+        longest = config.sampling.max_new_tokens
+        u = uniforms(config.run.seed, "tools/sample", 0, rows, num_samples, longest)
+        params = SamplingParams.of(config.sampling)
+    each = max(1, num_samples)
+    size = max(1, PROMPTS_AT_ONCE // each)
+    parts = sampler.complete(
+        examples, num_samples=each, u=u, params=params, batch_size=size, drafts=drafts
     )
-    return list(parts)
+    return Completions.join(list(parts))
 
 
-def right_texts(
-    loaded: Loaded,
-    examples: Sequence[Example],
-    completions: Completions,
-    texts: Sequence[Sequence[str]],
-    *,
-    temperature: float,
-    screen: Screen,
-) -> tuple[str, list[set[str]]]:
-    """The success of the run, and by it the right completions of each example.
-
-    Of --rewards only the function that is the success is asked.
-    """
-    config, warn, sampler = loaded.config, screen.warn, loaded.sampler
-    functions = load_rewards(config.task.rewards, warn) if not config.task.confidence else []
-    scorer = RewardScorer(
-        loaded.task,
-        functions=[function for function in functions if function.success],
-        warn=warn,
-        timeout_s=config.task.reward_timeout,
-        token_scoring=make_token_scoring(
-            config, sampler.tokenizer, sampler.model.device, warn, loaded.asked
-        ),
-    )
-    if scorer.success == EXACT:
-        return EXACT, [{example.answer} for example in examples]
-    with closing(scorer):
-        table = scorer.submit(examples, texts).result()
-        table = scorer.with_token_parts(table, examples, texts, completions, temperature)
-    right = table.parts[scorer.success] == 1
-    return scorer.success, [set(compress(*row)) for row in zip(texts, right, strict=True)]
+def answer(console: Console, sampler: Sampler, arguments: Arguments) -> None:
+    """Print the completions of --prompt."""
+    is_chat = sampler.tokenizer.chat is not None and not arguments.raw
+    messages = ({"role": "user", "content": arguments.prompt},) if is_chat else ()
+    example = Example(arguments.prompt, messages=messages)
+    completions = complete(sampler, [example], arguments.num_samples, drafts=False)
+    ended = has_ended(completions, sampler.stops)[0].tolist()
+    for text, is_whole in zip(decode(sampler.tokenizer, completions)[0], ended, strict=True):
+        console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
 
 
-def show(
-    console: Console,
-    example: Example,
-    texts: Sequence[str],
-    right: set[str],
-    *,
-    answer: str,
-    boards: bool,
-) -> None:
-    """Print a prompt, its answer, called `answer`, and each distinct completion with its count."""
-    kind = f"   ({example.kind})" if example.kind else ""
-    console.print(Text(f"prompt      {plain(example.prompt)}{kind}"))
-    console.print(Text(f"{answer:<11} {plain(example.answer)}"))
-    for text, count in Counter(texts).most_common():
-        is_right, is_exact = text in right, text == example.answer
-        verdict = "wrong" if not is_right else "exact" if is_exact else "right"
-        colour = "green" if is_right else "red"
-        line = Text(f"completion  {plain(text)}").append(f"   {verdict}", style=f"bold {colour}")
-        console.print(line.append(f"   {count} of {len(texts)}" if len(texts) > 1 else ""))
-        if boards and not is_right:
-            wrong = "; ".join(differences(example.answer, text))
-            console.print(Text(f"            {plain(wrong)}"))
-        if boards and (not is_right or len(texts) == 1):
-            console.print(side_by_side(example.answer, text))
-    console.print()
+def show(console: Console, task: Task, graded: Graded) -> None:
+    """Print prompts, their answers in the data, and each distinct completion with its count."""
+    rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
+    for example, texts, right, rewards in rows:
+        lines = [f"prompt      {example.prompt}", f"answer      {example.answer}"]
+        for text, count in Counter(texts).most_common():
+            place = texts.index(text)
+            verdict = "right" if right[place] == 1 else "wrong"
+            times = f", {count} of {len(texts)}" if len(texts) > 1 else ""
+            lines.append(f"completion  {text}   {verdict}, reward {rewards[place]:.3g}{times}")
+            if verdict == "wrong" and (why := task.explain(example, text)):
+                lines.append(f"            {why}")
+        console.say(printable("\n".join([*lines, ""])))
 
 
-def plain(text: str) -> str:
-    """The text with control characters escaped: a model's output must not control the terminal."""
-    return text if text.isprintable() else repr(text)[1:-1]
-
-
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
-    with one_line_errors():
-        run(parse(Arguments, argv, description=__doc__, prog=prog or "minigrpo sample"))
-
-
-def run(arguments: Arguments) -> None:
-    """Load, complete and print. Raises ValueError in one line."""
-    arguments.check()
-    if arguments.fen and arguments.data is None:
-        # --fen does not need the run's data files, which may be gone
-        arguments = replace(arguments, data="")
-    screen = Screen(has_result=True)
-    if arguments.prompt:
-        ask(
-            *(arguments, screen, arguments.prompt),
-            raw=arguments.raw,
-            num_samples=arguments.num_samples,
-        )
+def main(argv: Sequence[str], prog: str) -> None:
+    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+    console, config = Console(), arguments.config()
+    if arguments.prompt:  # the task is of no interest, and its files may be gone
+        config = config.replace(system="") if arguments.raw else config
+        answer(console, load_sampler(config, console.warn, speculate=False), arguments)
         return
-    loaded = load(arguments, screen)
-    examples = questions(arguments, loaded)
-    with screen.errors.status("sampling"):
-        parts = complete(loaded, examples, arguments.n)
-        texts = [group for part in parts for group in decode(loaded.sampler.tokenizer, part)]
-        params = loaded.config.sampling if arguments.n else GREEDY
-        asked = loaded, examples, Completions.join(parts), texts
-        success, right = right_texts(*asked, temperature=params.temperature, screen=screen)
-        warn_of_other_files(arguments, loaded.asked, screen)
-    screen.say(f"{loaded.name}, {how(arguments.n, loaded.config)}\n")
-    answer, boards = answer_in_words(success), isinstance(loaded.task, ChessEnv)
-    for example, group, found in zip(examples, texts, right, strict=True):
-        show(screen.console, example, group, found, answer=answer, boards=boards)
-
-
-if __name__ == "__main__":
-    main()
+    task = arguments.load_task(config)
+    sampler = load_sampler(config, console.warn, speculate=task.speculate)
+    examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
+    completions = complete(sampler, examples, arguments.num_samples, drafts=True)
+    texts = decode(sampler.tokenizer, completions)
+    temperature = config.sampling.temperature if arguments.num_samples else 1.0
+    scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
+    rewards = scorer.score_completions(examples, texts, completions, temperature)
+    show(console, task, Graded(examples, texts, rewards, scorer.success))

@@ -1,0 +1,138 @@
+"""What the benchmarks measure with: the machine, peak memory, medians with intervals, tables."""
+
+import ctypes
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RISK = 0.05  # that an interval misses the true median
+FEWEST = 6  # values for an interval
+NEGLIGIBLE = 0.01  # a gain of less than this counts as none, however sure it is
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class PeakMemory:
+    """The peak of memory in use within a `with`, above what was in use before: `.mib`.
+
+    Counts allocations on a CUDA device, elsewhere the growth of the process's resident memory (NaN
+    on other systems than Linux).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.mib, self.before = device, float("nan"), 0.0
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device) / 2**20
+        elif CLEAR.exists():
+            # otherwise allocations that reuse freed memory would not show as growth
+            ctypes.CDLL(None).malloc_trim(0)
+            CLEAR.write_text("5")  # resets the peak
+            self.before = _resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            self.mib = torch.cuda.max_memory_allocated(self.device) / 2**20 - self.before
+        elif CLEAR.exists():
+            self.mib = _resident("VmHWM") - self.before
+
+
+def _resident(field: str) -> float:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 2**10
+
+
+@dataclass(frozen=True)
+class Median:
+    """A median and its interval; the ends are None if there are too few values.
+
+    The interval has a confidence of at least 95 % and assumes nothing about the noise: the true
+    median lies between the k-th smallest and the k-th largest of n values, except with probability
+    2 * P(Binomial(n, 1/2) < k).
+    """
+
+    middle: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Median":
+        ordered, n = sorted(values), len(values)
+        if n < FEWEST:
+            return cls(median(ordered), None, None)
+        k = 1
+        while 2 * sum(comb(n, i) for i in range(k + 1)) <= RISK * 2**n:
+            k += 1
+        return cls(median(ordered), ordered[k - 1], ordered[n - k])
+
+    def text(self, pattern: str = "{:.2f}") -> str:
+        middle = pattern.format(self.middle)
+        if self.low is None or self.high is None:
+            return middle
+        return f"{middle} ({pattern.format(self.low)}-{pattern.format(self.high)})"
+
+    def verdict(self) -> str:
+        """A gain in words: a factor, slower, or no difference."""
+        if self.low is None or self.high is None:
+            return f"{self.middle:.2f}x; too few turns for an interval"
+        if self.low <= 1 <= self.high or abs(self.middle - 1) < NEGLIGIBLE:
+            return f"no difference ({self.low:.2f}-{self.high:.2f}x)"
+        return f"{'slower: ' if self.high < 1 else ''}{self.text()}x"
+
+
+def gain(before: Mapping[int, float], now: Mapping[int, float]) -> Median | None:
+    """How many times as fast `now` is as `before`, both seconds by turn.
+
+    The turns are paired, because all rows sample the same prompts in a turn, one after another: so
+    neither the prompts nor a machine that slows down for a while count as a difference.
+    """
+    ratios = [before[turn] / now[turn] for turn in now if turn in before]
+    return Median.of(ratios) if ratios else None
+
+
+Column = tuple[str, str, Callable[[Any], str]]  # heading, key in a row, formatter
+
+
+def number(pattern: str) -> Callable[[Any], str]:
+    return lambda value: "" if value is None or value != value else pattern.format(value)
+
+
+def show(
+    console: Console, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
+) -> str:
+    """Print rows as a table, and return it as Markdown; columns that are empty are left out."""
+    filled = [(heading, [form(row.get(key)) for row in rows]) for heading, key, form in columns]
+    kept = [(heading, texts) for heading, texts in filled if any(texts)]
+    table = Table(title=title, title_justify="left")
+    for i, (heading, _) in enumerate(kept):
+        table.add_column(heading, justify="right" if i else "left")
+    lines = list(zip(*(texts for _, texts in kept), strict=True))
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    marks = [[heading for heading, _ in kept], ["---", *["--:"] * (len(kept) - 1)], *lines]
+    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in marks) + "\n"

@@ -1,0 +1,286 @@
+"""Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import Config, ModelConfig
+from .learner import Learner
+from .model.encoding import encode_pairs, encode_prompts
+from .model.frozen_model import FrozenModel
+from .model.hf import hub_folder
+from .model.lora import adapters, add_adapters, disable_adapters, load_trained, merge_adapters
+from .model.packing import PACKINGS
+from .model.tokenizer import Tokenizer, load_tokenizer
+from .model.transformer import ModelShape, Transformer
+from .rewards import RewardFunction, RewardScorer, load_rewards
+from .runtime import device as layers
+from .runtime.checkpoint import checkpoints, load_newest
+from .runtime.guard import OOMBackoff
+from .runtime.rng import stream, weights_seed
+from .tasks.base import load_task, shipped_model
+from .types import ConfigError, Task
+
+Say = Callable[[str], object]
+RECORD = "config.toml"  # of a run's folder
+CHESS = "chess"  # the tokenizer of models that bring none
+# Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
+# than the tokenizer has.
+MOST_PADDING = 8
+CHECKED = 16  # examples of each split that are encoded before a run starts, and 4 x of the longest
+
+
+def nothing(text: str) -> None:
+    """A message that is not shown."""
+
+
+def config_of_run(run: str | Path) -> Config:
+    """The settings of a run's folder. Raises ConfigError."""
+    return Config.from_toml(Path(run) / RECORD)
+
+
+# --- tokenizer and task ---------------------------------------------------------------------------
+
+
+def with_own_tokenizer(config: Config) -> Config:
+    """The config with the tokenizer and the chat template that --tokenizer auto stands for."""
+    name, template = config.model.tokenizer, config.model.chat_template
+    if name == "auto":
+        name, own = own_tokenizer(config.model.name)
+        template = template or own
+    return config.replace(tokenizer=name, chat_template=template)
+
+
+def own_tokenizer(model: str) -> tuple[str, str]:
+    """The tokenizer of a model, and the chat template of the run that it comes from, or ""."""
+    if model in ("shipped", "scratch"):
+        return CHESS, ""
+    if (Path(model) / RECORD).is_file():
+        of_run = with_own_tokenizer(config_of_run(model)).model
+        return of_run.tokenizer, of_run.chat_template
+    has_own = (hub_folder(model) / "tokenizer.json").is_file()
+    return (model if has_own else CHESS), ""
+
+
+def make_tokenizer(config: Config, say: Say = nothing) -> Tokenizer:
+    """The tokenizer of --tokenizer, with --chat-template and --system. Raises ConfigError."""
+    model = with_own_tokenizer(config).model
+    tokenizer = load_tokenizer(model.tokenizer, model.chat_template or None, config.task.system)
+    if model.tokenizer != CHESS:
+        chat = "; its chat template writes prompts of messages" if tokenizer.chat else ""
+        say(f"tokenizer: {model.tokenizer}, {tokenizer.n_vocab:,} tokens{chat}")
+    return tokenizer
+
+
+def make_task(config: Config) -> Task:
+    """The task of --task, --data and --eval-data. Raises ConfigError."""
+    task = config.task
+    return load_task(
+        task.name,
+        seed=config.run.seed,
+        data=task.data,
+        eval_data=task.eval_data,
+        chat=bool(task.system),
+        args=task.task_args,
+    )
+
+
+def check_examples(config: Config, task: Task, tokenizer: Tokenizer, context: int) -> None:
+    """Raise ConfigError for examples that do not fit the model; a run would end at their step."""
+    held_out = range(min(CHECKED, task.num_held_out or CHECKED))
+    examples = [task.train(i) for i in range(CHECKED)]
+    examples += [*(task.held_out(i) for i in held_out), *task.longest(4 * CHECKED)]
+    encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
+    if config.supervised:
+        encode_pairs(tokenizer, examples, context)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def make_model(
+    config: Config, tokenizer: Tokenizer, device: torch.device | str = "cpu", say: Say = nothing
+) -> Transformer:
+    """The model that --model names, with --lora-rank, on a device. Raises ConfigError."""
+    settings, seed = config.model, weights_seed(config.run.seed)
+    if settings.name == "scratch":
+        model = Transformer(ModelShape(tokenizer.n_vocab), seed)
+    else:
+        stored = base_dtype(settings) if settings.lora_rank else None  # trained ones are float32
+        model = load_model(
+            settings.name, task=config.task.name, say=say, matrices=stored, seed=seed
+        )
+    fit_vocab(model, f"--model {settings.name}", tokenizer, say)
+    if config.sampling.max_new_tokens >= model.shape.context:
+        raise ConfigError(f"--max-new-tokens must be below the model's {model.shape.context}")
+    add_lora(model, settings, int(stream(config.run.seed, "adapters").integers(2**32)), say)
+    return model.to(device)
+
+
+def base_dtype(settings: ModelConfig) -> torch.dtype | None:
+    """How --base-dtype stores frozen matrices; None: in float32."""
+    return None if settings.base_dtype == "float32" else torch.bfloat16
+
+
+def load_model(
+    name: str,
+    *,
+    task: str = "chess-env",
+    say: Say = nothing,
+    matrices: torch.dtype | None = None,
+    seed: int = 0,
+) -> Transformer:
+    """A model by what --model names: shipped, a run, a folder or file, or ORG/NAME on the Hub.
+
+    Adapters of a run are merged into its weights.
+
+    Args:
+        task: whose model `shipped` means.
+        matrices: the type of weights with two dimensions; None: float32.
+        seed: of the random weights of a folder that has none.
+
+    Raises ConfigError.
+    """
+    if name == "shipped":
+        return Transformer.from_pretrained(shipped_model(task), matrices)
+    run = Path(name)
+    if not (run / RECORD).is_file():
+        folder = hub_folder(name)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            say(f"--model {name}: random weights, of the shape in its config.json")
+        return Transformer.from_pretrained(folder, matrices, seed=seed)
+    if not checkpoints(run / "checkpoints"):
+        return Transformer.from_pretrained(run / "model.safetensors", matrices)
+    state = load_newest(run / "checkpoints", say)
+    config = config_of_run(run)
+    settings, seed = config.model, weights_seed(config.run.seed)
+    if settings.lora_rank:
+        stored = base_dtype(settings)
+        model = load_model(settings.name, task=task, say=say, matrices=stored, seed=seed)
+        model.trim_vocab(min(model.shape.vocab_size, state["shape"]["vocab_size"]))
+        add_lora(model, settings)
+        load_trained(model, state["model"])
+        return merge_adapters(model)
+    model = Transformer.empty(ModelShape(**state["shape"]))
+    load_trained(model, state["model"])
+    return model
+
+
+def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0, say: Say = nothing) -> None:
+    """Freeze a model and add the adapters of --lora-rank, in place; without it, do nothing."""
+    rank = settings.lora_rank
+    if not rank:
+        return
+    targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
+    alpha = settings.lora_alpha or 2.0 * rank
+    add_adapters(model, rank=rank, alpha=alpha, targets=targets, seed=seed)
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    say(
+        f"--lora-rank {rank}: {len(adapters(model))} adapters, {trained / 1e6:.3f} M of "
+        f"{total / 1e6:.2f} M parameters are trained"
+    )
+
+
+def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer, say: Say = nothing) -> None:
+    """Drop vocabulary padding, because a token that cannot be decoded must never be sampled.
+
+    Raises ConfigError if the tokenizer does not fit the model.
+    """
+    size, known = model.shape.vocab_size, tokenizer.n_vocab
+    if known < size <= known + known // MOST_PADDING:
+        say(f"{name}: {size - known} tokens more than {tokenizer.name} has are padding, dropped")
+        model.trim_vocab(known)
+    elif size != known:
+        raise ConfigError(f"{name} has {size} tokens, --tokenizer {tokenizer.name} has {known}")
+
+
+def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> FrozenModel | None:
+    """The reference of --kl-coef: the learner's model as it is now, which is not trained yet.
+
+    It is a frozen copy. Of a model with adapters it shares all weights, and the adapters are off.
+    """
+    if not config.loss.kl_coef:
+        return None
+    shares_weights = config.model.lora_rank > 0
+    if shares_weights:
+        model = layers.sharing_weights(learner.model)
+        disable_adapters(model)
+    else:
+        copied = copy.deepcopy(learner.model).requires_grad_(False)
+        model = layers.low_precision_copy(config.speed, copied)
+    return FrozenModel(
+        model,
+        tokenizer,
+        name="the reference of --kl-coef",
+        packing=PACKINGS[config.speed.packing],
+        temperature=config.sampling.temperature,
+        backoff=learner.backoff,
+        autocast=learner.autocast,
+        offload=config.memory.offload_reference and not shares_weights,
+    )
+
+
+def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> FrozenModel:
+    """A model that a reward asks, with its own tokenizer. Raises ConfigError."""
+    own, template = own_tokenizer(name)
+    tokenizer = load_tokenizer(own, template or None)
+    model = load_model(name, say=warn, matrices=base_dtype(config.model))
+    fit_vocab(model, name, tokenizer, warn)
+    model = layers.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
+    return FrozenModel(
+        model,
+        tokenizer,
+        name=name,
+        packing=PACKINGS[config.speed.packing],
+        temperature=config.sampling.temperature,
+        backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
+        autocast=partial(layers.autocast, config.speed, device),
+        offload=config.memory.offload_reference,
+    )
+
+
+# --- rewards --------------------------------------------------------------------------------------
+
+
+def make_scorer(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    warn: Say = nothing,
+    functions: Sequence[RewardFunction] = (),
+) -> RewardScorer:
+    """The scorer of the task's reward functions, those of --rewards and `functions`.
+
+    Raises ConfigError, also where all weights are 0, so that nothing would be learnt.
+    """
+    own = load_rewards(config.task.rewards) if config.task.rewards else []
+    scorer = RewardScorer(
+        task,
+        weights=config.task.reward_weights,
+        functions=[*own, *functions],
+        workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
+        warn=warn,
+        tokenizer=tokenizer,
+        token_model=cache(partial(load_frozen, config, device, warn)),
+    )
+    learns = any(scorer.weights.values()) or config.loss.overlong == "punish"
+    if not (learns or config.supervised):
+        raise ConfigError("--reward-weights: all weights are 0, so nothing would be learnt")
+    return scorer
+
+
+def weights_digest(tensors: dict[str, Any]) -> str:
+    """A sha256 over names and values, to recognise the same weights."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

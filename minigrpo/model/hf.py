@@ -1,0 +1,338 @@
+"""Models' files as Hugging Face lays them out, and models on its Hub.
+
+A model is refused if transformer.py would compute another function than the one that was trained:
+loading it anyway would give a model that runs but writes nonsense.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..types import ConfigError
+from .shape import ModelShape, RopeScaling
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
+INDEX = "model.safetensors.index.json"  # which shard holds a tensor
+FOR_TRANSFORMERS = {"format": "pt"}  # the header that transformers expects
+SHAPE = "shape"  # key of the header of a file of our own: the fields of ModelShape as JSON
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file."""
+    try:
+        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+# --- families -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model. Those after Llama differ in their settings alone."""
+
+    architecture: str  # the class in transformers
+    names: tuple[tuple[str, str], ...] = (  # a pattern in a parameter's name here -> in files
+        (r"^wte\.", "model.embed_tokens."),
+        (r"^h\.", "model.layers."),
+        (r"\.attn\.", ".self_attn."),
+        (r"\.ln_1\.", ".input_layernorm."),
+        (r"\.ln_2\.", ".post_attention_layernorm."),
+        (r"^ln_f\.", "model.norm."),
+        (r"^head\.", "lm_head."),
+    )
+    prefix: str = ""  # that names in files may have
+    transposed: tuple[str, ...] = ()  # ends of names whose weights are stored as [in, out]
+
+    def stored_name(self, name: str) -> str:
+        """The name in files of a parameter here, without the prefix."""
+        for pattern, stored in self.names:
+            name = re.sub(pattern, stored, name)
+        return name
+
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        names=((r"^head\.", "lm_head."),),
+        prefix="transformer.",
+        transposed=("attn.c_attn.weight", "c_proj.weight", "mlp.c_fc.weight"),
+    ),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "smollm3": Family("SmolLM3ForCausalLM"),
+}
+# stored by older versions, and not needed
+BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
+
+# --- config.json ----------------------------------------------------------------------------------
+
+# the fields of ModelShape -> their names in config.json
+GPT2_SIZES = {
+    "vocab_size": "vocab_size",
+    "context": "n_positions",
+    "layers": "n_layer",
+    "width": "n_embd",
+    "heads": "n_head",
+    "mlp_width": "n_inner",  # may be missing
+}
+LLAMA_SIZES = {
+    "vocab_size": "vocab_size",
+    "context": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "mlp_width": "intermediate_size",
+    "kv_heads": "num_key_value_heads",  # this and the next may be missing
+    "head_dim": "head_dim",
+}
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape of the model that a config.json describes. Raises ConfigError."""
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise ConfigError(f"{CONFIG}: model_type is {family}, supported are {supported}")
+    try:
+        return _read_gpt2(config) if family == "gpt2" else _read_llama(config, family)
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{CONFIG}: malformed ({error!r})") from None
+
+
+def _sizes(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
+
+
+def _refuse_settings(config: Mapping[str, Any], unsupported: Mapping[str, object]) -> None:
+    """Raise ConfigError for the first name whose value is true."""
+    for name in filter(unsupported.get, unsupported):
+        raise ConfigError(f"{CONFIG}: {name} is {config.get(name)!r}, which is not supported")
+
+
+def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
+    activation = config.get("activation_function", "gelu_new")
+    unsupported = {
+        "activation_function": activation not in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx"),
+    }
+    _refuse_settings(config, unsupported)
+    return ModelShape(
+        **_sizes(config, GPT2_SIZES),
+        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        tied=bool(config.get("tie_word_embeddings", True)),
+    )
+
+
+def _read_llama(config: Mapping[str, Any], family: str) -> ModelShape:
+    """Llama and its relatives; transformers 5 writes `rope_parameters`, version 4 two fields."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    config = {**config, **rope, "rope_type": rope_type}
+    unsupported = {
+        "rope_type": rope_type not in ("default", "llama3"),
+        "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
+        "use_sliding_window": config.get("use_sliding_window"),
+        # earlier versions of Mistral have a window, and no field that says whether it is used
+        "sliding_window": family == "mistral" and config.get("sliding_window"),
+    }
+    _refuse_settings(config, unsupported)
+    scaling = None
+    if rope_type == "llama3":
+        scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
+    is_smollm3 = family == "smollm3"
+    layers, unrotated = config["num_hidden_layers"], list[int]()
+    if is_smollm3:  # every fourth layer does not rotate
+        every = config.get("no_rope_layer_interval", 4)
+        rotates = config.get("no_rope_layers") or [n % every for n in range(1, layers + 1)]
+        unrotated = [n for n, rotated in enumerate(rotates) if not rotated]
+    biased = bool(config.get("attention_bias", False))
+    return ModelShape(
+        **_sizes(config, LLAMA_SIZES),
+        family=family,
+        norm="rms",
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        projections="separate",
+        mlp="swiglu",
+        qkv_bias=biased or family == "qwen2",  # which has no field for it
+        out_bias=biased and family != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        head_norm=family == "qwen3",
+        rope_theta=float(config.get("rope_theta") or (2e6 if is_smollm3 else 1e4)),
+        rope_scaling=scaling,
+        unrotated=unrotated,
+        tied=bool(config.get("tie_word_embeddings", is_smollm3)),
+    )
+
+
+def write_config(shape: ModelShape) -> dict[str, Any]:
+    """The contents of config.json, in words that versions 4 and 5 of transformers read."""
+    sizes = GPT2_SIZES if shape.family == "gpt2" else LLAMA_SIZES
+    written = {
+        "architectures": [FAMILIES[shape.family].architecture],
+        "model_type": shape.family,
+        **{theirs: getattr(shape, ours) for ours, theirs in sizes.items()},
+        "tie_word_embeddings": shape.tied,
+        # some families have defaults beyond the vocabulary
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    if shape.family == "gpt2":
+        # transformers would train with its default of 0.1
+        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        return {**written, **dropout, "layer_norm_epsilon": shape.norm_eps}
+    scaling = shape.rope_scaling
+    if shape.family == "smollm3":
+        written["no_rope_layers"] = [int(n not in shape.unrotated) for n in range(shape.layers)]
+    return {
+        **written,
+        "rms_norm_eps": shape.norm_eps,
+        "attention_bias": shape.qkv_bias and shape.family != "qwen2",
+        "mlp_bias": shape.mlp_bias,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": {"rope_type": "llama3", **asdict(scaling)} if scaling else None,
+        "sliding_window": None,
+    }
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's shape, and its tensors by their names in files; none beside config.json alone."""
+
+    path: Path
+    shape: ModelShape
+    tensors: Mapping[str, Tensor]  # mapped into memory: a file is read where its values are used
+
+    @classmethod
+    def open(cls, path: Path) -> "ModelFiles":
+        """Open one safetensors file, or a folder. Raises ConfigError."""
+        file = path / WEIGHTS if path.is_dir() else path
+        header, tensors = dict[str, str](), dict[str, Tensor]()
+        for part in _weight_files(file):
+            try:
+                with safe_open(part, framework="pt") as opened:
+                    header |= opened.metadata() or {}
+                tensors |= load_file(part)
+            except SafetensorError as error:
+                raise ConfigError(f"{part}: {error}") from None
+        if SHAPE in header:  # a file of our own
+            return cls(path, ModelShape(**json.loads(header[SHAPE])), tensors)
+        return cls(path, read_shape(read_json(file.with_name(CONFIG))), tensors)
+
+    def load_into(self, model: nn.Module) -> None:
+        """Load the tensors into a Transformer.
+
+        Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
+        """
+        family, state = FAMILIES[self.shape.family], dict[str, Tensor]()
+        names = {family.stored_name(name): name for name in model.state_dict()}
+        for whole_name, tensor in self.tensors.items():
+            name = whole_name.removeprefix(family.prefix)
+            if not BUFFERS.fullmatch(name):
+                transposed = name.endswith(family.transposed)
+                state[names.get(name, name)] = tensor.t() if transposed else tensor
+        head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
+        if head is not None and embedding is not None and torch.equal(head, embedding):
+            del state["lm_head.weight"]  # some store the head although it is tied
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:  # which may list thousands of names
+            raise ConfigError(f"{self.path}: {str(error)[:500]}") from None
+        for name, parameter in model.named_parameters():
+            if not all(bool(x.isfinite()) for x in parameter.aminmax()):
+                raise ConfigError(f"{self.path}: {name} has values that are not finite")
+
+
+def _weight_files(file: Path) -> list[Path]:
+    """One file or the shards that the index lists; none beside a config.json alone."""
+    folder = file.parent
+    if file.exists() or file.name != WEIGHTS:
+        return [file]
+    if index := read_json(folder / INDEX):
+        return [folder / Path(name).name for name in sorted({*index["weight_map"].values()})]
+    # random weights, unless there are others that are not read
+    others = [x.name for x in folder.glob("*") if x.suffix in (".safetensors", ".bin", ".gguf")]
+    if others or not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder}: has no {WEIGHTS}, only {', '.join(others) or 'other files'}")
+    return []
+
+
+def save_weights(model: Any, path: Path, header: Mapping[str, str] | None = None) -> None:
+    """Write a Transformer's weights as float32, by default with its shape in the header."""
+    family = FAMILIES[model.shape.family]
+    tensors = {
+        family.stored_name(name): x.t() if name.endswith(family.transposed) else x
+        for name, x in model.state_dict().items()
+    }
+    write_tensors(tensors, path, header or {SHAPE: json.dumps(asdict(model.shape))})
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor], path: Path, header: Mapping[str, str] = FOR_TRANSFORMERS
+) -> None:
+    """Write float32 tensors as safetensors.
+
+    Args:
+        header: one entry, because the package writes several in changing order.
+    """
+    path.touch()
+    mode = path.stat().st_mode  # by the umask; the package's own lets nobody else read the file
+    plain = {name: x.detach().float().cpu().contiguous() for name, x in tensors.items()}
+    save_file(plain, path, metadata=dict(header))
+    path.chmod(mode)
+
+
+def save_model_folder(model: Any, folder: Path) -> None:
+    """Write a Transformer as a folder that `from_pretrained` loads, transformers' and ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(model, folder / WEIGHTS, FOR_TRANSFORMERS)
+    (folder / CONFIG).write_text(json.dumps(write_config(model.shape), indent=1) + "\n")
+
+
+# --- the Hub --------------------------------------------------------------------------------------
+
+# ORG/NAME or ORG/NAME@REVISION
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+
+
+def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
+    """The file or folder that a name stands for; a model on the Hub is fetched if need be.
+
+    An existing path comes first. The name of a folder from the Hub is the commit.
+
+    Args:
+        weights: whether they are needed, and not only config.json and the tokenizer.
+
+    Raises ConfigError.
+    """
+    found = HUB_NAME.fullmatch(str(name))
+    if Path(name).exists() or found is None:
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"{name}: no such folder; pip install 'minigrpo[hub]' to fetch it from the Hub"
+        ) from None
+    fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
+    folder = Path(fetch(revision=found[2], allow_patterns=["*.json", "*.jinja"]))
+    if weights:
+        read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
+        fetch(revision=folder.name, allow_patterns="model*.safetensors")
+        if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+            raise ConfigError(f"{name}: has no safetensors, or they are not here")
+    return folder

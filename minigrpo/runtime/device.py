@@ -1,0 +1,181 @@
+"""Device, precision and compilation: one function per flag, kept apart from the mathematics.
+
+Besides, what a step took: seconds per phase, peak memory, compiled graphs, a trace.
+"""
+
+import copy
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerAction
+from torch.utils.checkpoint import checkpoint
+
+from ..config import FIRST_PROFILED, LAST_PROFILED, Config, RunConfig, SpeedConfig
+from ..model.transformer import Transformer
+from ..types import ConfigError
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+LARGEST_KEPT = 2**31 - 1  # bytes: only larger blocks are still returned to the kernel
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of --device. With auto or cuda, each local process gets a CUDA device of its own.
+
+    Raises ConfigError for a CUDA device that this machine does not have.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(f"--device {name}: this machine does not have {device}")
+        torch.cuda.set_device(device)  # the default for code that names no device
+        # cuDNN's attention builds a plan for each new length, and lengths differ in every batch
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
+    """What holds for the whole process: --use-tf32, and on a CPU keeping freed memory.
+
+    The allocator would return large blocks to the kernel at once, which clears each page of the
+    next tensor when it is touched first. With large embeddings that took a quarter of a step.
+    """
+    torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt and device.type == "cpu":  # glibc has it, other C libraries may not
+        mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
+        mallopt(TRIM_THRESHOLD, LARGEST_KEPT)
+
+
+def autocast(speed: SpeedConfig, device: torch.device) -> AbstractContextManager[object]:
+    """--use-amp: matrix products in --amp-dtype; parameters, moments, log-softmax in float32."""
+    if not speed.use_amp:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, speed.amp_dtype))
+
+
+def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
+    """The loss scaler for --amp-dtype float16; disabled for bfloat16, which needs none."""
+    half = speed.use_amp and speed.amp_dtype == "float16"
+    if half and device.type != "cuda":
+        raise ConfigError("--amp-dtype float16 needs a CUDA device; bfloat16 is allowed everywhere")
+    return torch.amp.GradScaler(device.type, enabled=half)
+
+
+def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
+    """With --use-amp, a copy with the linear layers of the blocks in --amp-dtype, else the model.
+
+    It shares all other parameters, and frozen ones that are stored like that. The results are those
+    of autocast, which would cast these weights again in every forward. A CPU that only emulates
+    bfloat16 gains nothing from it.
+    """
+    has = torch.cpu.get_capabilities()
+    emulated = model.device.type == "cpu" and not (has.get("avx512_bf16") or has.get("amx_bf16"))
+    if emulated or not speed.use_amp:
+        return model
+    dtype = getattr(torch, speed.amp_dtype)
+    cast = {
+        id(parameter): nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        for module in model.h.modules()
+        if isinstance(module, nn.Linear)
+        for parameter in module.parameters()
+        if parameter.dtype != dtype
+    }
+    return sharing_weights(model, cast)
+
+
+def sharing_weights(
+    model: Transformer, replaced: dict[int, nn.Parameter] | None = None
+) -> Transformer:
+    """A copy of the modules that shares their parameters, except those in `replaced`, by id."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, shared | (replaced or {}))
+
+
+@torch.no_grad()
+def refresh(low: Transformer, model: Transformer) -> None:
+    """Copy the current weights into a low-precision copy; frozen ones never change."""
+    for copied, weights in zip(low.parameters(), model.parameters(), strict=True):
+        if copied is not weights and weights.requires_grad:
+            copied.copy_(weights)
+
+
+def with_training_layers(config: Config, model: Transformer) -> Transformer:
+    """A model that shares `model`'s parameters, with --gradient-checkpointing and --compile-model.
+
+    `model` itself is left alone, for the sampler, whose shapes differ in every round.
+    """
+    trained = sharing_weights(model)
+    if config.memory.gradient_checkpointing:
+        trained.checkpoint_blocks = recompute
+    if config.speed.compile_model:
+        # it splits graphs to overlap communication, which compiling block by block allows already
+        torch._dynamo.config.optimize_ddp = False
+        for block in trained.h:  # in place: names in the state dict stay
+            # its shapes differ from batch to batch, so it would be recompiled over and over
+            block.attention = torch.compiler.disable(block.attention)
+            block.compile(dynamic=True)
+    return trained
+
+
+def recompute(block: nn.Module, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    """Run a block, and recompute its activations in backward. Nothing in it is random."""
+    return checkpoint(block, x, attend, use_reentrant=False, preserve_rng_state=False)
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process; more after the warm-up: recompiles."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it would take a second or two
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+class PhaseTimer:
+    """Seconds per phase of a step; on CUDA a phase ends with a device sync."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with torch.profiler.record_function(name):
+            yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
+    """--profile: a trace of a few steps of the main process, in the run's folder."""
+    steps = torch.profiler.schedule(
+        wait=FIRST_PROFILED - 2, warmup=1, active=LAST_PROFILED - FIRST_PROFILED + 1, repeat=1
+    )
+    return torch.profiler.profile(
+        schedule=steps if run.profile and is_main else lambda step: ProfilerAction.NONE,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
+    )

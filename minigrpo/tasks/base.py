@@ -1,0 +1,183 @@
+"""Turns --task into a task: a built-in one, a class in a user's file, or an object of his own.
+
+What a task is, `minigrpo.types.Task` says. A new built-in task is a module in this folder and a row
+in task_table.py.
+"""
+
+import copy
+import hashlib
+import importlib
+import inspect
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+from ..task_table import TASKS
+from ..types import ConfigError, Example, Task
+
+INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
+
+
+def load_task(
+    task: str | type | object,
+    *,
+    seed: int,
+    data: str = "",
+    eval_data: str = "",
+    chat: bool = False,
+    args: Mapping[str, Any] | None = None,
+) -> Task:
+    """The task of --task, --data, --eval-data and --task-args.
+
+    A class gets `seed` and `chat` if its `__init__` names them, and the others if they are given.
+
+    Args:
+        task: a key of TASKS, a Python file with one task, a class, or an object that is made.
+        data, eval_data: files, separated by commas.
+        chat: whether --system makes prompts the messages of a user.
+    """
+    given = {"data": paths(data), "eval_data": paths(eval_data)}
+    given = {name: value for name, value in given.items() if value} | dict(args or {})
+    if not isinstance(task, str | type):
+        if given:
+            raise ConfigError(f"--task: an object takes no arguments, got {', '.join(given)}")
+        made = copy.copy(task)
+        made.__class__ = with_defaults(type(task))
+        return cast(Task, made)
+    cls = class_of(task)
+    cls = cls if task in TASKS else with_defaults(cls)
+    named = inspect.signature(cls).parameters
+    own = {name: x for name, x in {"seed": seed, "chat": chat}.items() if name in named}
+    try:
+        return cast(Task, cls(**own, **given))
+    except TypeError as error:  # an argument that it does not take
+        raise ConfigError(f"--task {task}: {error}") from error
+
+
+def paths(names: str) -> list[Path]:
+    """The files of --data or --eval-data."""
+    return [Path(name.strip()) for name in names.split(",") if name.strip()]
+
+
+def class_of(task: str | type) -> type:
+    """The class that --task names."""
+    if isinstance(task, type):
+        return task
+    if task in TASKS:
+        module, name = TASKS[task].path.split(":")
+        return cast(type, getattr(importlib.import_module(f"{__package__}.{module}"), name))
+    if not task.endswith(".py"):
+        raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
+    return load_class_from_file(task)
+
+
+def load_class_from_file(path: str) -> type:
+    """The one task in a Python file, which is run: use only files that you trust."""
+    name = f"minigrpo_{Path(path).stem}"
+    values = runpy.run_path(path, run_name=name).values()
+    found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
+    if len(found) != 1:
+        raise ConfigError(f"--task {path}: needs one class with a method train, has {len(found)}")
+    return cast(type, found[0])
+
+
+def with_defaults(cls: type) -> type:
+    """A task's class, with the members of `Task` that it lacks, and examples that are numbered.
+
+    `index` is the key of an example's random numbers: a task that leaves it at 0 would give all of
+    its prompts the same ones. So it becomes the example's place in the sequence.
+    """
+
+    class Whole(cls, Task):  # type: ignore[misc]
+        def train(self, number: int) -> Example:
+            return _numbered(super().train(number), number)
+
+        def held_out(self, number: int) -> Example:
+            return _numbered(super().held_out(number), number)
+
+    return Whole
+
+
+def _numbered(example: Example, number: int) -> Example:
+    prompt = example.prompt or question_of(example.messages)
+    return replace(example, index=number, prompt=prompt)
+
+
+def shipped_model(task: str) -> Path:
+    """The file of the SFT model that --model shipped means; chess-env's for a task of one's own."""
+    row = TASKS.get(task, TASKS["chess-env"])
+    if not row.shipped:
+        raise ConfigError(f"--model shipped: none ships for --task {task}; name a model's folder")
+    return Path(str(files("minigrpo.assets") / f"{row.shipped}.safetensors"))
+
+
+# --- what tasks share -----------------------------------------------------------------------------
+
+
+def fingerprint(text: str) -> int:
+    """A 64-bit hash of a text, the same in every process (Python's `hash` is not)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def is_held_out(question: str, one_in: int = 10) -> bool:
+    """Whether a question is for evaluation.
+
+    It depends on the question alone, not on its place in a file or on the seed: a question that
+    occurs twice is never in both splits, and all runs agree on what is held out.
+    """
+    return fingerprint(question) % one_in == 0
+
+
+def question_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """The text that stands for messages in logs, and whose hash decides the split.
+
+    Of a single user message it is the content, so that a question is in the same split as a prompt
+    and as a message. System messages are left out: the same question with other instructions must
+    not be trained on and evaluated too.
+    """
+    asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    if len(asked) == 1 and asked[0]["role"] == "user":
+        return asked[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands between the last <answer> and </answer> of a text; None without them."""
+    before, _, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    return answer if opened else None
+
+
+class Generated(Task):
+    """A source of examples without end."""
+
+    def __init__(self, make: Callable[[int, bool], Example], about: str) -> None:
+        """`make`: (number, held out?) -> an example, a pure function."""
+        self.make, self.about = make, about
+
+    def train(self, number: int) -> Example:
+        return self.make(number, False)
+
+    def held_out(self, number: int) -> Example:
+        return self.make(number, True)
+
+
+class SourceTask(Task):
+    """A task that has its examples from another one, and adds `parts` and `score`."""
+
+    def __init__(self, source: Task) -> None:
+        """`source`: a generator, or the rows of files (data.py); it scores nothing."""
+        self.source, self.about = source, source.about
+        self.num_held_out, self.questions = source.num_held_out, source.questions
+
+    def train(self, number: int) -> Example:
+        return self.source.train(number)
+
+    def held_out(self, number: int) -> Example:
+        return self.source.held_out(number)
+
+    def longest(self, number: int) -> Sequence[Example]:
+        return self.source.longest(number)

@@ -1,0 +1,203 @@
+"""Answers that state how sure they are, and a reward for being honest about it.
+
+This is RLCR (arXiv 2507.16806). A completion states its confidence q, a number from 0 to 1. With
+c = 1 for a right answer and 0 for a wrong one,
+
+    reward = 0.5 format + 0.5 c + 0.5 (1 - (c - q)^2),    all 0 where the form does not match.
+
+The last term is 1 minus the Brier score. In expectation it is largest for q = P(c = 1): stating the
+true probability pays best. With `--data`, the questions are those of `--task prompts` or `math`.
+Messages ask for the published form, and plain prompts, which stay as they are, for the short one:
+
+    <think>...</think> <answer>8</answer> <analysis>...</analysis> <confidence>0.5</confidence>
+    8<confidence>0.5</confidence>
+
+Without `--data`, a hidden digit is to be guessed. Each prompt, such as `47_1, 3 or 8: `, says which
+digits are possible: one, two, five or all ten, a quarter of the prompts each, with equal chances.
+So nobody can be right more often than 1, 1/2, 1/5 or 1/10 of the time, the best confidence.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..runtime.rng import stream
+from ..runtime.stats import calibration
+from ..types import Example
+from .base import Generated, SourceTask, is_held_out
+from .data import Files
+from .math import Math
+from .prompts import Prompts
+
+REQUEST = (
+    "\n\nAnswer in exactly this form: <think>your reasoning</think> <answer>the final answer and "
+    "nothing else</answer> <analysis>what could be wrong with the answer</analysis> <confidence>"
+    "the probability that the answer is right, a number from 0 to 1 such as 0.7</confidence>"
+)
+
+# --- the form -------------------------------------------------------------------------------------
+
+TAGS = ("think", "answer", "analysis", "confidence")
+# a number without sign, exponent or percent
+CONFIDENCE = r"<confidence>\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*</confidence>\s*"
+PLAIN_FORM = re.compile(f"(.*){CONFIDENCE}", re.DOTALL)
+# without <think>, which some chat templates write at the end of the prompt
+CHAT_FORM = re.compile(
+    rf".*</think>\s*<answer>(.*)</answer>\s*<analysis>.*</analysis>\s*{CONFIDENCE}", re.DOTALL
+)
+
+
+def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
+    """The answer and the confidence that a completion states; None if its form does not match.
+
+    Each tag occurs once, in the order above, with nothing but white space between and after them.
+    The confidence is a plain decimal number from 0 to 1, such as 0.75, .5 or 1. The plain form
+    (without `chat`) has neither reasoning nor analysis.
+    """
+    form, tags = (CHAT_FORM, TAGS) if chat else (PLAIN_FORM, TAGS[-1:])
+    if any(text.count(f"</{tag}>") != 1 or text.count(f"<{tag}>") > 1 for tag in tags):
+        return None  # so there is only one way to match, and time grows with the text only
+    found = form.fullmatch(text)
+    if not found or float(found[2]) > 1:
+        return None
+    return found[1].strip() if chat else found[1].rstrip(), float(found[2])
+
+
+def write(answer: str, confidence: float, *, chat: bool) -> str:
+    """A completion that `parse` reads; in the chat form without reasoning and analysis."""
+    stated = f"<confidence>{confidence:.1f}</confidence>"
+    if not chat:
+        return answer + stated
+    return f"<think></think> <answer>{answer}</answer> <analysis></analysis> {stated}"
+
+
+# --- questions whose chances are known ------------------------------------------------------------
+
+DIGITS = "0123456789"
+HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
+NUM_POSSIBLE = (1, 2, 5, 10)  # of each question in turn
+LENGTH = 4  # of the number, the hidden digit included
+
+
+class HiddenDigit(Generated):
+    """Questions without end; `kind` is the chance of the best answer."""
+
+    parts: Mapping[str, float] = {"exact": 1.0}
+    speculate = True
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        super().__init__(self._made, "digits that can only be guessed")
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        return {"exact": float(text == example.answer)}
+
+    def _made(self, number: int, held_out: bool) -> Example:
+        rng = stream(self.seed, "hidden digit", number, int(held_out))
+        size = NUM_POSSIBLE[number % len(NUM_POSSIBLE)]
+        while True:
+            prompt, possible = _question(rng, size)
+            if is_held_out(prompt) == held_out:
+                break
+        answer, fields = possible[int(rng.integers(size))], {"possible": possible}
+        return Example(prompt, answer, number, kind=f"1 of {size}", fields=fields)
+
+
+def _question(rng: np.random.Generator, size: int) -> tuple[str, str]:
+    """A prompt with `size` possible digits, and these digits."""
+    shown = [DIGITS[place] for place in rng.integers(10, size=LENGTH)]
+    shown[int(rng.integers(LENGTH))] = "_"
+    if size == 5:
+        hint, possible = list(HALVES.items())[int(rng.integers(len(HALVES)))]
+    else:
+        possible = "".join(DIGITS[place] for place in sorted(rng.permutation(10)[:size]))
+        hint = " or ".join(possible) if size < 10 else "any digit"
+    return f"{''.join(shown)}, {hint}: ", possible
+
+
+# --- the task -------------------------------------------------------------------------------------
+
+
+class Calibration(SourceTask):
+    """Another task's questions, whose answers also state a confidence.
+
+    Reward functions, all 0 where the form does not match:
+        format: the form matches.
+        correct: the other task's measure of success says that the answer is right.
+        brier: 1 - (correct - confidence)^2.
+        confidence: what is stated; measured, and not paid.
+
+    The true answers, for supervised fine-tuning, state random confidences: they teach the form, and
+    nothing about how sure to be.
+    """
+
+    parts: Mapping[str, float] = {"format": 0.5, "correct": 0.5, "brier": 0.5, "confidence": 0.0}
+    success = "correct"
+
+    def __init__(
+        self,
+        seed: int,
+        data: Files = (),
+        eval_data: Files = (),
+        chat: bool = False,
+        judge: str = "exact",
+    ) -> None:
+        """`judge` is that of `--task prompts`, or `math`; `chat`: plain prompts become messages."""
+        self.seed, self.chat = seed, chat
+        if not (data or eval_data):
+            super().__init__(HiddenDigit(seed))
+        elif judge == "math":
+            super().__init__(Math(seed, data, eval_data, chat))
+        else:
+            super().__init__(Prompts(seed, data, eval_data, chat, judge))
+        self.speculate = self.source.speculate
+
+    def train(self, number: int) -> Example:
+        return self._asked(self.source.train(number))
+
+    def held_out(self, number: int) -> Example:
+        return self._asked(self.source.held_out(number))
+
+    def longest(self, number: int) -> Sequence[Example]:
+        return [self._asked(example) for example in self.source.longest(number)]
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        stated = parse(text, chat=bool(example.messages))
+        if stated is None:
+            return dict.fromkeys(self.parts, 0.0)
+        answer, confidence = stated
+        alone = replace(example, answer=example.fields["true_answer"])
+        correct = float(self.source.score(alone, answer)[self.source.success] == 1)
+        brier = 1 - (correct - confidence) ** 2
+        return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
+
+    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        """The calibration of the completions whose form matches.
+
+        brier_score is the mean of (correct - confidence)^2; the part brier is 1 minus that square.
+        Completions of another form have no confidence and do not enter: `format` says how many.
+        """
+        valid = parts["format"] == 1
+        if not valid.any():
+            return {}
+        confidence = parts["confidence"][valid]
+        found = calibration(confidence, parts["correct"][valid])
+        mean = float(confidence.mean())
+        return {"brier_score": found.pop("brier"), **found, "mean_confidence": mean}
+
+    def _asked(self, example: Example) -> Example:
+        """The example with the request for the form, and with a true answer in that form."""
+        messages = [*example.messages]
+        if self.chat and not messages:
+            messages = [{"role": "user", "content": example.prompt}]
+        if messages:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + REQUEST}
+        confidence = int(stream(self.seed, "confidence", example.index).integers(11)) / 10
+        return replace(
+            example,
+            answer=write(example.answer, confidence, chat=bool(messages)),
+            messages=tuple(messages),
+            fields={**example.fields, "true_answer": example.answer},
+        )

@@ -1,0 +1,90 @@
+"""Questions with known answers, from JSONL files: docs/tasks.md has the format.
+
+`--task-args judge=` says when a completion is right:
+
+    exact  it is the answer. Prompts are used as they are; `similarity` pays for being close.
+    qa     its last <answer>..</answer> matches an answer as for SQuAD and HotpotQA, whatever the
+           case, punctuation and articles. A question is asked in a message, after its `context`.
+"""
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from ..rewards import similarity
+from ..types import ConfigError, Example
+from .base import SourceTask, tagged_answer
+from .data import ANSWERS, Files, Row, Rows, parse_pair, parse_question
+
+REQUEST = (
+    "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
+    "</answer>."
+)
+PARTS = {"exact": {"exact": 1.0, "similarity": 0.2}, "qa": {"correct": 1.0}}  # by judge
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class Prompts(SourceTask):
+    """The task of `--task prompts --data FILE.jsonl`."""
+
+    def __init__(
+        self,
+        seed: int,
+        data: Files = (),
+        eval_data: Files = (),
+        chat: bool = False,
+        judge: str = "exact",
+    ) -> None:
+        if not (data or eval_data):
+            raise ConfigError("--task prompts needs --data FILE.jsonl")
+        if judge not in PARTS:
+            raise ConfigError(f"--task-args judge must be {' or '.join(PARTS)}, got {judge}")
+        self.parts, self.success = PARTS[judge], next(iter(PARTS[judge]))
+        super().__init__(Rows(seed, data, eval_data, parse_qa if judge == "qa" else parse_pair))
+        # chat models reason before the answer: its tokens would be proposed in vain
+        self.speculate = not (chat or self.held_out(0).messages)
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        if self.success == "exact":
+            similar = similarity(text, example.answer)
+            return {"exact": float(text == example.answer), "similarity": similar}
+        tagged = tagged_answer(text)
+        found = normalized(text if tagged is None else tagged)
+        return {"correct": float(found in map(normalized, example.fields["answers"]))}
+
+
+# --- judge=qa -------------------------------------------------------------------------------------
+
+
+def parse_qa(record: dict[str, Any]) -> Row:
+    """A question with one or several right answers, and perhaps a `context`: paragraphs to read.
+
+    A context is a text, or HotpotQA's titles and lists of sentences, in rows or in columns.
+    """
+    answers = next(record[key] for key in ANSWERS if record.get(key) is not None)
+    answers = answers if isinstance(answers, list) else [answers]
+    if not all(map(normalized, answers)):
+        raise ValueError("an answer is empty")
+    question, example = parse_question({**record, "answers": answers}, answers[0])
+    context = record.get("context") or ""
+    if isinstance(context, dict):
+        context = zip(context["title"], context["sentences"], strict=True)
+    if not isinstance(context, str):
+        context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in context)
+    content = f"{context}\n\n{question}\n\n{REQUEST}".strip()
+    messages = example.messages or ({"role": "user", "content": content},)
+    return Row(question, Example(question, answers[0], messages=messages, fields=example.fields))
+
+
+def normalized(text: str) -> str:
+    """A text in lower case, without ASCII punctuation, articles and extra white space.
+
+    Two answers match if these are equal (SQuAD, arXiv 1606.05250; HotpotQA, arXiv 1809.09600). Of a
+    text that would be empty, such as the choice "A" or the operator "+", less is removed.
+    """
+    lower = text.lower()
+    bare = lower.translate(NO_PUNCTUATION)
+    forms = (" ".join(form.split()) for form in (ARTICLES.sub(" ", bare), bare, lower))
+    return next(filter(None, forms), "")

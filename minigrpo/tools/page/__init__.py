@@ -1,1 +1,0 @@
-"""The page of `minigrpo report`: its figures, its words, its samples, and the template."""

@@ -1,0 +1,79 @@
+"""A tiny step in float64, for tests that compare gradients, batches and weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minigrpo import Config, Trainer
+from minigrpo.model.transformer import ModelShape
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.types import Completions
+
+from .tiny import TINY
+
+VOCAB = 12
+EOS = VOCAB - 1
+SIZES: dict[str, int] = {"vocab_size": VOCAB, "context": 40, "layers": 2, "width": 16}
+SHAPES = {
+    "gpt2": ModelShape(**SIZES, heads=2),
+    # every variant that GPT-2 does not have
+    "grouped-query": ModelShape(
+        **SIZES,
+        heads=4,
+        family="qwen3",
+        kv_heads=2,
+        head_dim=6,
+        mlp_width=24,
+        norm="rms",
+        projections="separate",
+        mlp="swiglu",
+        head_norm=True,
+        rope_theta=100.0,
+        tied=False,
+    ),
+}
+
+
+def make_completions(
+    seed: int, prompts: int = 3, samples: int = 4, width: int = 7, length: int = 9
+) -> Completions:
+    """Ragged prompts and completions, some of a group equal, one of one token, padding junk."""
+    rng = np.random.default_rng(seed)
+    prompt_len = rng.integers(1, width + 1, prompts)
+    prompt_len[0] = width
+    lengths = rng.integers(1, length + 1, (prompts, samples))
+    ids = rng.integers(0, EOS, (prompts, samples, length))
+    lengths[0, 0], lengths[-1, -1] = length, 1
+    lengths[:, 1], ids[:, 1] = lengths[:, 0], ids[:, 0]  # a completion written twice
+    ids[:, 2, : length // 2] = ids[:, 0, : length // 2]  # and one with a common beginning
+    mask = np.arange(length) < lengths[..., None]
+    return Completions(
+        torch.from_numpy(rng.integers(0, EOS, (prompts, width))),
+        torch.from_numpy(prompt_len),
+        torch.from_numpy(ids),
+        torch.from_numpy(mask),
+    )
+
+
+def make_trainer(
+    folder: Path,
+    dist: DistContext | None = None,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Trainer:
+    """A trainer in float64 whose reference is not its policy, or the KL would be 0."""
+    sizes = {"prompts_per_step": 6, "group_size": 4, "max_new_tokens": 12, "model": "scratch"}
+    config = Config.of(**{**TINY, **sizes, **changes, "out_dir": str(folder)})
+    torch.set_default_dtype(dtype)
+    try:
+        trainer = Trainer(config, dist=dist, quiet=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        # end of text: some completions get one, at different lengths
+        trainer.model.wte.weight[-1].mul_(8)
+        if trainer.reference:
+            trainer.reference.model.wte.weight.mul_(1.1)
+    return trainer

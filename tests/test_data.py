@@ -1,0 +1,283 @@
+"""Questions from files: how lines are read, and what is held out."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minigrpo.tasks.base import fingerprint, is_held_out, load_task, question_of, tagged_answer
+from minigrpo.tasks.data import Rows, parse_pair, question_key
+from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
+from minigrpo.types import ConfigError, Example, Task
+
+SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
+
+
+def write(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(*data: Path, eval_data: tuple[Path, ...] = (), seed: int = 0) -> Rows:
+    return Rows(seed, data, eval_data, parse_pair)
+
+
+def splits(task: Task, epoch: int) -> tuple[list[Example], list[Example]]:
+    """The training examples of one epoch, of that many rows, and all held-out ones."""
+    assert task.num_held_out
+    held_out = [task.held_out(i) for i in range(task.num_held_out)]
+    return [task.train(i) for i in range(epoch)], held_out
+
+
+def prompts(examples: Iterable[Example]) -> set[str]:
+    return {example.prompt for example in examples}
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+def test_a_tenth_of_the_questions_is_held_out_by_a_hash_of_the_question_alone(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "a.jsonl", SUMS)
+    expected = {row["prompt"] for row in SUMS if is_held_out(row["prompt"])}
+    assert 20 < len(expected) < 60
+    for seed in (0, 1):
+        rows = rows_of(path, seed=seed)
+        train, held_out = splits(rows, 400 - len(expected))
+        assert prompts(held_out) == expected
+        assert prompts(train) == {row["prompt"] for row in SUMS} - expected
+    part = rows_of(write(tmp_path / "part.jsonl", SUMS[100:300]))  # whatever else is in the file
+    assert prompts(splits(part, 0)[1]) == expected & {row["prompt"] for row in SUMS[100:300]}
+
+
+def test_eval_data_is_held_out_whole_and_its_questions_are_not_trained_on(tmp_path: Path) -> None:
+    train = write(tmp_path / "my-test.jsonl", SUMS[:100])  # a name decides nothing
+    held_out = write(tmp_path / "train.jsonl", SUMS[80:120])
+    rows = rows_of(train, eval_data=(held_out,))
+    trained, evaluated = splits(rows, 80)
+    assert [example.prompt for example in evaluated] == [row["prompt"] for row in SUMS[80:120]]
+    assert prompts(trained) == {row["prompt"] for row in SUMS[:80]}
+    assert "20" in rows.about  # the rows that are left out are reported
+    # what is evaluated on alone needs no training rows
+    alone = Rows(0, (), (held_out,), parse_pair)
+    assert alone.num_held_out == 40 and prompts(splits(alone, 0)[1]) == prompts(evaluated)
+
+
+def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> None:
+    """Copies that differ in white space, Unicode's form, an id or the answer are one question."""
+    forms = ("caf\u00e9 {}  ?", "cafe\u0301 {} ?\n", " caf\u00e9\t{} ?")
+    lines = [
+        {"prompt": form.format(i), "answer": f"{i}", "id": n}
+        for i in range(100)
+        for n, form in enumerate(forms)
+    ]
+    path = write(tmp_path / "a.jsonl", lines)
+    rows = rows_of(path)
+    num_trained = 300 - 3 * rows.num_held_out
+    trained, evaluated = splits(rows, num_trained)
+    keys = [{question_key(x.prompt) for x in examples} for examples in (trained, evaluated)]
+    assert not keys[0] & keys[1] and len(keys[0]) + len(keys[1]) == 100
+    assert len(evaluated) == len(keys[1]) == rows.num_held_out
+    # each line is trained on, also one with another answer
+    assert len({(x.prompt, x.fields["id"]) for x in trained}) == num_trained
+    both = rows_of(path, eval_data=(write(tmp_path / "b.jsonl", lines[:30]),))
+    assert both.num_held_out == 10 and prompts(splits(both, 270)[0]).isdisjoint(
+        prompts(splits(rows_of(path), 0)[1]) & {line["prompt"] for line in lines[:30]}
+    )
+
+
+def test_a_task_knows_the_hashes_of_its_questions(tmp_path: Path) -> None:
+    rows = rows_of(write(tmp_path / "a.jsonl", SUMS + SUMS[:50]))
+    trained, evaluated = splits(rows, 400)
+    assert rows.questions is not None
+    for hashes, examples in zip(rows.questions, (trained, evaluated), strict=True):
+        assert hashes.dtype == np.uint64 and (np.diff(hashes.astype(object)) > 0).all()
+        assert set(hashes.tolist()) == {fingerprint(question_key(x.prompt)) for x in examples}
+    # a run that held out by hash and one that holds out a file can be compared
+    other = rows_of(write(tmp_path / "b.jsonl", SUMS[:9] + SUMS[390:]))
+    assert (
+        len(np.intersect1d(np.concatenate(rows.questions), np.concatenate(other.questions))) == 19
+    )
+
+
+def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", SUMS)
+    rows = rows_of(path, seed=3)
+    n = 400 - rows.num_held_out
+    epochs = [[rows.train(epoch * n + i) for i in range(n)] for epoch in range(2)]
+    names = [[example.prompt for example in epoch] for epoch in epochs]
+    assert sorted(names[0]) == sorted(names[1]) and names[0] != names[1]
+    assert len(set(names[0])) == n
+    again = rows_of(path, seed=3)
+    assert epochs[1] == [again.train(n + i) for i in range(n)]  # in any order of the calls
+    other = rows_of(path, seed=4)
+    assert names[0] != [other.train(i).prompt for i in range(n)]
+    # a number for each place, so that a prompt is sampled anew in the next epoch
+    assert [x.index for epoch in epochs for x in epoch] == list(range(2 * n))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) -> None:
+    path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
+    with pytest.raises(ConfigError):
+        rows_of(path)
+    with pytest.raises(ConfigError):
+        rows_of(path, eval_data=(path,))  # all of it is held out
+    with pytest.raises(ConfigError):
+        load_task("prompts", seed=0)
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+BAD_LINES = [
+    r'{"prompt": "a", "answer": "\ud800"}',
+    r'{"prompt": "a", "answer": "b", "more": ["\udfff"]}',
+    "[" * 100_000,
+    '{"prompt": "a", "answer": "b"',
+    '{"prompt": "a"}',
+    '{"prompt": "a", "answer": null}',
+    '{"prompt": "a", "answer": 3}',
+    '{"prompt": ["a"], "answer": "b"}',
+    '{"prompt": " ", "answer": "b"}',
+    '{"answer": "b"}',
+    '["prompt", "answer"]',
+    "1",
+    '{"messages": [], "answer": "b"}',
+    '{"messages": ["a"], "answer": "b"}',
+    '{"messages": [{"role": "user"}], "answer": "b"}',
+    '{"messages": [{"role": "user", "content": 1}], "answer": "b"}',
+    '{"messages": [{"role": "system", "content": "a"}], "answer": "b"}',
+    '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],'
+    ' "answer": "b"}',
+    b"\xff\xfe",
+]
+
+
+def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", SUMS[:40])
+    good = path.read_bytes() + b"\n"
+    for line in BAD_LINES:
+        path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()))
+        with pytest.raises(ConfigError) as error:
+            rows_of(path)
+        assert str(path) in str(error.value) and "42" in str(error.value), line
+        assert "\n" not in str(error.value)
+
+
+def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
+    """With or without a byte order mark, and with what `str.splitlines` takes for a line's end."""
+    path = tmp_path / "a.jsonl"
+    lines = [
+        json.dumps({"prompt": f"{i}\u2028\x85 ", "answer": "é "}, ensure_ascii=False)
+        for i in range(60)
+    ]
+    for head, end in (("", "\n"), ("\ufeff", "\r\n")):
+        path.write_bytes((head + end.join(lines)).encode())
+        rows = rows_of(path)
+        trained, evaluated = splits(rows, 60 - rows.num_held_out)
+        assert prompts(trained) | prompts(evaluated) == {f"{i}\u2028\x85 " for i in range(60)}
+        assert {example.answer for example in trained} == {"é "}
+
+
+def test_the_keys_of_published_files_are_known() -> None:
+    expected: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": "a", "completion": "b"}, "b"),
+        ({"question": "a", "answer": "b", "solution": "c"}, "b"),
+        ({"problem": "a", "solution": ""}, ""),
+        ({"prompt": None, "question": "a", "answer": None, "solution": "c"}, "c"),
+    ]
+    for record, answer in expected:
+        question, example = parse_pair(record)
+        assert (question, example.prompt, example.answer) == ("a", "a", answer)
+        assert example.fields == record and not example.messages
+
+
+def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
+    user = {"role": "user", "content": "39+83?"}
+    system, tool = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "122"}
+    question, example = parse_pair({"messages": [system, user], "answer": "122"})
+    assert question == example.prompt == "39+83?" and example.messages == (system, user)
+    assert question_of([user, tool]) == "user: 39+83?\ntool: 122"
+    assert question_of([system, user, tool]) == question_of([user, tool])
+
+
+def test_the_longest_examples_are_known(tmp_path: Path) -> None:
+    long = [{"prompt": "1" * 1000, "answer": "2"}, {"prompt": "3", "answer": "x" * 900}]
+    rows = rows_of(write(tmp_path / "a.jsonl", [*SUMS[:50], *long, *SUMS[50:]]))
+    assert {example.prompt[0] for example in rows.longest(2)} == {"1", "3"}
+    assert len(rows.longest(10_000)) == 402
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_prompts_are_scored_by_equality_and_similarity(tmp_path: Path) -> None:
+    task = Prompts(0, [write(tmp_path / "a.jsonl", SUMS)])
+    example = Example("39+83=", "122")
+    assert task.score(example, "122") == {"exact": 1, "similarity": 1}
+    assert task.score(example, "12") == {"exact": 0, "similarity": pytest.approx(2 / 3)}
+    assert task.speculate and not Prompts(0, [tmp_path / "a.jsonl"], chat=True).speculate
+    chat = [{"messages": [{"role": "user", "content": x["prompt"]}], "answer": ""} for x in SUMS]
+    assert not Prompts(0, [write(tmp_path / "b.jsonl", chat)]).speculate
+    with pytest.raises(ConfigError):
+        Prompts(0, [tmp_path / "a.jsonl"], judge="nobody")
+
+
+NORMALIZED = {
+    "The  Beatles!": "beatles",
+    "an apple a day": "apple day",
+    "Theodore": "theodore",
+    "U.S.A.": "usa",
+    " yes\n": "yes",
+    "A": "a",
+    "The.": "the",
+    "+": "+",
+    "": "",
+}
+
+
+def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:
+    assert {text: normalized(text) for text in NORMALIZED} == NORMALIZED
+
+
+HUB = {"title": ["Paris", "Seine"], "sentences": [["A city.", " Big."], ["A river."]]}
+ORIGINAL = [["Paris", ["A city.", " Big."]], ["Seine", ["A river."]]]
+
+
+def test_hotpotqa_lines_become_a_users_message() -> None:
+    for context in (HUB, ORIGINAL, "Paris: A city. Big.\n\nSeine: A river."):
+        line = {"question": "Where?", "answer": "Paris", "context": context, "level": "hard"}
+        question, example = parse_qa(line)
+        (message,) = example.messages
+        assert message["role"] == "user"
+        assert message["content"].startswith("Paris: A city. Big.\n\nSeine: A river.\n\nWhere?\n\n")
+        assert (question, example.prompt, example.answer) == ("Where?", "Where?", "Paris")
+        assert example.fields["level"] == "hard"
+    for changes in [{"answer": []}, {"answer": ["x", 3]}, {"answer": ""}, {"context": 3}]:
+        with pytest.raises((ValueError, TypeError, IndexError, AttributeError)):
+            parse_qa({"question": "Where?", "answer": "x", **changes})
+
+
+def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path) -> None:
+    lines = [{"problem": f"Question {i}?", "answer": [f"The {i}", "x"]} for i in range(60)]
+    task = Prompts(0, [write(tmp_path / "qa.jsonl", lines)], judge="qa")
+    example = task.held_out(0)
+    number = example.answer.removeprefix("The ")
+    texts = [number, "So <answer>y</answer> <answer> the X! </answer>", f"So {number}", ""]
+    assert [task.score(example, text)["correct"] for text in texts] == [1, 1, 0, 0]
+    assert tagged_answer("<answer>" * 20_000) is None
+
+
+def test_the_answer_is_what_stands_in_the_last_pair_of_tags() -> None:
+    texts = {
+        "<answer>1</answer> no, <answer>\n2\n</answer> and so on": "\n2\n",
+        "<answer>1</answer> <answer>2": "1",
+        "</answer>1<answer>": None,
+        "1": None,
+    }
+    assert {text: tagged_answer(text) for text in texts} == texts

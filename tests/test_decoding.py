@@ -1,0 +1,288 @@
+"""The decoder's cache, slots, drafts, and prompts that enter as others leave."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minigrpo.model.transformer import Transformer
+from minigrpo.runtime.rng import uniforms
+from minigrpo.sampling import decoder as decoding
+from minigrpo.sampling.decoder import Decoder
+from minigrpo.sampling.drafts import propose
+from minigrpo.sampling.generate import Generation, assign_slots, generate
+from minigrpo.types import Completions
+
+from .steps import EOS, SHAPES, VOCAB, make_completions
+
+LENGTH, SAMPLES = 20, 3
+STOPS = (EOS, 4)
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return Transformer(SHAPES[request.param], seed=1).double()
+
+
+@pytest.fixture
+def prompts() -> Completions:
+    return make_completions(0, prompts=6)
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), SAMPLES, LENGTH))
+    return {"stops": STOPS, "max_new_tokens": LENGTH, "num_samples": SAMPLES, "u": u, **changes}
+
+
+def sample(model: Transformer, prompts: Completions, **changes: Any) -> Completions:
+    return generate(model, prompts.prompt_ids, prompts.prompt_len, **options(**changes))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Slots, tokens per slot, and the spread of columns, of every round."""
+    seen, step = list[tuple[int, int, int]](), Decoder.step
+
+    def watched(self: Decoder, tokens: Tensor, columns: Tensor, *args: Any) -> Tensor:
+        seen.append((*tokens.shape, int(columns.max() - columns.min())))
+        return step(self, tokens, columns, *args)
+
+    monkeypatch.setattr(Decoder, "step", watched)
+    return seen
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6))
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forward(
+    shape: str, seed: int
+) -> None:
+    """Slots at different columns, several tokens at once, some of which are rejected."""
+    rng, model = np.random.default_rng(seed), Transformer(SHAPES[shape], seed=1).double()
+    decoder = Decoder(model)
+    slots: list[list[int]] = []  # the whole text of each slot that the decoder has run
+    starts: list[int] = []  # how long its prompt is
+
+    def check(logits: Tensor, texts: list[list[int]]) -> None:
+        for row, text in zip(logits, texts, strict=True):
+            expected = model.logits(torch.tensor([text]))[0, -len(row) :]
+            torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-11)
+
+    for _ in range(7):
+        kind = rng.choice(["enter", "step", "step", "reorder"]) if slots else "enter"
+        if kind == "enter":
+            new = make_completions(int(rng.integers(100)), prompts=int(rng.integers(1, 4)))
+            logits = decoder.prefill(new.prompt_ids, new.prompt_len)
+            texts = [
+                ids[:n].tolist() for ids, n in zip(new.prompt_ids, new.prompt_len, strict=True)
+            ]
+            check(logits[:, None], texts)
+            slots, starts = slots + texts, starts + [len(text) for text in texts]
+        elif kind == "step":
+            width = int(rng.integers(1, 4))
+            tokens = rng.integers(0, VOCAB, (len(slots), width)).tolist()
+            columns = [len(text) - start for text, start in zip(slots, starts, strict=True)]
+            logits = decoder.step(torch.tensor(tokens), torch.tensor(columns), max(columns) + width)
+            texts = [text + more for text, more in zip(slots, tokens, strict=True)]
+            check(logits, texts)
+            dropped = rng.integers(0, width, len(slots))  # rejected tokens are overwritten later
+            slots = [text[: len(text) - n] for text, n in zip(texts, dropped, strict=True)]
+        else:
+            kept = np.flatnonzero(rng.random(len(slots)) < 0.7)
+            copies = np.repeat(kept, rng.integers(1, 4, len(kept)))
+            sources, _, _ = assign_slots(copies, np.arange(len(copies)), np.zeros_like(copies))
+            decoder.reorder(sources, len(sources) + int(rng.integers(3)))
+            slots, starts = [slots[i] for i in sources], [starts[i] for i in sources]
+        assert len(decoder.prompt_len) == len(np.unique(decoder.prompt_of_slot))
+
+
+def test_slots_are_arranged_in_a_grid_by_prompt(model: Transformer) -> None:
+    decoder = Decoder(model)
+    decoder._arrange(np.array([5, 7]), np.array([0, 1, 0]))
+    assert decoder.grid.tolist() == [0, 2, 1, 0] and decoder.place.tolist() == [0, 2, 1]
+    assert decoder.starts.tolist() == [5, 7, 5]
+
+
+def test_a_prompt_is_stored_once_and_the_cache_follows_what_is_used(
+    model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "BLOCK", 3)
+    sizes, step = list[tuple[int, int, int]](), Decoder.step
+
+    def watched(self: Decoder, *args: Any) -> Tensor:
+        logits = step(self, *args)
+        assert all(x.shape == self.own_kv[0].shape for x in self.own_kv)
+        assert len(self.prompt_kv) == len(self.own_kv) == model.shape.layers
+        rows, columns = self.own_kv[0].shape[1::2]
+        assert len(self.prompt_of_slot) <= rows and args[2] <= columns <= LENGTH + 3
+        assert self.prompt_kv[0].shape[3] == self.prompt_len.max()
+        sizes.append((self.prompt_kv[0].shape[2], rows, columns))
+        return logits
+
+    monkeypatch.setattr(Decoder, "step", watched)
+    found = sample(model, prompts)
+    stored, rows, columns = zip(*sizes, strict=True)
+    assert stored[0] == 6 <= rows[0] and stored[-1] < 6
+    assert max(rows) <= 6 * SAMPLES and rows[-1] < max(rows) / 2
+    longest = found.completion_mask.shape[-1]
+    assert longest - 1 <= columns[-1] <= longest + 2
+    sizes.clear()
+    sample(model, prompts, prompts_at_once=2)
+    assert max(stored for stored, _, _ in sizes) <= 2 * SAMPLES  # what has entered and still runs
+    assert max(rows for _, rows, _ in sizes) <= 2 * SAMPLES
+
+
+@torch.no_grad()
+def test_a_proposal_past_the_context_harms_nobody(model: Transformer) -> None:
+    """A completion may end with the last position; what is proposed after it is not kept."""
+    context = model.shape.context
+    ids, lengths = torch.arange(context - 4)[None] % VOCAB, torch.tensor([context - 4])
+    plain = generate(model, ids, lengths, stops=(), max_new_tokens=4)
+    drafts = torch.zeros(1, 9, dtype=torch.int64)
+    more = {"drafts": drafts, "num_speculative_tokens": 8}
+    found = generate(model, ids, lengths, stops=(), max_new_tokens=4, **more)
+    assert torch.equal(found.completion_ids, plain.completion_ids)
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def test_sequences_that_agree_share_a_slot_and_slots_stay_in_place_if_they_can() -> None:
+    # sequences 0-2 share slot 0, and 2 now differs; sequence 3 is in slot 1, sequence 4 in slot 5
+    slots, slot, representatives = assign_slots(
+        np.array([0, 0, 0, 1, 5]), np.array([4, 4, 4, 4, 9]), np.array([7, 7, 8, 7, 7])
+    )
+    # slots 0 and 1 stay in place, the others fill the places that are left
+    assert slots.tolist() == [0, 1, 0, 5]
+    assert slot.tolist() == [0, 0, 2, 1, 3]
+    assert representatives.tolist() == [0, 3, 2, 4]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 20))
+def test_no_slot_is_overwritten_that_another_slot_continues(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    slot, states = rng.integers(0, 8, rows), rng.integers(0, 2, (2, rows))
+    slots, of_row, representatives = assign_slots(slot, *states)
+    assert np.array_equal(slots[of_row], slot)
+    assert np.array_equal(of_row[representatives], np.arange(len(slots)))
+    assert len(slots) == len({*zip(slot.tolist(), *states.tolist(), strict=True)})
+    for i, old in enumerate(slots):
+        assert i == old or old >= len(slots) or slots[old] == old  # its source stays in place
+
+
+@pytest.mark.parametrize("drafts", [None, torch.zeros(2, 1, dtype=torch.int64)])
+def test_completions_of_a_prompt_share_a_slot_while_they_agree(
+    model: Transformer, steps: list[tuple[int, int, int]], drafts: Tensor | None
+) -> None:
+    prompts = make_completions(0, prompts=2)
+    u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
+    u[1, 4, 3:] = 0.9  # except one, from its fourth token on
+    found = sample(model, prompts, u=u, num_samples=5, drafts=drafts, stops=())
+    assert not torch.equal(found.completion_ids[1, 3], found.completion_ids[1, 4])
+    assert steps[0][0] == 2
+    assert max(slots for slots, _, _ in steps) == 3
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recent", "length", "proposed"),
+    [
+        ([1, 2, 3], 3, [4, 5]),
+        ([1, 2, 3], 7, [6, 7]),
+        ([1, 2, 3], 5, [4, 5]),  # both matches are equally near: the first
+        ([9, 9, 9], 4, [5, 1]),  # none: what is at the sequence's own length
+        ([2, 3], 2, [3, 4]),  # too few tokens to match three
+        ([2, 3, 6], 9, [7, 7]),  # past the end
+        ([9, 9, 9], 12, [7, 7]),
+    ],
+)
+def test_a_proposal_follows_the_match_in_the_draft_that_is_nearest_to_the_own_length(
+    recent: list[int], length: int, proposed: list[int]
+) -> None:
+    draft = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6, 7]])
+    ids = torch.tensor([[0] * (length - len(recent)) + recent + [8, 8]])
+    assert propose(draft, ids, torch.tensor([length]), 2).tolist() == [proposed]
+    assert propose(draft[:, :1], ids, torch.tensor([length]), 2).shape == (1, 2)
+    # one token is not three equal ones
+    few = propose(torch.tensor([[2, 2, 2, 6]]), torch.tensor([[2, 0]]), torch.tensor([1]), 1)
+    assert few.tolist() == [[2]]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16])
+def test_a_completion_drafted_with_its_own_text_takes_as_few_rounds_as_the_window_allows(
+    model: Transformer, prompts: Completions, window: int
+) -> None:
+    plain = sample(model, prompts)
+    for p, text in enumerate(plain.completion_ids[:, 0]):
+        work = Counter[str]()
+        more = {"drafts": text[None], "num_speculative_tokens": window - 1, "work": work}
+        alone = options(u=options()["u"][p : p + 1, :1], num_samples=1, **more)
+        again = generate(model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], **alone)
+        length = int(again.completion_mask.sum())
+        assert torch.equal(again.completion_ids[0, 0], text[:length])
+        # a text that repeats itself may be located in another place, and is then found again
+        assert work["rounds"] <= -(-(length - 1) // window) + 1
+
+
+def test_the_counters_are_what_was_run(
+    model: Transformer, prompts: Completions, steps: list[tuple[int, int, int]]
+) -> None:
+    plain, lengths = sample(model, prompts), prompts.prompt_len.sum()
+    rounds_each = plain.completion_mask.sum(-1) - 1  # the prompt gives the first token
+    never = (plain.completion_ids[:, 0] + 1) % VOCAB  # another token in every column
+    never = torch.where((never == EOS) | (never == 4), 5, never)[:, :1].expand(-1, LENGTH)
+    for drafts, window in ((None, 1), (never, 3)):
+        steps.clear()
+        work = Counter[str]()
+        sample(model, prompts, drafts=drafts, num_speculative_tokens=2, work=work)
+        assert work["rounds"] == len(steps) and {w for _, w, _ in steps} == {window}
+        assert work["tokens"] == lengths + sum(slots * w for slots, w, _ in steps)
+        assert work["rows"] == 6 * SAMPLES
+        if drafts is None:
+            assert work["row_rounds"] == rounds_each.sum()
+            assert work["rounds"] == rounds_each.max()
+
+
+# --- prompts enter and leave ----------------------------------------------------------------------
+
+
+def test_waiting_prompts_take_fewer_rounds_than_batch_after_batch(
+    model: Transformer, prompts: Completions, steps: list[tuple[int, int, int]]
+) -> None:
+    together, apart = Counter[str](), Counter[str]()
+    whole = sample(model, prompts, prompts_at_once=2, work=together)
+    assert max(slots for slots, _, _ in steps) <= 2 * SAMPLES
+    assert max(spread for _, _, spread in steps) > 3  # some have just entered, others are far along
+    u = options()["u"]
+    for p in range(0, 6, 2):
+        two = slice(p, p + 2)
+        changes = options(u=u[two], work=apart)
+        generate(model, prompts.prompt_ids[two], prompts.prompt_len[two], **changes)
+    assert together["rounds"] < 0.9 * apart["rounds"]
+    assert together["rows"] == apart["rows"] == whole.completion_mask[..., 0].numel()
+    assert together["tokens"] == apart["tokens"] and together["row_rounds"] == apart["row_rounds"]
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 6, 9])
+def test_parts_are_those_of_batch_after_batch(
+    model: Transformer, prompts: Completions, size: int
+) -> None:
+    ids, lengths, u = prompts.prompt_ids, prompts.prompt_len, options()["u"]
+    parts = list(Generation(model, ids, lengths, **options(prompts_at_once=size)).parts())
+    for part, first in zip(parts, range(0, 6, size), strict=True):
+        rows = slice(first, first + size)
+        alone = generate(model, ids[rows], lengths[rows], **options(u=u[rows]))
+        assert torch.equal(part.prompt_ids, ids[rows]) and len(part) == len(alone)
+        assert torch.equal(part.completion_ids, alone.completion_ids)
+        assert torch.equal(part.completion_mask, alone.completion_mask)

@@ -1,0 +1,216 @@
+"""Numbers that are not finite, memory that runs out, signals, and examples made ahead."""
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from minigrpo import Config
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.guard import (
+    BAD_STEPS_TO_HALVE,
+    BAD_STEPS_TO_STOP,
+    SCALE_FLOOR,
+    Diverged,
+    NonFiniteGuard,
+    OOMBackoff,
+    check_weights,
+    is_out_of_memory,
+    weight_norm,
+)
+from minigrpo.runtime.prefetch import MOST_STEPS, ExamplePrefetcher
+from minigrpo.runtime.signals import SAME_REQUEST, StopRequest
+from minigrpo.types import ConfigError, Example, Task
+
+
+def ignore(text: str) -> None: ...
+
+
+# --- not finite -----------------------------------------------------------------------------------
+
+
+def test_bad_steps_in_a_row_halve_the_learning_rate_and_then_stop() -> None:
+    guard = NonFiniteGuard()
+    for _ in range(BAD_STEPS_TO_HALVE - 1):
+        guard.skip(ignore, partly=False)
+    guard.accept()
+    for _ in range(BAD_STEPS_TO_HALVE):
+        assert guard.halvings == 0
+        guard.skip(ignore, partly=False)
+    assert guard.halvings == 1
+    while guard.in_a_row < BAD_STEPS_TO_STOP - 1:
+        guard.skip(ignore, partly=False)
+    before = guard.state_dict()
+    with pytest.raises(Diverged):
+        guard.skip(ignore, partly=False)
+    assert guard.state_dict() == before  # the step is not done, and a resume meets it again
+    restored = NonFiniteGuard()
+    restored.load_state_dict(before)
+    assert restored == guard
+    restored.skip(ignore, partly=True)  # a step that is done in part is counted ...
+    with pytest.raises(Diverged):
+        restored.check()  # ... and the next one does not begin
+
+
+class Scaler:
+    """A loss scaler that has just seen an infinite gradient, or a finite one."""
+
+    def __init__(self, scale: float, *, overflow: bool) -> None:
+        self.scale, self.overflow = scale, overflow
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def update(self) -> None:
+        self.scale = self.scale / 2 if self.overflow else self.scale
+
+    def is_enabled(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("scale", "overflow", "loss", "halvings", "excused", "after"),
+    [
+        (8.0, True, 1.0, 0, True, 4.0),
+        (8.0, False, 1.0, 0, False, 8.0),
+        (8.0, True, torch.nan, 0, False, 4.0),  # the loss itself is bad
+        (8.0, True, 1.0, 1, False, 4.0),  # training is in float32: no overflow explains it
+        (SCALE_FLOOR, True, 1.0, 0, False, SCALE_FLOOR / 2),
+    ],
+)
+def test_an_overflow_is_no_bad_step_while_the_scale_can_fall(
+    scale: float, overflow: bool, loss: float, halvings: int, excused: bool, after: float
+) -> None:
+    scaler: Any = Scaler(scale, overflow=overflow)
+    guard = NonFiniteGuard(halvings=halvings)
+    assert guard.update_scale(scaler, torch.tensor(loss), 0, ignore) == excused
+    assert scaler.scale == after and guard.overflows == excused
+    assert guard.metrics(scaler)["scaler/skipped_steps"] == excused
+
+
+def test_weights_that_are_not_finite_end_the_run_and_huge_ones_do_not() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False).fill_(torch.inf)  # frozen: not looked at
+    torch.testing.assert_close(weight_norm(model), model.weight.norm())
+    with torch.no_grad():
+        model.weight[0, 0] = 1e30  # its square overflows
+        assert not weight_norm(model).isfinite()
+        check_weights(model, float(weight_norm(model)), 0, 1.0)
+        model.weight[0, 0] = torch.nan
+    with pytest.raises(Diverged):
+        check_weights(model, float(weight_norm(model)), 0, 1.0)
+
+
+# --- out of memory --------------------------------------------------------------------------------
+
+
+def test_the_size_is_halved_until_it_fits_and_stays() -> None:
+    tried, warned = list[int](), list[str]()
+
+    def work(size: int) -> int:
+        tried.append(size)
+        if size > 3:
+            raise torch.OutOfMemoryError
+        return size
+
+    backoff = OOMBackoff("update", "--micro-batch-size", 0, warned.append)
+    assert [backoff.run(work, total) for total in (14, 14, 2)] == [3, 3, 2]
+    assert tried == [14, 7, 3, 3, 2] and len(warned) == 2
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+TOO_MUCH = 1 << 50  # more than an address space holds
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda: torch.empty(TOO_MUCH), True),  # a plain RuntimeError on a CPU
+        (lambda: np.empty(TOO_MUCH), True),
+        (lambda: fail(torch.OutOfMemoryError()), True),
+        (lambda: torch.save(torch.zeros(1000), "/dev/full"), False),  # a plain RuntimeError too
+        (lambda: fail(OSError(errno.ENOSPC, "No space left on device")), False),
+        (lambda: torch.zeros(2) @ torch.zeros(3), False),
+    ],
+)
+def test_only_out_of_memory_is_tried_again(work: Callable[[], object], expected: bool) -> None:
+    sizes = list[int]()
+
+    def never_fits(size: int) -> None:
+        sizes.append(size)
+        work()
+
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as caught:
+        OOMBackoff("update", "--micro-batch-size", 0).run(never_fits, 4)
+    assert is_out_of_memory(caught.value) == expected
+    assert sizes == ([4, 2, 1] if expected else [4])
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def test_the_first_signal_asks_to_stop_and_a_later_one_stops_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(ignore) as request:
+        assert request.agreed(DistContext()) == ""
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # by the launcher and the terminal: one request
+        assert request.agreed(DistContext()) == "SIGTERM"
+        request.asked_at -= 2 * SAME_REQUEST
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+class Counting(Task):
+    """Fails for one number."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+
+    def train(self, number: int) -> Example:
+        if number == self.bad:
+            raise SystemExit("a task may even do that")
+        return Example(str(number))
+
+
+def prefetcher(task: Task, first_step: int, **options: Any) -> ExamplePrefetcher:
+    config = Config.of(prompts_per_step=4, max_steps=12)
+    return ExamplePrefetcher(task, config, DistContext(**options), first_step)
+
+
+def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
+    for rank in range(2):
+        made = prefetcher(Counting(), 3, rank=rank, world_size=2)
+        for step in (3, 4, 11, 5, 3, 30):
+            numbers = [int(x.prompt) for x in made.take(step)]
+            assert numbers == [4 * step + 2 * rank, 4 * step + 2 * rank + 1]
+    regular = range(4 * MOST_STEPS)
+    found = [made.replacements(step, attempt, [0, 1]) for step in (0, 1) for attempt in (0, 1)]
+    numbers = [int(x.prompt) for examples in found for x in examples]
+    assert len(set(numbers)) == 8 and not set(numbers) & set(regular)
+
+
+def test_an_error_of_the_task_is_raised_in_the_step_that_needs_it() -> None:
+    made = prefetcher(Counting(bad=9), 0)
+    assert len(made.take(0)) == len(made.take(1)) == 4
+    with pytest.raises(SystemExit):
+        made.take(2)
+    assert len(made.take(3)) == 4
+
+
+def test_prompts_must_divide_among_processes() -> None:
+    with pytest.raises(ConfigError):
+        prefetcher(Counting(), 0, world_size=3)

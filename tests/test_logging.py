@@ -1,0 +1,366 @@
+"""A run's logs: what is written, what a resume keeps, and what a full disk or a tracker may do."""
+
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from minigrpo.config import Config
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.runtime import samples
+from minigrpo.runtime.console import Console
+from minigrpo.runtime.logging import NoLog, RunLog, read_jsonl, to_json
+from minigrpo.runtime.stats import Estimate
+from minigrpo.types import (
+    Completions,
+    ConfigError,
+    Example,
+    Graded,
+    RewardTable,
+    RolloutBatch,
+    Task,
+)
+
+SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
+
+
+def log_of(folder: Path, step: int = 0, said: list[str] | None = None, **settings: Any) -> RunLog:
+    warn = pytest.fail if said is None else said.append
+    folder.mkdir(exist_ok=True)
+    return RunLog(folder, Config.of(**settings), step, warn)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [record["step"] for record in read_jsonl(path)]
+
+
+def events(folder: Path, tag: str) -> list[int]:
+    """The steps that TensorBoard shows of a curve, after purging what a lost run wrote."""
+    shown: list[int] = []
+    for file in sorted((folder / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime):
+        for event in EventFileLoader(str(file)).Load():
+            if event.HasField("session_log"):
+                shown = [step for step in shown if step < event.step]
+            shown += [event.step for value in event.summary.value if value.tag == tag]
+    return shown
+
+
+def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.evaluation(0, {"n": 8.0, "exact": 0.5, "count/a": 8.0})
+    for step in (1, 2, 3):
+        log.step(step, {"loss": 1.0 / step, "rewards/exact/mean": 0.0})
+        log.samples(step, [SAMPLE, SAMPLE], text="shown")
+    log.samples(2, [{"source": "held_out"}])
+    log.held_out(2, [{"truth": "4"}])
+    log.evaluation(2, {"exact": 0.75})
+    log.samples(3, [{"source": "held_out"}])  # killed before the line of its evaluation
+    log.held_out(3, [{"truth": "4"}, {"truth": "5"}])
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    again = log_of(tmp_path, 2)
+    assert again.evaluated == [
+        {"step": 0, "n": 8.0, "exact": 0.5, "count/a": 8.0},
+        {"step": 2, "exact": 0.75},
+    ]
+    again.step(3, {"loss": 7.0})
+    again.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2] == before[:2]
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert steps_of(tmp_path / "samples.jsonl") == [1, 1, 2, 2, 2]
+    assert steps_of(tmp_path / "held_out.jsonl") == []  # of a step that is made again
+    assert events(tmp_path, "train/loss") == [1, 2, 3]
+    assert events(tmp_path, "eval/exact") == [0, 2] and not events(tmp_path, "eval/n")
+    assert events(tmp_path, "samples/text_summary") == [1, 2]
+    log_of(tmp_path, 0).close()
+    assert all(not (tmp_path / f"{x}.jsonl").read_bytes() for x in ("metrics", "eval", "samples"))
+
+
+def test_a_run_killed_in_an_evaluation_makes_its_samples_again(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.step(1, {"loss": 1.0})
+    log.samples(1, [SAMPLE])
+    log.samples(1, [{"source": "held_out"}])
+    log_of(tmp_path, 1).close()
+    assert [x["source"] for x in read_jsonl(tmp_path / "samples.jsonl")] == ["train"]
+
+
+def test_of_two_evaluations_of_a_step_the_last_counts(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    for step, value in ((4, 0.1), (0, 0.2), (4, float("nan"))):
+        log.step(step or 1, {})
+        log.evaluation(step, {"exact": value})
+    first, last = log_of(tmp_path, 4, []).evaluated
+    assert first == {"step": 0, "exact": 0.2} and np.isnan(last["exact"]) and len(last) == 2
+
+
+@pytest.mark.parametrize("line", [b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'"text"', b"\0\0"])
+def test_a_damaged_line_is_left_out_with_a_warning_and_the_rest_is_kept(
+    tmp_path: Path, line: bytes
+) -> None:
+    """Also if a run is writing the last line, or was killed while it did; that is no damage."""
+    whole = [to_json({"step": step}).encode() for step in (1, 2, 3)]
+    path, said = tmp_path / "metrics.jsonl", list[str]()
+    path.write_bytes(b"".join(whole) + line)
+    assert len(read_jsonl(path, said.append)) == 3 and not said
+    path.write_bytes(b"".join((whole[0], line, b"\n", *whole[1:])))
+    log = log_of(tmp_path, 3, said)
+    assert steps_of(path) == [1, 2, 3] and len(said) == bool(line)
+    log.step(4, {})
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
+def test_lines_that_are_missing_are_warned_of(tmp_path: Path) -> None:
+    said = list[str]()
+    log_of(tmp_path, 2, said).close()
+    assert len(said) == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(st.dictionaries(st.text().filter(lambda name: name != "num_nonfinite"), json_values))
+def test_records_are_strict_json_that_counts_what_is_not_finite(record: dict[str, Any]) -> None:
+    text = to_json(record)
+    assert text.endswith("\n") and text.count("\n") == 1 and text.isascii()
+
+    def strict(constant: str) -> None:
+        raise AssertionError(constant)
+
+    found = json.loads(text, parse_constant=strict)
+    odd = str(record).count("nan") + str(record).count("inf")
+    assert found.pop("num_nonfinite", 0) <= odd
+    if not odd:
+        assert found == record
+
+
+# --- a full disk ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that fills up: a write beyond this many bytes of a file fails, or takes a part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_warns_once_and_leaves_no_half_line(tmp_path: Path) -> None:
+    said = list[str]()
+    log = log_of(tmp_path, said=said)
+    log.step(1, {"loss": 1.0})
+    with files_of_at_most(60):
+        for step in range(2, 9):
+            log.step(step, {"loss": 1.0})
+            log.evaluation(step, {"exact": 0.5})
+            log.samples(step, [SAMPLE])
+            log.held_out(step, [SAMPLE])
+        assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
+    log.step(9, {"loss": 1.0})
+    log.close()
+    assert len(said) == 1 and (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 9]
+
+
+def test_a_log_that_cannot_be_cut_stays_as_it_was(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    for step in range(1, 30):
+        log.step(step, {"loss": 1.0})
+    log.close()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with files_of_at_most(200), pytest.raises(OSError, match="File too large"):
+        log_of(tmp_path, 20)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+class Sums(Task):
+    def explain(self, example: Example, text: str) -> str:
+        return "" if text == example.answer else "wrong sum"
+
+
+def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("chess")
+    rows = [[*tokenizer.encode("abc"), tokenizer.eot], tokenizer.encode("4")]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[row + [0] * (longest - len(row)) for row in rows]])
+    mask = torch.arange(longest) < torch.tensor([[[len(row)] for row in rows]])
+    parts = {"exact": np.array([[0.0, 1.0]]), "other": np.full((1, 2), np.nan)}
+    batch = RolloutBatch(
+        [Example("2+2=", "4", index=7, kind="easy")],
+        Completions(torch.zeros(1, 5, dtype=torch.int64), torch.tensor([3]), ids, mask),
+        [["abc", "4"]],
+        RewardTable(np.array([[0.0, 1.0]]), parts),
+        advantages=torch.tensor([[-1.0, 1.0]]),
+    )
+    log = log_of(tmp_path)
+    for step in (9, 10):
+        samples.log_group(log, batch, step, tokenizer, Sums())
+    first, second = read_jsonl(tmp_path / "samples.jsonl")
+    assert (first["step"], first["index"], first["kind"], first["truth"]) == (10, 7, "easy", "4")
+    assert first["parts"] == {"exact": 0.0} and first["explained"] and "explained" not in second
+    assert "".join(first["tokens"][:-1]) == "abc" and first["token_ids"] == rows[0]
+    assert second["tokens"] == ["4"] and second["advantage"] == second["reward"] == 1.0
+    samples.log_group(NoLog(), batch, 10, tokenizer, Sums())
+
+
+def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0) -> Graded:
+    examples = [Example(f"{i}?", "a", i, fields={"level": i}) for i in range(len(values))]
+    table = RewardTable(np.array(values), {"good": np.array(values)}, {"good": failures})
+    return Graded(examples, texts, table, "exact")
+
+
+def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> None:
+    said, held_out = list[str](), samples.HeldOut(Sums())
+    log = log_of(tmp_path, said=said)
+    held_out.log(log, 4)  # another process: nothing
+    greedy = graded([[1.0], [np.nan]], [["a"], ["b"]])
+    held_out.keep(greedy, graded([[1.0, 0.0], [np.nan, 3.0]], [["a", "b"]] * 2, failures=2))
+    held_out.log(log, 4)
+    first, second = read_jsonl(tmp_path / "held_out.jsonl")
+    assert first["greedy"] == {"exact": 1.0, "good": 1.0, "reward": 1.0}
+    assert first["sampled"] == {"exact": 0.5, "good": 0.5, "reward": 0.5}
+    assert second["sampled"]["good"] == 3.0 and "good" not in second["greedy"]
+    assert first["example"] == samples.digest(greedy.examples[0]) != second["example"]
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4 and len(said) == 1
+
+
+# --- trackers -------------------------------------------------------------------------------------
+
+
+class Recorder(ModuleType):
+    """Stands for wandb and trackio, which have the same interface."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.began: dict[str, Any] = {}
+        self.logged: list[tuple[int, list[str]]] = []
+        self.trouble: Exception | None = None
+        self.tried = 0
+
+    def init(self, **options: Any) -> "Recorder":
+        if self.trouble:
+            raise self.trouble
+        self.began = options
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.tried += 1
+        if self.trouble:
+            raise self.trouble
+        self.logged.append((step, list(values)))
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> None:
+        assert all(len(row) == len(columns) for row in data)
+
+    def finish(self) -> None: ...
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder(request.param)
+    monkeypatch.setitem(sys.modules, request.param, found)
+    monkeypatch.delenv(f"{request.param.upper()}_PROJECT", raising=False)
+    return found
+
+
+def test_a_tracker_gets_what_the_files_get_and_a_resume_continues_it(
+    tmp_path: Path, tracker: Recorder
+) -> None:
+    names = []
+    for step in (0, 1, 0):
+        log = log_of(tmp_path, step, track=tracker.__name__)
+        names.append(tracker.began["name"])
+        log.step(step + 1, {"loss": 1.0})
+        log.samples(step + 1, [SAMPLE, {**SAMPLE, "messages": [{"content": "?"}], "reward": 1.0}])
+        log.evaluation(step + 1, {"exact": 1.0})
+        log.close()
+    assert names[0] == names[1] != names[2]
+    assert tracker.began["project"] == "minigrpo" and tracker.began["config"]["group_size"] == 16
+    assert tracker.logged[:3] == [(1, ["loss"]), (1, ["samples"]), (1, ["eval/exact"])]
+
+
+def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
+    tmp_path: Path, tracker: Recorder
+) -> None:
+    said = list[str]()
+    log = log_of(tmp_path, said=said, track=tracker.__name__)
+    tracker.trouble = ConnectionError("no network")
+    for step in range(1, 9):
+        log.step(step, {"loss": 1.0})
+    log.close()
+    assert tracker.tried == len(said) == 3 and len(steps_of(tmp_path / "metrics.jsonl")) == 8
+    with pytest.raises(ConfigError):
+        log_of(tmp_path, track=tracker.__name__)
+
+
+# --- the console ----------------------------------------------------------------------------------
+
+TALK = """
+from minigrpo.runtime.console import Console
+console = Console()
+for i in range(4000):
+    console.say(f"line {i}: a café, \\u265a, [/b] and \\ud800")
+console.table("[b]", ["[/b]", "x"], [["[/i]", "1"]])
+console.warn("done [/b]")
+"""
+
+
+def test_a_reader_that_leaves_does_not_end_the_program() -> None:
+    """`minigrpo train | head`, where the terminal lacks some characters."""
+    command = [sys.executable, "-c", TALK]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout and process.stderr
+        assert b"caf" in process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 0 and errors.count(b"\n") == 1
+
+
+def test_a_run_without_signal_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    console, said = Console(quiet=True), list[str]()
+    monkeypatch.setattr(console, "warn", said.append)
+    console.start(50, 0)
+    usual = {"step_time": 1.0, "completions/mean_length": 3.0, "reward": 0.0}
+    for step in range(1, 50):
+        console.update(step, {**usual, "frac_reward_zero_std": float(step != 5)}, None)
+    console.stop()
+    assert len(said) == 1
+
+
+def test_messages_take_any_numbers_and_names(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    found = {"[/b]_sampled": Estimate(float("nan")), "[/b]": Estimate(0.5, 0.1, 0.9)}
+    console.evaluation(3, found)
+    first = {"step": 0, "n": 3.0, "[/b]_sampled": 0.1, "[/b]": 1e9, "count/a": 2.0, "gone": 1.0}
+    console.show_change(first, {**first, "step": 3, "new": 1.0}, {3: found})
+    console.finish(Path("runs/[/b]"), "stopped", "SIGTERM", 3, float("nan"))
+    assert "[/b]" in capsys.readouterr().out

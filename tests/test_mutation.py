@@ -1,0 +1,233 @@
+"""A machine that damages every input: what is read is valid, or one printable line and code 2.
+
+Each kind of input is a valid file and what reads it. The file's bytes or JSON values are changed at
+random, and it is read in place of a command, so that the command line turns errors into exit codes.
+"""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minigrpo.config import Config
+from minigrpo.model.hf import ModelFiles
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.runtime.checkpoint import load_newest
+from minigrpo.tasks.base import load_task
+from minigrpo.tools import cli
+from minigrpo.tools.compare import differences, settings_of
+from minigrpo.tools.doctor import diagnose
+from minigrpo.tools.report import render
+from minigrpo.tools.runs import read_run
+
+from . import tiny
+from .test_compare import lines, write_run
+from .test_report import held_out, sample
+from .test_tools import call
+
+ODD_TEXTS = (
+    b"",
+    b"\x00",
+    b"\xff\xfe",
+    b"[",
+    b"{",
+    b'"',
+    b"nan",
+    b"-1",
+    b"1e999",
+    b"\\ud800",
+    b"\n",
+)
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2**70, -0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "\x1b[2J", "\u202e", "0", [], [None], [[1]], {}, {"a": {}}),
+)
+
+
+def damaged_bytes(content: bytes, chance: random.Random) -> bytes:
+    """Bytes with a part cut out, repeated, swapped for another or flipped."""
+    a, b = sorted(chance.randrange(len(content) + 1) for _ in range(2))
+    b = min(b, a + chance.choice((1, 5, 50, len(content))))
+    part = content[a:b]
+    new = chance.choice(
+        [b"", part + part, part[::-1], chance.choice(ODD_TEXTS), bytes(x ^ 1 for x in part[:1])]
+    )
+    return content[:a] + new + content[b:]
+
+
+def damaged_value(value: Any, chance: random.Random) -> Any:
+    """A JSON value with one value inside it changed, left out or doubled."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        key = chance.choice(sorted(value))
+        how = chance.random()
+        if how < 0.1:
+            return {name: x for name, x in value.items() if name != key}
+        if how < 0.2:
+            return {**value, key + "x": value[key]}
+        return {**value, key: damaged_value(value[key], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.9:
+        i = chance.randrange(len(value))
+        return [*value[:i], damaged_value(value[i], chance), *value[i + 1 :]]
+    return chance.choice(ODD_VALUES)
+
+
+def damaged_json(content: bytes, chance: random.Random) -> bytes:
+    """One line of JSON, or a whole file of it, with a changed value."""
+    rows = content.splitlines() if content.startswith(b"{") and b"}\n{" in content else [content]
+    i = chance.randrange(len(rows))
+    rows[i] = json.dumps(damaged_value(json.loads(rows[i]), chance)).encode()
+    return b"\n".join(rows) + b"\n"
+
+
+# --- the inputs: how to make a valid folder, the file to damage, and what reads the folder --------
+
+
+def make_settings(folder: Path) -> None:
+    config = Config.of(task_args={"difficulty": "2x12"}, reward_weights="exact_fen=1", kl_coef=0.1)
+    (folder / "a.toml").write_text(config.as_toml())
+
+
+def read_settings(folder: Path) -> None:
+    config = Config.from_toml(folder / "a.toml")
+    assert Config.of(**config.flat()) == config
+
+
+def make_data(folder: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"ask {i}"}], "answer": "b"} for i in range(9)
+    ]
+    rows = [{"prompt": f"ask {i}", "answer": "b", "kind": "c", "extra": [1]} for i in range(40)]
+    (folder / "a.jsonl").write_text(lines(rows + chats))
+
+
+def read_data(folder: Path) -> None:
+    task = load_task("prompts", seed=0, data=str(folder / "a.jsonl"))
+    for example in (task.train(0), task.held_out(0), *task.longest(3)):
+        task.score(example, example.answer)
+
+
+def make_countdown(folder: Path) -> None:
+    rows = [{"nums": [i, 7, 3], "target": i + 4} for i in range(1, 60)]
+    (folder / "a.jsonl").write_text(lines(rows))
+
+
+def read_countdown(folder: Path) -> None:
+    task = load_task("countdown", seed=0, data=str(folder / "a.jsonl"))
+    assert task.score(task.held_out(0), "1+2+3")[task.success] in (0, 1)
+
+
+def make_model(folder: Path) -> None:
+    tiny.tiny_chat_model(folder)
+
+
+def read_model(folder: Path) -> None:
+    assert ModelFiles.open(folder).shape.vocab_size > 0
+
+
+def read_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    assert all(0 <= number < tokenizer.n_vocab for number in tokenizer.encode("add 12 é"))
+
+
+def make_run(folder: Path) -> None:
+    run = write_run(folder / "run", [1, 0] * 5)
+    (run / "samples.jsonl").write_text(lines([sample(10, "a"), held_out(3, 0, "b")]))
+
+
+def read_the_run(folder: Path) -> None:
+    runs = [read_run(folder / "run", print)]
+    diagnose(runs[0])
+    render(runs, print)
+    differences(*settings_of([*runs, runs[0]], False, print))
+
+
+Read = Callable[[Path], None]
+INPUTS: dict[str, tuple[Read, str, Read]] = {
+    "settings": (make_settings, "a.toml", read_settings),
+    "data": (make_data, "a.jsonl", read_data),
+    "countdown": (make_countdown, "a.jsonl", read_countdown),
+    "config.json": (make_model, "config.json", read_model),
+    "tokenizer.json": (make_model, "tokenizer.json", read_tokenizer),
+    "tokenizer_config.json": (make_model, "tokenizer_config.json", read_tokenizer),
+    "run": (make_run, "run/*", read_the_run),
+}
+
+
+def outcome(read: Read, folder: Path) -> None:
+    """Read in place of a command; assert that it ends well, or with one printable line and 2."""
+
+    def main(argv: list[str], prog: str) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            read(folder)
+
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.setattr(cli, "_module", lambda name: SimpleNamespace(main=main))
+        code = call("report")
+    assert code in (0, 2)
+    if code:
+        (line,) = errors.getvalue().splitlines()
+        assert line.isprintable() and len(line) > 10
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_damaged_input_is_valid_or_one_line(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    make, file, read = INPUTS[name]
+    folder = tmp_path_factory.mktemp("input")
+    make(folder)
+    read(folder)  # as it is, it is valid
+    whole = {path: path.read_bytes() for path in sorted(folder.glob(file))}
+
+    @settings(suppress_health_check=list(HealthCheck))
+    @given(seed=st.integers(0, 2**32), times=st.integers(1, 3))
+    def damage(seed: int, times: int) -> None:
+        chance = random.Random(seed)
+        path, content = chance.choice(list(whole.items()))
+        if path.suffix != ".toml" and chance.random() < 0.5:
+            damaged = damaged_json(content, chance)
+        else:
+            damaged = content
+            for _ in range(times):
+                damaged = damaged_bytes(damaged, chance)
+        path.write_bytes(damaged)
+        try:
+            outcome(read, folder)
+        finally:
+            path.write_bytes(content)
+
+    damage()
+
+
+def test_a_damaged_checkpoint_is_never_loaded(finished_run: Path, tmp_path: Path) -> None:
+    """Whatever happens to its files: the one before it is loaded, or nothing."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(finished_run / "checkpoints", folder)
+    newest, before = sorted(folder.iterdir())[-1:-3:-1]
+    files = {path: path.read_bytes() for path in newest.iterdir()}
+    steps = [load_newest(folder, print)["step"]]
+
+    @settings(max_examples=30, suppress_health_check=list(HealthCheck))
+    @given(seed=st.integers(0, 2**32))
+    def damage(seed: int) -> None:
+        chance = random.Random(seed)
+        for path, content in files.items():
+            path.write_bytes(content)
+        path = chance.choice(sorted(files))
+        path.write_bytes(damaged_bytes(files[path], chance))
+        if path.read_bytes() != files[path]:
+            steps.append(load_newest(folder, lambda text: None)["step"])
+
+    damage()
+    assert before.name.endswith(str(steps[-1]))
+    assert {*steps[1:]} <= {steps[0], int(before.name[-6:])}

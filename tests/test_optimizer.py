@@ -1,0 +1,113 @@
+"""AdamW against its formula, its schedule, and the variant that keeps moments in host memory."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from minigrpo.runtime.optimizer import (
+    BETAS,
+    FINAL_SHARE,
+    OffloadedAdamW,
+    learning_rate_at,
+    make_optimizer,
+)
+
+OPTIONS: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "fused": False}
+
+
+def model(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    made[0].bias.requires_grad_(False)
+    return made.to(device)
+
+
+def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A step with a gradient that depends on its number; a parameter has none in the first."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for place, parameter in enumerate(parameters):
+        generator = torch.Generator().manual_seed(100 * number + place)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.grad = None if place + number == 0 else gradient
+    optimizer.step()
+
+
+def test_an_update_is_that_of_the_formula() -> None:
+    """Loshchilov and Hutter (2019): decay apart from the moments, for matrices only."""
+    made = model()
+    before = [p.detach().double() for p in made.parameters()]
+    optimizer = make_optimizer(made, **OPTIONS)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    made(x).square().sum().backward()
+    optimizer.step()
+    for old, parameter in zip(before, made.parameters(), strict=True):
+        if not parameter.requires_grad:
+            assert torch.equal(parameter, old.float())
+            continue
+        assert parameter.grad is not None
+        gradient = parameter.grad.double()
+        decay = 0.1 if parameter.dim() == 2 else 0.0
+        m, v = (1 - BETAS[0]) * gradient, (1 - BETAS[1]) * gradient**2
+        update = m / (1 - BETAS[0]) / ((v / (1 - BETAS[1])).sqrt() + 1e-8)
+        torch.testing.assert_close(
+            parameter.double(), old * (1 - 0.01 * decay) - 0.01 * update, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth_by_a_cosine() -> None:
+    rates = [learning_rate_at(s, peak=2.0, warmup_steps=4, max_steps=105) for s in range(110)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[54] == pytest.approx(2 * (FINAL_SHARE + (1 - FINAL_SHARE) / 2))
+    assert rates[29] == pytest.approx(
+        2 * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi / 4)) / 2)
+    )
+    assert rates[104:] == pytest.approx([2 * FINAL_SHARE] * 6)
+    assert learning_rate_at(0, peak=1.0, warmup_steps=0, max_steps=1) == 1.0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_moments_in_host_memory_give_the_same_weights_and_states(
+    device: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":  # where there is nothing to wait for
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    models = [model(device), model(device)]
+    plain = make_optimizer(models[0], **{**OPTIONS, "fused": fused})
+    groups = make_optimizer(models[1], **OPTIONS).param_groups
+    names = ("params", "weight_decay")
+    offloaded = OffloadedAdamW(
+        [{name: group[name] for name in names} for group in groups],
+        lr=OPTIONS["learning_rate"],
+        betas=BETAS,
+        fused=fused,
+    )
+
+    def compare() -> None:
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+            there, here = plain.state.get(a, {}), offloaded.state.get(b, {})
+            assert there.keys() == here.keys()
+            assert all(torch.equal(there[name].cpu(), here[name].cpu()) for name in there)
+            assert not any(here[name].is_cuda for name in here)
+
+    for number in range(3):
+        step(plain, number)
+        step(offloaded, number)
+        compare()
+    states = [optimizer.state_dict() for optimizer in (plain, offloaded)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    on_host = [tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), state) for state in states]
+    plain.load_state_dict(on_host[1])  # each goes on from the other's state
+    offloaded.load_state_dict(on_host[0])
+    step(plain, 3)
+    step(offloaded, 3)
+    compare()
+
+
+def test_a_model_on_the_host_has_the_plain_optimizer() -> None:
+    assert type(make_optimizer(model(), offload=True, **OPTIONS)) is torch.optim.AdamW

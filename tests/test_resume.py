@@ -1,0 +1,325 @@
+"""Real runs that are killed, stopped or fail, and go on with the bits of an undisturbed run.
+
+    python -m tests.test_resume FOLDER --kills 100
+
+forks processes that train, kills them at random moments and at chosen ones, and starts them again.
+A fork starts in milliseconds, because torch is imported; it is safe because the parent never runs a
+tensor operation.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minigrpo import Config, Trainer, learner, rewards, trainer
+from minigrpo.runtime.checkpoint import checkpoints, first_not_finite, load_checkpoint, load_newest
+from minigrpo.runtime.guard import Diverged, RunFailed
+
+from .tiny import TINY, tiny_chess_model
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = {**TINY, "eval_every": 4, "save_every": 1, "keep_last": 2, "max_steps": 6}
+OPTIONS |= {"micro_batch_size": 2, "num_iterations": 2, "kl_coef": 0.1}
+OPTIONS |= {"task": "prompts", "data": str(ROOT / "examples" / "sums.jsonl")}  # quicker than chess
+# where a run is killed: owner and name of a function, and whether it dies after the call or before
+PLACES: dict[str, tuple[Any, str, bool]] = {
+    "inside num_iterations": (torch.optim.AdamW, "step", True),
+    "before a rename": (os, "replace", False),
+    "after an evaluation": (trainer, "measure", True),
+    "after a rename": (os, "replace", True),
+    "inside accumulation": (learner.Learner, "_backward", True),
+    "inside an evaluation": (rewards.RewardScorer, "score_completions", False),
+    "before a state is written": (torch, "save", False),
+    "after a state is written": (torch, "save", True),
+    "before a flush": (os, "fsync", False),
+    "while files are removed": (os, "unlink", False),
+}
+VARY = ("time", "memory/")  # metrics that begin with these, or are called step_time
+SLOWEST = 3.0  # seconds within which a process is killed at a random moment
+
+
+def make(folder: Path, **changes: Any) -> Trainer:
+    model = str(tiny_chess_model(folder.parent / "model"))
+    config = Config.of(**{**OPTIONS, "model": model, **changes, "out_dir": str(folder)})
+    return Trainer(config, quiet=True)
+
+
+def bits(run: Trainer) -> str:
+    """sha256 of weights and optimizer state."""
+    digest = hashlib.sha256()
+    state = run.learner.state_dict()
+    for tensors in (state["model"], *state["optimizer"]["state"].values()):
+        for name in sorted(tensors):
+            digest.update(torch.as_tensor(tensors[name]).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The records of a log, without what differs from run to run."""
+    records = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [
+        {key: x for key, x in record.items() if not key.startswith(VARY) and key != "step_time"}
+        for record in records
+    ]
+
+
+def result(folder: Path, run: Trainer) -> str:
+    """The bits of a run, and all that it has logged."""
+    names = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "held_out.jsonl")
+    return json.dumps([bits(run), *(lines(folder, name) for name in names)])
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def work(folder: Path) -> None:
+    """What a forked process does: train to the end, unless it is killed."""
+    run = make(folder, resume="auto")
+    run.fit()
+    (folder / "result").write_text(result(folder, run))
+
+
+def die_at(place: str, call: int) -> None:
+    """Make this process kill itself at the `call`-th call of a function."""
+    owner, name, after = PLACES[place]
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = original(*args, **kwargs)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, counted)
+
+
+def fork(folder: Path, place: str = "", call: int = 0) -> int:
+    """Start a child that trains; its process id. Its errors go to the file `errors`."""
+    folder.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid:
+        return pid
+    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    try:
+        if place:
+            die_at(place, call)
+        work(folder)
+    except BaseException as error:
+        os.write(2, repr(error).encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def disturbed(folder: Path, rng: random.Random, place: str, kills: int) -> int:
+    """Train to the end, with up to `kills` kills on the way. Returns the number of kills."""
+    done = 0
+    while True:
+        again = done < kills
+        pid = fork(folder, place if again else "", rng.randint(1, 12))
+        if again and not place:
+            time.sleep(rng.uniform(0, SLOWEST))
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status == 0 or (folder / "result").exists():
+            return done
+        assert status == -signal.SIGKILL, (folder / "errors").read_text()
+        done += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--each", type=int, default=3, help="kills of one run")
+    arguments = parser.parse_args()
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # imports what takes a second
+    calm = arguments.folder / "calm"
+    assert os.waitpid(fork(calm), 0)[1] == 0, (calm / "errors").read_text()
+    expected, rng, total, number = (calm / "result").read_text(), random.Random(0), 0, 0
+    while total < arguments.kills:
+        place = ("", *PLACES)[number % (len(PLACES) + 1)]
+        folder, number = arguments.folder / f"run_{number:03d}", number + 1
+        total += disturbed(folder, rng, place, min(arguments.each, arguments.kills - total))
+        if (folder / "result").read_text() != expected:
+            sys.exit(f"{place or 'at a random moment'}: {folder} differs from {calm}")
+        shutil.rmtree(folder)
+    print(f"{total} kills in {number} runs, no difference")
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kills", ["--kills=5 --each=1", pytest.param("--kills=100", marks=pytest.mark.slow)]
+)
+def test_killed_anywhere_and_resumed_a_run_has_the_same_bits_and_logs(
+    tmp_path: Path, kills: str
+) -> None:
+    command = [sys.executable, "-m", "tests.test_resume", str(tmp_path), *kills.split()]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_it(
+    tmp_path: Path,
+) -> None:
+    run, calm = tmp_path / "run", make(tmp_path / "calm", max_steps=300, eval_every=0)
+    settings = {**OPTIONS, "max_steps": 300, "eval_every": 0, "model": tmp_path / "model"}
+    settings |= {"out_dir": run, "reward_weights": "similarity=1"}
+    flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
+    command = [sys.executable, "train.py", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not checkpoints(run / "checkpoints") and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    step = summary["step"]
+    assert (summary["status"], summary["exit_reason"]) == ("stopped", "SIGTERM") and step < 300
+    config = Config.from_toml(run / "config.toml").replace(out_dir=str(run), resume="auto")
+    again = Trainer(config.replace(stop_after=step + 2), quiet=True)
+    assert again.step == step and (run / "model.safetensors").exists()
+    again.fit()
+    calm.log = calm.run_dir.open_log(0)
+    calm.console.start(300, 0)
+    while calm.step < step + 2:
+        calm.one_step()
+    assert bits(calm) == bits(again)
+
+
+def test_a_branch_goes_its_way_without_touching_the_run_it_came_from(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", keep_last=9)
+    run.fit()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    branch = make(tmp_path / "branch", resume=str(tmp_path / "run" / "checkpoints" / "step_000003"))
+    assert branch.step == 3
+    branch.fit()
+    assert result(tmp_path / "branch", branch) == result(tmp_path / "run", run)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before
+
+
+def poison(run: Trainer, steps: set[int]) -> Trainer:
+    """Make the gradient of some steps infinite."""
+    run.model.ln_f.weight.register_hook(
+        lambda grad: grad * (torch.inf if run.step in steps else 1.0)
+    )
+    return run
+
+
+def test_skipped_steps_are_counted_across_a_resume_and_their_batches_are_kept(
+    tmp_path: Path,
+) -> None:
+    options = {"max_steps": 14, "num_iterations": 1}
+    calm = poison(make(tmp_path / "calm", **options), {2, 3, 5, 6, 7})
+    assert calm.fit()["skipped_steps"] == 5
+    poison(make(tmp_path / "run", **options, stop_after=7), {2, 3, 5, 6}).fit()
+    again = poison(make(tmp_path / "run", **options, resume="auto"), {7})
+    again.fit()
+    assert result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
+    batches = sorted((tmp_path / "run" / "bad_batches").iterdir())
+    assert len(batches) == 5
+    assert len(torch.load(batches[0], weights_only=True)["prompts"]) == 4
+
+
+def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None:
+    run = poison(make(tmp_path / "bad", num_iterations=1, max_steps=20), set(range(2, 20)))
+    with pytest.raises(Diverged):
+        run.fit()
+    saved = load_newest(tmp_path / "bad" / "checkpoints", pytest.fail)
+    assert saved["step"] == run.step == 7 and not first_not_finite(saved)
+    huge = make(tmp_path / "huge", learning_rate=1e38, warmup_steps=0, kl_coef=0)
+    with pytest.raises(RunFailed):
+        huge.fit()
+    assert not checkpoints(tmp_path / "huge" / "checkpoints")
+    assert not (tmp_path / "huge" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "huge" / "summary.json").read_text())["status"] != "finished"
+
+
+def test_out_of_memory_halves_the_micro_batch_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = make(tmp_path / "small", micro_batch_size=1, kl_coef=0)
+    small.fit()
+    run = make(tmp_path / "run", micro_batch_size=0, kl_coef=0)
+    forward = run.learner.pack
+
+    def pack(batch: Any) -> Any:
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return forward(batch)
+
+    monkeypatch.setattr(run.learner, "pack", pack)
+    run.fit()
+    assert bits(run) == bits(small)
+
+
+@pytest.mark.parametrize(("where", "saved"), [("batch", 3), ("clip_grad_norm_", None)])
+def test_an_error_ends_the_run_with_whole_steps_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, saved: int | None
+) -> None:
+    """Between two updates of one step the weights belong to no step: nothing is saved."""
+    run = make(tmp_path / "run", save_every=100)
+    owner: Any = run.source if where == "batch" else torch.nn.utils
+    function, calls = getattr(owner, where), [0]
+
+    def fails(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise TypeError("of the user's code")
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, where, fails)
+    with pytest.raises(TypeError):
+        run.fit()
+    there = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [load_checkpoint(path)["step"] for path in there] == ([saved] if saved else [])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_an_error_in_one_of_two_processes_ends_both_with_the_steps_saved(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import os\n"
+        "from minigrpo.tasks.prompts import Prompts\n"
+        "class Fails(Prompts):\n"
+        "    def train(self, number):\n"
+        "        if number >= 72 and os.environ.get('RANK') == '1':\n"
+        "            raise TypeError('of rank 1')\n"
+        "        return super().train(number)\n"
+    )
+    settings = {
+        **OPTIONS,
+        "save_every": 100,
+        "max_steps": 40,
+        "model": tiny_chess_model(tmp_path / "model"),
+    }
+    settings |= {"task": tmp_path / "task.py", "out_dir": tmp_path / "run"}
+    settings |= {"reward_weights": "similarity=1"}
+    flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node=2", "distributed_train.py", *flags]
+    assert subprocess.run(command, cwd=ROOT, timeout=90).returncode != 0
+    saved = load_newest(tmp_path / "run" / "checkpoints", pytest.fail)
+    assert 0 < saved["step"] <= 18
+
+
+if __name__ == "__main__":
+    main()

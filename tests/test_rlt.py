@@ -1,0 +1,178 @@
+"""RLT: the reward against plain forwards of single texts, and the additions."""
+
+import doctest
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from torch import Tensor
+
+from minigrpo.model.encoding import to_completions
+from minigrpo.model.frozen_model import FrozenModel
+from minigrpo.model.packing import PACKINGS
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.tasks import rlt
+from minigrpo.tasks.base import load_task, shipped_model
+from minigrpo.tasks.rlt import RLT, find_span
+from minigrpo.types import ConfigError, Example, TokenBatch
+
+CHESS = load_tokenizer("chess")
+SHAPE = ModelShape(CHESS.n_vocab, context=96, layers=2, width=16, heads=2)
+TEACHER, STUDENT = (Transformer(SHAPE, seed=seed).double() for seed in (1, 2))
+TEMPERATURE = 0.7
+EXPLANATIONS = ["010111", "01", "0", "", "010110", "010111"]
+
+
+def plain_logp(model: Transformer, prompt: list[int], ids: list[int]) -> Tensor:
+    """`[n]` log-probs of the n tokens after a prompt, by a plain causal forward of one text."""
+    logits = model.logits(torch.tensor([[*prompt, *ids]]))[0] / TEMPERATURE
+    logp = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return logp.gather(1, torch.tensor(ids)[:, None])[:, 0].detach()
+
+
+class AllAtOnce:
+    """A backoff that has room for everything."""
+
+    def run(self, function: Any, total: int) -> Tensor:
+        return function(total)
+
+
+def student(tokenizer: Any = CHESS, model: Transformer = STUDENT) -> FrozenModel:
+    return FrozenModel(
+        model,
+        tokenizer,
+        name="student",
+        packing=PACKINGS["prefix-tree"],
+        temperature=1.0,
+        backoff=AllAtOnce(),
+        autocast=nullcontext,
+    )
+
+
+def batch_of(
+    examples: Sequence[Example], texts: list[list[str]], asked: FrozenModel | None = None
+) -> TokenBatch:
+    """What the policy TEACHER sampled, with its log-probs."""
+    prompts = [[*CHESS.prefix, *CHESS.encode(example.prompt)] for example in examples]
+    rows = [[[*CHESS.encode(text), CHESS.eot] for text in group] for group in texts]
+    completions = to_completions(prompts, rows)
+    logp = torch.zeros(completions.completion_ids.shape, dtype=torch.float64)
+    for p, g in np.ndindex(*logp.shape[:2]):
+        logp[p, g, : len(rows[p][g])] = plain_logp(TEACHER, prompts[p], rows[p][g])
+    whole = replace(completions, sampler_logp=logp)
+    model = asked or student()
+    return TokenBatch(examples, texts, whole, TEMPERATURE, CHESS.decode, lambda name: model)
+
+
+def test_the_reward_is_the_published_formula() -> None:
+    task = RLT(0)
+    examples = [task.train(number) for number in range(3)]
+    batch = batch_of(examples, [[f"<think>{x}</think>" for x in EXPLANATIONS]] * 3)
+    parts = task.score_tokens(batch)
+    before, opening, closing = map(CHESS.encode, ("<solution>", "<think>", "</think>"))
+    for p, example in enumerate(examples):
+        solution = CHESS.encode(example.fields["solution"])
+        question = CHESS.encode(example.fields["question"] + "\n")
+        prompt = CHESS.encode(example.prompt)
+        for g, explanation in enumerate(map(CHESS.encode, EXPLANATIONS)):
+            text = [*opening, *explanation, *closing, *before, *solution]
+            logp = plain_logp(STUDENT, question, text)
+            of_solution = logp[-len(solution) :]
+            expected = of_solution.mean() + 0.01 * of_solution.min()
+            assert parts["likelihood"][p, g] == pytest.approx(float(expected))
+            inside = slice(len(opening), len(opening) + len(explanation))
+            ratio = plain_logp(TEACHER, prompt, text)[inside] - logp[inside]
+            penalty = -3 * ratio.mean() - 0.03 * ratio.max() if len(ratio) else torch.zeros(())
+            assert parts["kl"][p, g] == pytest.approx(float(penalty))
+            assert parts["match"][p, g] == 0
+            assert parts["solved"][p, g] == float((of_solution.exp() > 0.5).all())
+        empty = [*opening, *closing, *before, *solution]
+        alone = plain_logp(STUDENT, question, empty)[-len(solution) :]
+        assert (parts["unaided"][p] == float((alone.exp() > 0.5).all())).all()
+    assert task.parts == {"likelihood": 1, "kl": 1, "match": 1, "solved": 0, "unaided": 0}
+    assert {*parts} == {*task.parts} == {*task.token_parts}
+
+
+def test_missing_tags_cost_one_in_each_term() -> None:
+    task = RLT(0)
+    texts = ["", "010111", "<think>010111", "010111</think>", "</think><think>", "<think>0</think>"]
+    parts = task.score_tokens(batch_of([task.train(0)], [texts]))
+    for name in ("likelihood", "kl", "match"):
+        assert parts[name][0, :5].tolist() == [-1] * 5
+    assert parts["match"][0, 5] == 0 and parts["likelihood"][0, 5] < -1
+
+
+def test_tags_are_found_however_they_are_split() -> None:
+    assert not doctest.testmod(rlt).failed
+    pieces = {  # with the tags, between them
+        ("a", "<think>", "b", "c", "</think>", "d"): ("011110", "001100"),
+        ("a<thi", "nk>b", "</", "think>d"): ("1111", "0000"),
+        ("<think>b</think>",): ("1", "0"),
+        ("<think>", "", "", "€", "</think>"): ("11111", "01110"),
+        ("<think>", "</think>", "<think>x</think>"): ("110", "000"),
+        ("<think>", "a"): ("00", "00"),
+        ("</think>", "<think>"): ("00", "00"),
+    }
+    for text, expected in pieces.items():
+        found = ["".join(map(str, row)) for row in find_span(text).int().tolist()]
+        assert tuple(found) == expected, text
+
+
+def test_another_vocabulary_is_refused() -> None:
+    model = json.loads(CHESS.engine.to_str())
+    vocab = model["model"]["vocab"]
+    vocab["0"], vocab["1"] = vocab["1"], vocab["0"]
+    other = replace(CHESS, engine=tokenizers.Tokenizer.from_str(json.dumps(model)))
+    other_student = student(other)
+    batch = batch_of([RLT(0).train(0)], [["<think>0</think>"]], other_student)
+    with pytest.raises(ConfigError):
+        RLT(0).score_tokens(batch)
+
+
+def test_lines_have_a_solution_or_gsm8ks_answer(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"question": "48/2?", "answer": "48/2=<<48/2=24>>24"}\n'
+        '{"question": "1+1?", "solution": "two", "answer": "2"}\n'
+    )
+    task = RLT(0, (), [path], student="somebody")
+    first, second = task.held_out(0), task.held_out(1)
+    assert first.fields["solution"] == "48/2=24" and second.fields["solution"] == "two"
+    assert "48/2=24" in first.prompt and "<<" not in first.prompt and first.answer == ""
+    assert task.student == "somebody" and not task.speculate
+    with pytest.raises(ConfigError):  # the shipped student knows nothing but additions
+        RLT(0, (), [path])
+
+
+def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
+    task = RLT(3)
+    train, held_out = ([get(i) for i in range(200)] for get in (task.train, task.held_out))
+    for example in (*train, *held_out):
+        a, b = example.fields["question"].split("+")
+        solution, bits = example.fields["solution"], example.answer[7:-8]
+        assert int(a) + int(b) == int(solution) and len(solution) == len(a) + 1 == 7
+        columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)
+        assert "".join(str(sum(map(int, column)) % 10) for column in columns) == solution
+        assert example.prompt == f"{a}+{b}\n<solution>{solution}</solution>\n"
+    questions = [{x.fields["question"] for x in split} for split in (train, held_out)]
+    assert not questions[0] & questions[1]
+
+
+def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> None:
+    assert shipped_model("rlt").is_file()
+    task = load_task("rlt", seed=0)
+    assert isinstance(task, RLT)
+    model = Transformer.from_pretrained(Path(task.student))
+    examples = [task.held_out(i) for i in range(60)]
+    texts = [[x.answer, "<think>abcdef</think>"] for x in examples]
+    parts = task.score_tokens(batch_of(examples, texts, student(CHESS, model)))
+    assert parts["solved"][:, 0].mean() > 0.9 and parts["unaided"].mean() < 0.6
+    assert parts["solved"][:, 1].mean() < 0.7

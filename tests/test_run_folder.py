@@ -1,0 +1,618 @@
+"""A run's folder as a state machine: whatever happens to it, a resumed run has the same bits.
+
+The learner is a pretended one of a few numbers, so that hundreds of runs take seconds.
+test_resume.py does the same with real processes.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minigrpo.config import Config
+from minigrpo.runtime import logging
+from minigrpo.runtime.checkpoint import (
+    CheckpointError,
+    checkpoints,
+    first_not_finite,
+    load_checkpoint,
+    load_newest,
+    path_of,
+    save_checkpoint,
+)
+from minigrpo.runtime.console import Console
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.guard import RunFailed
+from minigrpo.runtime.logging import read_jsonl
+from minigrpo.runtime.rng import stream
+from minigrpo.runtime.run_dir import RunDir, trained_on
+from minigrpo.types import ConfigError
+
+LAST = 40  # steps of an undisturbed run
+FACTS = {"tokenizer": "abc", "shape": {"width": 3}}
+FOREIGN = {"notes.txt": "mine", "checkpoints/step_best/state.pt": "mine", "checkpoints/a.bin": "x"}
+
+
+class Learner:
+    """Weights and moments that depend on all steps so far."""
+
+    def __init__(self) -> None:
+        self.weight, self.moment = torch.arange(300) / 7, torch.zeros(300)
+
+    def learn(self, step: int) -> None:
+        gradient = torch.from_numpy(stream(0, "gradient", step).random(300, dtype=np.float32))
+        self.moment = 0.9 * self.moment + gradient * self.weight.sin()
+        self.weight = self.weight - 0.1 * self.moment
+
+    def state_dict(self) -> dict[str, Any]:
+        moments = {"state": {0: {"exp_avg": self.moment, "step": torch.tensor(1.0)}}, "lr": 0.1}
+        return {"model": {"w": self.weight}, "optimizer": moments}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.weight, self.moment = state["model"]["w"], state["optimizer"]["state"][0]["exp_avg"]
+
+    @property
+    def bits(self) -> bytes:
+        return self.weight.numpy().tobytes() + self.moment.numpy().tobytes()
+
+
+def undisturbed() -> list[bytes]:
+    learner, bits = Learner(), []
+    for step in range(LAST + 1):
+        bits.append(learner.bits)
+        learner.learn(step)
+    return bits
+
+
+BITS = undisturbed()
+
+
+class Run:
+    """What the trainer does with the folder."""
+
+    def __init__(self, folder: Path, resume: str = "auto", **changes: Any) -> None:
+        self.config = Config.of(
+            **{
+                "save_every": 99,
+                "keep_last": 2,
+                **changes,
+                "out_dir": str(folder),
+                "resume": resume,
+            }
+        )
+        self.learner, self.said = Learner(), list[str]()
+        console = Console(quiet=True)
+        console.warn = self.said.append  # type: ignore[method-assign]
+        self.run_dir = RunDir(self.config, DistContext(), console)
+        self.log: Any = None
+
+    def start(self, **facts: Any) -> "Run":
+        self.step = self.run_dir.open(self.learner.load, {**FACTS, **facts})
+        self.log = self.run_dir.open_log(self.step)
+        return self
+
+    def train(self, steps: int = 1) -> "Run":
+        for _ in range(steps):
+            self.learner.learn(self.step)
+            self.step += 1
+            self.log.step(self.step, {"loss": float(self.learner.weight.sum())})
+        return self
+
+    def save(self, *, required: bool = True) -> "Run":
+        self.run_dir.save(self.step, self.learner.state_dict(), required=required)
+        return self
+
+    def die(self) -> None:
+        """What the system does when a process ends."""
+        self.run_dir.close()
+        if self.log is not None:
+            for log in self.log.files.values():
+                log.file.close()
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "SummaryWriter", lambda *args, **options: Ignored())
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+class Ignored:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+# --- what may happen ------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process is dead: nothing that it would do afterwards happens."""
+
+
+CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
+
+
+@contextmanager
+def death(folder: Path, at: int) -> Iterator[list[int]]:
+    """Kill the process before its `at`-th call that changes the disk; what was not flushed is cut.
+
+    The block may also end before that: what it gets is the number of calls.
+    """
+    originals, calls = {name: getattr(os, name) for name in CALLS}, [0]
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] >= at:
+                raise Killed
+            return originals[name](*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, counted(name))
+        with suppress(Killed):
+            yield calls
+    if calls[0] >= at:
+        for partial in folder.rglob("*.tmp"):
+            os.truncate(partial, partial.stat().st_size * (at % 3) // 2)
+        for log in folder.glob("metrics.jsonl"):  # in the middle of a line
+            log.write_bytes(log.read_bytes() + b'{"step": 9, "lo')
+
+
+@contextmanager
+def full_disk(after: int) -> Iterator[None]:
+    """No room from the `after`-th flush on, until something is removed."""
+    fsync, unlink, calls = os.fsync, os.unlink, [0]
+
+    def flush(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] >= after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    def remove(path: Any, **options: Any) -> None:
+        unlink(path, **options)
+        if not str(path).endswith(".tmp"):
+            calls[0] = -100
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", flush)
+        patch.setattr(os, "unlink", remove)
+        yield
+
+
+def damage(file: Path, how: str) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "delete" or not data:
+        file.unlink()
+    elif how == "flip":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        os.truncate(file, len(data) // 2)
+
+
+def whole(folder: Path) -> list[int]:
+    """The steps whose checkpoints are whole, found without the library."""
+    found = []
+    for path in (folder / "checkpoints").glob("step_0*"):
+        try:
+            promised = json.loads((path / "manifest.json").read_text())["files"]["state.pt"]
+            digest = hashlib.sha256((path / "state.pt").read_bytes()).hexdigest()
+        except (OSError, ValueError):
+            continue
+        found += [int(path.name[5:])] if promised == digest else []
+    return sorted(found)
+
+
+class Folder(RuleBasedStateMachine):
+    """Steps, saves, kills, full disks, damage, resumes and branches, in any order."""
+
+    @initialize()
+    def begin(self) -> None:
+        import tempfile
+
+        self.root, self.number = Path(tempfile.mkdtemp()), 0
+        self.run: Run | None = None
+        self.new_folder()
+        self.start()
+
+    def new_folder(self) -> None:
+        self.number += 1
+        self.folder = self.root / f"run_{self.number}"
+        self.saved: set[int] = set()  # completed saves in this folder
+        self.harmed: set[str] = set()  # parts of it that somebody has damaged
+        for name, text in FOREIGN.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+
+    def teardown(self) -> None:
+        if hasattr(self, "root"):
+            self.end()
+            shutil.rmtree(self.root)
+
+    def end(self) -> None:
+        if self.run:
+            self.run.die()
+        self.run = None
+
+    def start(self) -> None:
+        """`--resume auto`: from the newest whole checkpoint, and never afresh over saved work."""
+        there = whole(self.folder)
+        try:
+            self.run = Run(self.folder).start()
+        except ConfigError:
+            assert not there and self.harmed  # only damage may stop a run
+            self.new_folder()
+            self.run = Run(self.folder).start()
+            return
+        assert self.run.step == (there[-1] if there else 0)
+        assert there or not self.saved
+        logged = [record["step"] for record in read_jsonl(self.folder / "metrics.jsonl")]
+        if "metrics.jsonl" not in self.harmed:
+            assert logged == list(range(1, self.run.step + 1))
+
+    @precondition(lambda self: self.run)
+    @rule(steps=st.integers(1, 3))
+    def train(self, steps: int) -> None:
+        assert self.run
+        self.run.train(min(steps, LAST - self.run.step))
+
+    @precondition(lambda self: self.run)
+    @rule()
+    def save(self) -> None:
+        assert self.run
+        self.run.save()
+        self.saved.add(self.run.step)
+        self.harmed -= {f"step_{self.run.step:06d}"}
+
+    @precondition(lambda self: self.run)
+    @rule(after=st.integers(1, 6))
+    def save_without_room(self, after: int) -> None:
+        """A full disk warns, keeps older checkpoints, and leaves nothing partial."""
+        assert self.run
+        before = whole(self.folder)
+        with full_disk(after):
+            self.run.save(required=False)
+        assert not before or whole(self.folder)
+        assert not list(path_of(self.run.run_dir.checkpoints, self.run.step).glob("*.tmp"))
+        self.saved |= set(whole(self.folder))
+
+    @precondition(lambda self: self.run)
+    @rule(at=st.integers(1, 20))
+    def die_in_a_save(self, at: int) -> None:
+        assert self.run
+        before = whole(self.folder)
+        with death(self.folder, at):
+            self.run.save()
+        self.end()
+        assert not before or whole(self.folder)
+        self.saved |= set(whole(self.folder))
+
+    @precondition(lambda self: not self.run)
+    @rule(at=st.integers(1, 20), anew=st.booleans())
+    def die_in_a_start(self, at: int, anew: bool) -> None:
+        if anew:
+            self.new_folder()
+        before = whole(self.folder)
+        run = Run(self.folder)
+        with death(self.folder, at):
+            try:
+                run.start()
+            except ConfigError:
+                assert not before and self.harmed
+        run.die()
+        assert whole(self.folder) == before
+
+    @precondition(lambda self: self.run)
+    @rule()
+    def stop(self) -> None:
+        self.end()
+
+    @precondition(lambda self: not self.run)
+    @rule()
+    def resume(self) -> None:
+        self.start()
+
+    @precondition(lambda self: not self.run)
+    @rule(which=st.integers(0, 100), how=st.sampled_from(["truncate", "flip", "delete"]))
+    def harm(self, which: int, how: str) -> None:
+        """Damage any file of the run, one of each checkpoint at most."""
+        files = sorted(x for x in self.folder.rglob("*") if x.is_file() and x.name != ".lock")
+        files = [x for x in files if str(x.relative_to(self.folder)) not in FOREIGN]
+        files = [x for x in files if {x.name, x.parent.name}.isdisjoint(self.harmed)]
+        if files:
+            file = files[which % len(files)]
+            of_checkpoint = file.parent.name.startswith("step_")
+            self.harmed.add(file.parent.name if of_checkpoint else file.name)
+            damage(file, how)
+
+    @precondition(lambda self: not self.run and whole(self.folder))
+    @rule(at=st.integers(1, 30), which=st.integers(0, 9), by_step=st.booleans())
+    def branch(self, at: int, which: int, by_step: bool) -> None:
+        """Go on from a checkpoint in another folder, with a kill on the way; nothing here moves."""
+        steps, old = whole(self.folder), self.folder
+        before = {x: x.read_bytes() for x in old.rglob("*") if x.is_file()}
+        step = steps[which % len(steps)] if by_step else steps[-1]
+        source = path_of(old / "checkpoints", step) if by_step else old
+        logs_are_whole = "metrics.jsonl" not in self.harmed
+        self.new_folder()
+        self.run = Run(self.folder, str(source))
+        with death(self.folder, at) as calls:
+            self.run.start()
+        self.end()
+        after = {x: x.read_bytes() for x in old.rglob("*") if x.is_file()}
+        assert after == before
+        if calls[0] >= at or not logs_are_whole:  # killed before the lines of before were copied
+            self.harmed.add("metrics.jsonl")
+        if whole(self.folder) == [step]:
+            self.start()
+        else:  # killed before the copy was whole: type it again
+            self.run = Run(self.folder, str(source)).start()
+        self.saved = {step}
+
+    @invariant()
+    def same_bits(self) -> None:
+        if getattr(self, "run", None):
+            assert self.run and self.run.learner.bits == BITS[self.run.step]
+
+    @invariant()
+    def foreign_files_stay(self) -> None:
+        if hasattr(self, "folder"):
+            assert all((self.folder / x).read_text() == text for x, text in FOREIGN.items())
+
+
+Folder.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_folder_under_any_treatment_has_the_bits_of_an_undisturbed_run() -> None:
+    Folder.TestCase("runTest").runTest()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    path = save_checkpoint(tmp_path, 1, {"step": 1})
+    evil = pickle.dumps({"model": Evil()}, protocol=2)
+    (path / "state.pt").write_bytes(evil)
+    digest = hashlib.sha256(evil).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"files": {"state.pt": digest}}))
+    with pytest.raises(CheckpointError):
+        load_checkpoint(path)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"files": 3}', '{"files": {}}', "\x00"])
+def test_a_manifest_of_any_content_makes_no_whole_checkpoint(tmp_path: Path, manifest: str) -> None:
+    save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=2)
+    path, said = save_checkpoint(tmp_path, 2, {"step": 2}, keep_last=2), list[str]()
+    (path / "manifest.json").write_text(manifest)
+    assert load_newest(tmp_path, said.append)["step"] == 1 and len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"a": {"b": [torch.ones(2), torch.tensor([1.0, np.nan])]}}, "a.b.1"),
+        ({"a": {"b": torch.full((2, 2), -np.inf, dtype=torch.bfloat16)}}, "a.b"),
+        ({"lr": float("inf"), "a": torch.ones(1)}, "lr"),
+        ({"a": torch.full((9,), 3e38), "b": torch.empty(0), "c": torch.tensor([1])}, ""),
+    ],
+)
+def test_what_is_not_finite_is_never_saved(
+    tmp_path: Path, state: dict[str, Any], where: str
+) -> None:
+    """Numbers whose squares overflow are finite."""
+    assert first_not_finite(state) == where
+    if where:
+        with pytest.raises(RunFailed):
+            save_checkpoint(tmp_path, 1, state)
+        assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [9]), (2, [7, 9]), (5, [1, 3, 5, 7, 9])])
+def test_the_newest_are_kept(tmp_path: Path, keep_last: int, left: list[int]) -> None:
+    for step in (1, 3, 5, 7, 9):
+        save_checkpoint(tmp_path, step, {"step": step}, keep_last=keep_last)
+    assert checkpoints(tmp_path) == [path_of(tmp_path, step) for step in left]
+
+
+def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, {"step": step}, keep_last=9)
+    with full_disk(after=1):
+        save_checkpoint(tmp_path, 3, {"step": 3}, keep_last=9)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
+    damage(path_of(tmp_path, 3) / "state.pt", "flip")
+    with (
+        full_disk(after=1),
+        pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC),
+    ):
+        save_checkpoint(tmp_path, 4, {"step": 4}, keep_last=9)
+    assert load_newest(tmp_path, lambda text: None)["step"] == 2
+
+
+def test_files_of_others_among_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "step_000001" / "optimizer.bin"
+    mine.parent.mkdir()
+    mine.write_text("another program's")
+    for step in (2, 3):
+        save_checkpoint(tmp_path, step, {"step": step}, keep_last=1)
+    assert mine.read_text() == "another program's"
+    (tmp_path / "step_000004").write_text("a file")
+    with pytest.raises(ConfigError):
+        checkpoints(tmp_path)
+
+
+# --- starting and resuming ------------------------------------------------------------------------
+
+
+def finished(folder: Path, steps: int = 3, **changes: Any) -> Run:
+    run = Run(folder, **changes).start().train(steps).save()
+    run.run_dir.write_summary({"step": steps})
+    run.die()
+    return run
+
+
+@pytest.mark.parametrize(
+    "left", ["config.toml", "metrics.jsonl", "checkpoints", "model.safetensors", "trained_on.npy"]
+)
+def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
+    finished(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_text("weights")
+    (tmp_path / "run" / "trained_on.npy").write_text("hashes")
+    for path in (tmp_path / "run").iterdir():
+        if path.name != left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = sorted(tmp_path.rglob("*"))
+    for resume in ("", str(finished(tmp_path / "other").run_dir.path)):
+        with pytest.raises(ConfigError):
+            Run(tmp_path / "run", resume).start()
+    if left not in ("checkpoints", "config.toml"):
+        with pytest.raises(ConfigError):
+            Run(tmp_path / "run").start()
+    assert {*before} <= {*tmp_path.rglob("*")}
+
+
+@pytest.mark.parametrize("first_save", [2, 5])
+def test_a_folder_whose_checkpoints_are_gone_is_not_started_over(
+    tmp_path: Path, first_save: int
+) -> None:
+    """Unless the run was killed before it could save anything."""
+    finished(tmp_path / "run", save_every=first_save)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    if first_save == 5:
+        assert Run(tmp_path / "run", save_every=first_save).start().step == 0
+        return
+    with pytest.raises(ConfigError):
+        Run(tmp_path / "run", save_every=first_save).start()
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"eval_every": 3, "keep_last": 5, "device": "cpu"}, False),
+        ({"max_steps": 99}, True),
+        ({"use_amp": True, "micro_batch_size": 2}, True),
+        ({"learning_rate": 1e-9}, None),
+        ({"seed": 1}, None),
+        ({"loss": "dapo"}, None),
+        ({"reward_weights": {"similarity": 1.0}}, None),
+    ],
+)
+def test_settings_that_make_another_run_are_refused(
+    tmp_path: Path, changes: dict[str, Any], warned: bool | None
+) -> None:
+    finished(tmp_path / "run")
+    again = Run(tmp_path / "run", **changes)
+    if warned is None:
+        with pytest.raises(ConfigError):
+            again.start()
+        assert Run(tmp_path / "run").start().step == 3  # the lock is free
+    else:
+        assert again.start().step == 3
+        assert any("--" in text for text in again.said) == (warned or "device" in changes)
+
+
+def test_other_facts_are_refused_and_other_files_are_warned_of(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("one")
+    options = {"task": "prompts", "data": str(data)}
+    finished(tmp_path / "run", **options)
+    with pytest.raises(ConfigError):
+        Run(tmp_path / "run", **options).start(tokenizer="another")
+    same, other = Run(tmp_path / "run", **options).start(), Run(tmp_path / "run", **options)
+    same.die()
+    data.write_text("two")
+    other.start()
+    assert not same.said and any(str(data) in text for text in other.said)
+    record = (tmp_path / "run" / "config.toml").read_text()
+    assert hashlib.sha256(b"two").hexdigest() in record and torch.__version__ in record
+    assert Config.from_toml(tmp_path / "run" / "config.toml").task == other.config.task
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    finished(tmp_path / "run")
+    again = Run(tmp_path / "run")
+
+    def load(state: dict[str, Any]) -> None:
+        torch.nn.Linear(3, 3).load_state_dict(state["model"])
+
+    again.learner.load = load  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError):
+        again.start()
+
+
+def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    first = Run(tmp_path / "run").start()
+    with pytest.raises(ConfigError):
+        Run(tmp_path / "run").start()
+    first.train().save().die()
+    assert Run(tmp_path / "run").start().step == 1
+
+
+@pytest.mark.parametrize("resume", ["4", "nowhere", "run/checkpoints/step_000009", "run/notes"])
+def test_a_checkpoint_that_is_not_there_is_an_error(
+    tmp_path: Path, resume: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError):
+        Run(tmp_path / "new", resume).start()
+
+
+def test_users_code_that_changes_the_current_folder_moves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(Path("run"), "")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.start().train().save().die()
+    assert whole(tmp_path / "run") == [1] and not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_full_disk_ends_the_run_only_at_its_last_save(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run").start().train().save().train()
+    with full_disk(after=1):
+        run.save(required=False)
+        with pytest.raises(RunFailed):
+            run.save()
+        run.run_dir.save_before_ending(run.step, run.learner.state_dict())
+        run.run_dir.write_summary({"step": 2})
+    assert whole(tmp_path / "run") == [1] and not (tmp_path / "run" / "summary.json").exists()
+    assert len(run.said) == 3
+    run.run_dir.save_before_ending(run.step, run.learner.state_dict())
+    assert whole(tmp_path / "run") == [1, 2]
+
+
+def test_a_run_keeps_what_it_and_the_model_it_began_from_were_trained_on(tmp_path: Path) -> None:
+    hashes = np.arange(10, dtype=np.uint64)
+    base = Run(tmp_path / "base", "")
+    base.run_dir.open(base.learner.load, FACTS, (hashes[:4], hashes[4:]))
+    base.run_dir.open_log(0)
+    run = Run(tmp_path / "run", "", model=str(tmp_path / "base"))
+    run.run_dir.open(run.learner.load, FACTS, (hashes[6:8], hashes[:2]))
+    run.run_dir.open_log(0)
+    assert trained_on(tmp_path / "run").tolist() == [0, 1, 2, 3, 6, 7]
+    assert len(run.said) == 1 and not base.said and not len(trained_on(tmp_path))

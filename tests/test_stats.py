@@ -1,0 +1,264 @@
+"""What is measured, against the same figures worked out by hand or by definition."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minigrpo.runtime.stats import (
+    LARGEST,
+    MEAN,
+    OFF,
+    Estimate,
+    agresti_min,
+    bootstrap,
+    calibration,
+    counts_of,
+    difference,
+    estimate,
+    gap_sums,
+    headline,
+    mcnemar,
+    over_seeds,
+    pass_at_k,
+    passes,
+    rollout_metrics,
+    summarise,
+    truncated_importance_weights,
+    wilson,
+)
+from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
+
+EOS = 9
+
+
+def test_rollout_metrics_by_hand() -> None:
+    """Two prompts of 3 and 1 tokens; completions of 2, 1, 3 and 3 tokens, one of them cut off."""
+    ids = torch.tensor([[[1, EOS, 0], [EOS, 0, 0]], [[1, 2, EOS], [1, 2, 3]]])
+    mask = torch.tensor([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [1, 1, 1]]]).bool()
+    kept = torch.full((2, 2, 3), 0.75).log()
+    kept[1, 1] = 0.0  # all of the mass
+    kept[0, 1, 1:] = torch.nan  # padding
+    total = np.array([[1.0, 3.0], [2.0, 2.0]])
+    parts = {"one": total / 2, "rare": np.array([[np.nan] * 2, [1.0, 0.0]])}
+    prompts, lengths = torch.tensor([[1, 2, 3], [1, 0, 0]]), torch.tensor([3, 1])
+    batch = RolloutBatch(
+        examples=[Example("abc"), Example("a")],
+        completions=Completions(prompts, lengths, ids, mask, log_kept_mass=kept),
+        texts=[["a", ""], ["ab", "abc"]],
+        rewards=RewardTable(total, parts, {"one": 3}),
+        metrics={"rollout/rounds": 7.0},
+    )
+    # what the means of several processes are weighted by, where they may differ
+    assert counts_of(batch) == {
+        "rewards/one/mean": 4,
+        "rewards/rare/mean": 2,
+        "sampling/removed_mass": 9,
+    }
+    assert rollout_metrics(batch, [EOS]) == pytest.approx(
+        {
+            "reward": 2.0,
+            "reward_std": 2**0.5 / 2,  # of 1 and 3 with n - 1, and of two equal ones
+            "frac_reward_zero_std": 0.5,
+            "rewards/one/mean": 1.0,
+            "rewards/rare/mean": 0.5,
+            "rewards/one/failures": 3.0,
+            "completions/clipped_ratio": 0.25,
+            "completions/mean_length": 9 / 4,
+            "tokens/repeated": 2 * (3 + 1) + (1 + 0 + 2 + 2),  # last tokens predict nothing
+            "sampling/removed_mass": 0.25 * 6 / 9,
+            "rollout/rounds": 7.0,
+        }
+    )
+
+
+def test_the_gap_counts_tokens_whose_probability_is_off_by_more_than_a_tenth() -> None:
+    ratios = torch.tensor([[1.0, 1.09, 1.11, 0.5], [0.91, 0.89, 3.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    sampled = torch.full((2, 4), -2.0, dtype=torch.float64)
+    sampled[1, 3] = torch.inf  # padding
+    found = gap_sums(ratios.log() - 2.0, sampled, mask)
+    assert found[OFF] == 4
+    assert found[LARGEST] == pytest.approx(np.log(3.0))
+    assert found[MEAN] == pytest.approx(np.abs(np.log([1.09, 1.11, 0.5, 0.91, 0.89, 3])).sum())
+
+
+def test_importance_weights_are_truncated_and_have_no_gradient() -> None:
+    logp = torch.tensor([0.0, -1.0, 2.0], requires_grad=True)
+    weights = truncated_importance_weights(logp, torch.zeros(3), 2.0)
+    torch.testing.assert_close(weights, torch.tensor([1.0, math.exp(-1), 2.0]))
+    assert not weights.requires_grad
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "n", "low", "high"),
+    [(0.5, 10, 0.2366, 0.7634), (0.0, 20, 0.0, 0.1611), (1.0, 20, 0.8389, 1.0)],
+)
+def test_wilson_has_published_values(share: float, n: int, low: float, high: float) -> None:
+    found = wilson(share, n)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+
+
+DRAWS: dict[str, Callable[[np.random.Generator], tuple[np.ndarray, float]]] = {
+    "shares": lambda rng: ((rng.random((60, 1)) < 0.3).astype(float), 0.3),
+    "means of several": lambda rng: (rng.beta(0.5, 0.5, (60, 1)) * np.ones(4), 0.5),
+    "skewed": lambda rng: (rng.exponential(2.0, (100, 1)), 2.0),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_intervals_hold_the_truth_nineteen_times_out_of_twenty(kind: str) -> None:
+    """The K values of one example are not independent: four equal ones are one."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(300):
+        values, truth = DRAWS[kind](rng)
+        found = estimate(values)
+        held += found.low <= truth <= found.high
+    assert 0.90 < held / 300 < 0.98
+
+
+def test_an_estimate_leaves_out_what_is_not_known() -> None:
+    found = estimate(np.array([[1.0, np.nan], [np.nan, np.nan], [2.0, 4.0]]))
+    assert found.value == 2.0 and found.low >= 1.0 and found.high <= 3.0
+    assert math.isnan(estimate(np.full((2, 1), np.nan)).value)
+    assert str(estimate(np.array([[0.25]]))) == "0.250" and math.isnan(bootstrap(np.ones(1))[0])
+
+
+def test_summaries_are_of_the_examples_and_so_are_their_intervals() -> None:
+    rng = np.random.default_rng(1)
+    confidence = rng.random((400, 1))
+    correct = (rng.random((400, 1)) < confidence).astype(float)
+
+    def summaries(parts: dict[str, np.ndarray]) -> dict[str, float]:
+        parts["confidence"][:] = parts["confidence"].clip(0, 1)  # copies: a task may change them
+        return calibration(parts["confidence"], parts["correct"]) | {"nothing": math.nan}
+
+    parts = {"confidence": confidence, "correct": correct}
+    found = summarise(summaries, parts, seed=3)  # type: ignore[arg-type]
+    assert found.keys() == {"brier", "ece", "auroc"}
+    brier = ((confidence - correct) ** 2)[:, 0]
+    half = 1.96 * brier.std() / 20
+    assert found["brier"].value == pytest.approx(brier.mean())
+    assert found["brier"].high - found["brier"].value == pytest.approx(half, rel=0.2)
+    assert found == summarise(summaries, parts, seed=3)  # type: ignore[arg-type]
+    assert not summarise(lambda parts: {}, parts, seed=3)
+
+
+@pytest.mark.parametrize(("n", "t"), [(2, 12.706), (3, 4.303), (6, 2.571), (30, 2.045)])
+def test_seeds_have_the_interval_of_students_t(n: int, t: float) -> None:
+    values = np.random.default_rng(0).normal(size=n)
+    found, half = over_seeds(list(values)), t * values.std(ddof=1) / math.sqrt(n)
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.value == pytest.approx(half, rel=0.01)
+    assert over_seeds([0.5]).value == 0.5 and math.isnan(over_seeds([0.5]).low)
+
+
+# --- pass@k, the headline -------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_samples_of_k_with_a_right_one() -> None:
+    for n, k in itertools.product(range(1, 7), range(1, 7)):
+        for right in range(n + 1):
+            if k <= n:
+                draws = list(itertools.combinations([1] * right + [0] * (n - right), k))
+                expected = sum(map(any, draws)) / len(draws)
+                assert pass_at_k(n, right, k) == pytest.approx(expected)
+    for n, right, k in ((4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)):
+        with pytest.raises(ValueError):
+            pass_at_k(n, right, k)
+
+
+def test_passes_have_powers_of_two_and_all_samples() -> None:
+    right = np.array([[1, 0, 0, 0, 0, 0], [0] * 6, [np.nan] * 6])
+    found = passes(right)
+    assert [*found] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert found["pass@1"].value == pytest.approx(1 / 12) and found["pass@6"].value == 0.5
+    assert passes(right[:, :1]) == {}
+
+
+def test_the_headline_is_the_first_sampled_measure() -> None:
+    assert headline({"n": 3, "solved_sampled": 1, "solved": 1, "reward_sampled": 0}) == "solved"
+    assert headline({}) == "exact"
+
+
+# --- two models -----------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_mcnemar_is_the_two_sided_sign_test(lost: int, won: int) -> None:
+    heads = np.array([math.comb(lost + won, k) for k in range(lost + won + 1)])
+    as_odd = abs(np.arange(lost + won + 1) - (lost + won) / 2) >= abs(lost - won) / 2
+    expected = heads[as_odd].sum() / heads.sum()
+    assert mcnemar(lost, won) == pytest.approx(min(1.0, expected)) == mcnemar(won, lost)
+
+
+def test_two_models_are_compared_on_the_examples_that_both_have() -> None:
+    first = np.array([1.0, 1, 0, 0, 0, 0, 0, 0, 0, np.nan])
+    second = np.array([1.0, 0, 1, 1, 1, 1, 1, 1, 1, 1.0])
+    found = difference(first, second)
+    assert found and (found.n, found.lost, found.won) == (9, 1, 7)
+    assert found.change == pytest.approx(6 / 9) and found.p == pytest.approx(2 * 9 / 256)
+    assert not found.is_shown and (found.low, found.high) == agresti_min(1, 7, 9)
+    assert difference(np.array([np.nan]), np.array([1.0])) is None
+    scores = difference(np.linspace(0, 1, 50), np.linspace(0, 1, 50) + 0.01)
+    assert scores and scores.is_shown and math.isnan(scores.p)
+
+
+def test_differences_of_chance_are_rarely_shown() -> None:
+    """Also with several seeds, which are hard and easy on the same examples."""
+    rng, shown, of_seeds = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        chance = rng.beta(0.3, 0.3, 50)
+        draws = (rng.random((2, 3, 50)) < chance).astype(float)
+        one, several = difference(draws[0, 0], draws[1, 0]), difference(draws[0], draws[1])
+        assert one and several
+        shown, of_seeds = shown + one.is_shown, of_seeds + several.is_shown
+        assert several.low <= several.change <= several.high
+    assert shown <= 14 and of_seeds <= 14
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 10).map(lambda k: k / 10), st.integers(0, 1)), min_size=1))
+def test_each_measure_of_calibration_is_its_formula(answers: list[tuple[float, int]]) -> None:
+    confidence, correct = (list(column) for column in zip(*answers, strict=True))
+    n, found = len(answers), calibration(confidence, correct)
+    assert found["brier"] == pytest.approx(sum((q - c) ** 2 for q, c in answers) / n)
+    bins: dict[int, list[tuple[float, int]]] = {}
+    for q, c in answers:
+        bins.setdefault(min(round(q * 10), 9), []).append((q, c))
+    gaps = (abs(sum(q for q, _ in one) - sum(c for _, c in one)) for one in bins.values())
+    assert found["ece"] == pytest.approx(sum(gaps) / n)
+    pairs = [(q, p) for (q, c), (p, d) in itertools.product(answers, answers) if c > d]
+    wins = sum((q > p) + (q == p) / 2 for q, p in pairs)
+    assert found.get("auroc") == (pytest.approx(wins / len(pairs)) if pairs else None)
+
+
+def test_an_edge_belongs_to_the_bin_above_it_in_float32_too() -> None:
+    edges = np.arange(11, dtype=np.float32) / np.float32(10)
+    # one answer per bin, but for the last, which has two: all gaps have the same sign
+    assert calibration(edges, np.zeros(11))["ece"] == pytest.approx(0.5)
+    mixed = calibration(np.float32([0.7, 0.75]), [1, 0])  # one bin: gaps of -0.3 and 0.75
+    assert mixed["ece"] == pytest.approx(0.225)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "correct"),
+    [([], []), ([0.5], [1, 0]), ([1.5], [1]), ([math.nan], [1]), ([0.5], [0.5])],
+)
+def test_other_values_are_refused(confidence: list[float], correct: list[float]) -> None:
+    with pytest.raises(ValueError):
+        calibration(confidence, correct)
+
+
+def test_an_estimate_without_an_interval_prints_its_value_alone() -> None:
+    assert str(Estimate(0.5)) == "0.500" and str(Estimate(0.5, 0.25, 1.0)) == "0.500 [0.250, 1.000]"
