@@ -19,7 +19,7 @@ from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardFunction, RewardScorer, load_rewards
 from .runtime import device as layers
-from .runtime.checkpoint import checkpoints, load_newest
+from .runtime.checkpoint import checkpoints, load_checkpoint, newest
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream, weights_seed
 from .tasks.base import load_task, shipped_model
@@ -155,7 +155,7 @@ def load_model(
         return Transformer.from_pretrained(folder, matrices, seed=seed)
     if not checkpoints(run / "checkpoints"):
         return Transformer.from_pretrained(run / "model.safetensors", matrices)
-    state = load_newest(run / "checkpoints", say)
+    state = load_checkpoint(newest(run / "checkpoints", say))
     config = config_of_run(run)
     settings, seed = config.model, weights_seed(config.run.seed)
     if settings.lora_rank:

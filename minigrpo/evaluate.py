@@ -18,7 +18,6 @@ from .sampling.generate import Sampler
 from .types import Completions, Example, Graded, Task
 
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
-Keep = Callable[[Graded, Graded], object]  # gets the greedy and the sampled completions
 
 
 def grade(
@@ -60,8 +59,7 @@ def measure(
     seed: int,
     samples: int = 1,
     advance: Callable[[int], object] = lambda number: None,
-    keep: Keep = lambda greedy, drawn: None,
-) -> dict[str, Estimate]:
+) -> tuple[dict[str, Estimate], Graded, Graded]:
     """Score the first `size` held-out examples, or all if there are fewer.
 
     Args:
@@ -69,7 +67,8 @@ def measure(
         samples: completions that are sampled per example, besides the greedy one.
 
     Returns:
-        Each measure with its 95 % interval, in this order:
+        The measures, the greedy completions and the sampled ones. Each measure has its 95 %
+        interval; they are, in this order:
         n: the number of examples.
         <success>_sampled, <success>: share of right completions, sampled at temperature 1 and
             greedy.
@@ -83,7 +82,6 @@ def measure(
     examples = [task.held_out(i) for i in range(size)]
     greedy = grade(sampler, scorer, examples, advance=advance)
     drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
-    keep(greedy, drawn)
     success, found = greedy.success, {"n": Estimate(float(size))}
     for name, values in greedy.measures.items():
         both = {name: estimate(values), name + SAMPLED: estimate(drawn.measures[name])}
@@ -98,7 +96,8 @@ def measure(
         found[f"{success}/{kind}"] = estimate(greedy.right[kinds == kind])
         found[f"count/{kind}"] = Estimate(float((kinds == kind).sum()))
     stay = (success, success + SAMPLED)  # the headline is the first of the measures
-    return {name: x for name, x in found.items() if name in stay or not math.isnan(x.value)}
+    found = {name: x for name, x in found.items() if name in stay or not math.isnan(x.value)}
+    return found, greedy, drawn
 
 
 def size_of(task: Task, size: int) -> int:

@@ -191,24 +191,24 @@ class Trainer:
         """Evaluate in the main process, unless this step has been."""
         if self.last and self.last["step"] == self.step:
             return
-        run, kept = self.config.run, samples.HeldOut(self.task)
+        run = self.config.run
 
         def on_main() -> dict[str, Estimate]:
-            return measure(
+            found, greedy, drawn = measure(
                 self.sampler,
                 self.task,
                 self.scorer,
                 size=run.eval_size,
                 seed=run.seed,
                 samples=run.eval_samples,
-                keep=kept.keep,
             )
+            samples.log_held_out(self.log, greedy, drawn, self.step, self.task)
+            return found
 
         found = self.dist.on_main(on_main)
         values = {name: x.value for name, x in found.items()}
         self.last, self.intervals[self.step] = {"step": self.step, **values}, found
         self.first = self.first or self.last
-        kept.log(self.log, self.step)
         self.log.evaluation(self.step, values)  # last: a resume takes it as done
         self.console.evaluation(self.step, found)
 

@@ -200,13 +200,18 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     runs = [folder / "calm", folder / "killed"]
     for run in runs:
         process = start(run)
-        if run.name == "killed":
-            while not list(run.glob("checkpoints/*/manifest.json")):
-                time.sleep(0.05)
-            listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
-            os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
-            assert not (run / "summary.json").exists()  # there was something left to do
-        assert process.wait(180) == 0
+        try:
+            if run.name == "killed":
+                while not list(run.glob("checkpoints/*/manifest.json")):
+                    time.sleep(0.05)
+                listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
+                os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
+                assert not (run / "summary.json").exists()  # there was something left to do
+            assert process.wait(180) == 0
+        finally:  # a failed test leaves no processes behind
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
     states = [torch.load(run / "checkpoints/step_000030/state.pt") for run in runs]
     for name, weight in states[0]["model"].items():
         assert torch.equal(weight, states[1]["model"][name])

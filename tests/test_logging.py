@@ -235,12 +235,9 @@ def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0)
 
 
 def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> None:
-    said, held_out = list[str](), samples.HeldOut(Sums())
-    log = log_of(tmp_path, said=said)
-    held_out.log(log, 4)  # another process: nothing
-    greedy = graded([[1.0], [np.nan]], [["a"], ["b"]])
-    held_out.keep(greedy, graded([[1.0, 0.0], [np.nan, 3.0]], [["a", "b"]] * 2, failures=2))
-    held_out.log(log, 4)
+    said, greedy = list[str](), graded([[1.0], [np.nan]], [["a"], ["b"]])
+    drawn = graded([[1.0, 0.0], [np.nan, 3.0]], [["a", "b"]] * 2, failures=2)
+    samples.log_held_out(log_of(tmp_path, said=said), greedy, drawn, 4, Sums())
     first, second = read_jsonl(tmp_path / "held_out.jsonl")
     assert first["greedy"] == {"exact": 1.0, "good": 1.0, "reward": 1.0}
     assert first["sampled"] == {"exact": 0.5, "good": 0.5, "reward": 0.5}

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from minigrpo.config import Config
 from minigrpo.model.hf import ModelFiles
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.runtime.checkpoint import load_newest
+from minigrpo.runtime.checkpoint import newest as newest_checkpoint
+from minigrpo.runtime.checkpoint import step_of
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
 from minigrpo.tools.compare import differences, settings_of
@@ -215,7 +216,7 @@ def test_a_damaged_checkpoint_is_never_loaded(finished_run: Path, tmp_path: Path
     shutil.copytree(finished_run / "checkpoints", folder)
     newest, before = sorted(folder.iterdir())[-1:-3:-1]
     files = {path: path.read_bytes() for path in newest.iterdir()}
-    steps = [load_newest(folder, print)["step"]]
+    steps = [step_of(newest_checkpoint(folder, print))]
 
     @settings(max_examples=30, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32))
@@ -226,7 +227,7 @@ def test_a_damaged_checkpoint_is_never_loaded(finished_run: Path, tmp_path: Path
         path = chance.choice(sorted(files))
         path.write_bytes(damaged_bytes(files[path], chance))
         if path.read_bytes() != files[path]:
-            steps.append(load_newest(folder, lambda text: None)["step"])
+            steps.append(step_of(newest_checkpoint(folder, lambda text: None)))
 
     damage()
     assert before.name.endswith(str(steps[-1]))

@@ -29,7 +29,7 @@ from minigrpo.runtime.checkpoint import (
     checkpoints,
     first_not_finite,
     load_checkpoint,
-    load_newest,
+    newest,
     path_of,
     save_checkpoint,
 )
@@ -406,7 +406,7 @@ def test_a_manifest_of_any_content_makes_no_whole_checkpoint(tmp_path: Path, man
     save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=2)
     path, said = save_checkpoint(tmp_path, 2, {"step": 2}, keep_last=2), list[str]()
     (path / "manifest.json").write_text(manifest)
-    assert load_newest(tmp_path, said.append)["step"] == 1 and len(said) == 1
+    assert newest(tmp_path, said.append) == path_of(tmp_path, 1) and len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path:
         pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC),
     ):
         save_checkpoint(tmp_path, 4, {"step": 4}, keep_last=9)
-    assert load_newest(tmp_path, lambda text: None)["step"] == 2
+    assert newest(tmp_path, lambda text: None) == path_of(tmp_path, 2)
 
 
 def test_files_of_others_among_checkpoints_are_left_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ runs shared tokens once. `ModelShape` says which variant of each part a model ha
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -119,7 +119,7 @@ def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Callab
     wider, whatever `dtype` the model's weights have.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.to(wide)[:, None, None] * frequencies(shape).to(positions.device, wide)
+    angles = positions.to(wide)[:, None, None] * frequencies(shape, positions.device)
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [N, 1, E]
 
@@ -136,16 +136,17 @@ def rotated(
     return attend(rotate(q), rotate(k), v)
 
 
-def frequencies(shape: ModelShape) -> Tensor:
+@cache  # made in every forward, they would be copied to the device for every decoded token
+def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """Rotary frequencies `[E / 2]` float32, in radians per position."""
     numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
     plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
     if not (scaling := shape.rope_scaling):
-        return plain
+        return plain.to(device)
     turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * share + plain / scaling.factor * (1 - share)
+    return (plain * share + plain / scaling.factor * (1 - share)).to(device)
 
 
 # --- the parts of a block, with the names that parameters have in files ---------------------------

@@ -210,16 +210,15 @@ def load_checkpoint(path: Path) -> State:
     return state
 
 
-def load_newest(folder: Path, warn: Callable[[str], object]) -> State:
-    """The state in the newest whole checkpoint; `warn` names those that are damaged.
+def newest(folder: Path, warn: Callable[[str], object]) -> Path:
+    """The newest whole checkpoint; `warn` names those that are damaged.
 
     Raises CheckpointError if there is none.
     """
     for path in checkpoints(folder)[::-1]:
-        try:
-            return load_checkpoint(path)
-        except CheckpointError as error:
-            warn(f"{error}; trying the one before it")
+        if not (problem := _problem(path)):
+            return path
+        warn(f"{path}: not a whole checkpoint ({problem}); trying the one before it")
     raise CheckpointError(f"{folder}: has no whole checkpoint")
 
 

@@ -31,7 +31,7 @@ from .checkpoint import (
     State,
     checkpoints,
     load_checkpoint,
-    load_newest,
+    newest,
     path_of,
     save_checkpoint,
     step_of,
@@ -146,7 +146,7 @@ class RunDir:
             self._check_nothing_is_lost()
             self.console.say(f"--resume auto: no checkpoint in {self.path}, starting afresh")
             return None
-        return path_of(folder, load_newest(folder, self.console.warn)["step"])
+        return newest(folder, self.console.warn)
 
     def _check_nothing_is_lost(self) -> None:
         """Raise ConfigError unless a folder without checkpoints may be started afresh.

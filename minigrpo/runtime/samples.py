@@ -66,37 +66,25 @@ def _group(
         }
 
 
-class HeldOut:
-    """The completions of one evaluation; empty in all processes but the main one."""
+def log_held_out(log: RunLog | NoLog, greedy: Graded, drawn: Graded, step: int, task: Task) -> None:
+    """Log the answers of an evaluation, and the completions of its first prompts.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.graded: tuple[Graded, Graded] | None = None
+    Warns of rewards that failed: eval.jsonl cannot tell their default from a score.
+    """
+    for part, failed in greedy.rewards.failures.items():
+        if failed := failed + drawn.rewards.failures[part]:
+            log.warn(f"evaluation at step {step}: {part} failed on {failed} completions")
+    log.held_out(step, answers(greedy, drawn))
+    log.samples(step, list(_held_out(greedy, drawn, task)))
 
-    def keep(self, greedy: Graded, drawn: Graded) -> None:
-        self.graded = greedy, drawn
 
-    def log(self, log: RunLog | NoLog, step: int) -> None:
-        """Log all answers, and the completions of the first prompts.
-
-        Warns of rewards that failed: eval.jsonl cannot tell their default from a score.
-        """
-        if self.graded is None or isinstance(log, NoLog):
-            return
-        greedy, drawn = self.graded
-        for part, failed in greedy.rewards.failures.items():
-            if failed := failed + drawn.rewards.failures[part]:
-                log.warn(f"evaluation at step {step}: {part} failed on {failed} completions")
-        log.held_out(step, answers(greedy, drawn))
-        log.samples(step, list(self._records(greedy, drawn)))
-
-    def _records(self, greedy: Graded, drawn: Graded) -> Iterator[Record]:
-        """The greedy completion and the first sampled one of the first prompts."""
-        for i, example in enumerate(greedy.examples[:HELD_OUT]):
-            for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
-                scored = _scored(self.task, example, graded.texts[i][0], graded.rewards, i, 0)
-                right = float(graded.right[i, 0])
-                yield {"source": "held_out", **scored, "decoding": decoding, "right": right}
+def _held_out(greedy: Graded, drawn: Graded, task: Task) -> Iterator[Record]:
+    """The greedy completion and the first sampled one of the first prompts."""
+    for i, example in enumerate(greedy.examples[:HELD_OUT]):
+        for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
+            scored = _scored(task, example, graded.texts[i][0], graded.rewards, i, 0)
+            right = float(graded.right[i, 0])
+            yield {"source": "held_out", **scored, "decoding": decoding, "right": right}
 
 
 def answers(greedy: Graded, drawn: Graded) -> Iterator[Record]:

@@ -1,7 +1,7 @@
-"""Turns --task into a task: a built-in one, a class in a user's file, or an object of his own.
+"""Turns --task into a task: a built-in one, a class in a user's file, or an object.
 
-What a task is, `minigrpo.types.Task` says. A new built-in task is a module in this folder and a row
-in task_table.py.
+`minigrpo.types.Task` is the interface of a task. A new built-in task is a module in this folder and
+a row in task_table.py.
 """
 
 import copy

@@ -127,7 +127,7 @@ class Calibration(SourceTask):
         format: the form matches.
         correct: the other task's measure of success says that the answer is right.
         brier: 1 - (correct - confidence)^2.
-        confidence: what is stated; measured, and not paid.
+        confidence: the stated confidence; a metric, its weight is 0.
 
     The true answers, for supervised fine-tuning, state random confidences: they teach the form, and
     nothing about how sure to be.

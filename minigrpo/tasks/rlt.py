@@ -67,7 +67,7 @@ Think between <think> and </think>, then write the solution between <solution> a
 class RLT(SourceTask):
     """Scores explanations by what a student makes of them.
 
-    Reward functions beside the three above, which are measured and not paid:
+    Metrics beside the three reward functions above, with weight 0:
         solved: 1 if the student finds the solution with the explanation: each token of it has more
             than half of the probability, so that greedy decoding writes it; else 0.
         unaided: the same with an empty explanation.

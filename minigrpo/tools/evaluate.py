@@ -127,7 +127,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     sampler = load_sampler(config, console.warn, speculate=task.speculate)
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
     run = config.run
-    record = measure(
+    record, *_ = measure(
         sampler, task, scorer, size=arguments.n, seed=run.seed, samples=run.eval_samples
     )
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")

@@ -22,7 +22,7 @@ from ..model.hf import save_model_folder
 from ..model.lora import load_trained, save_peft_folder
 from ..model.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, Tokenizer, copy_tokenizer_files
 from ..model.transformer import ModelShape, Transformer
-from ..runtime.checkpoint import load_newest
+from ..runtime.checkpoint import load_checkpoint, newest
 from ..runtime.console import Console
 from ..types import ConfigError
 from .evaluate import ModelArguments
@@ -67,7 +67,8 @@ def write_adapters(run: str, folder: Path, console: Console) -> None:
     """Write the adapters of a run. Raises ConfigError."""
     if not (Path(run) / RECORD).is_file() or not config_of_run(run).model.lora_rank:
         raise ConfigError(f"--adapters: {run} is no run with --lora-rank, so it has none")
-    settings, state = config_of_run(run).model, load_newest(Path(run) / "checkpoints", console.warn)
+    settings = config_of_run(run).model
+    state = load_checkpoint(newest(Path(run) / "checkpoints", console.warn))
     model = Transformer.empty(ModelShape(**state["shape"]))  # the base weights are not written
     add_lora(model, settings)
     load_trained(model, state["model"])
