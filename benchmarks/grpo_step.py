@@ -82,7 +82,6 @@ class GrpoPyStep:
             **timer.take(),
             "completion_tokens": float(mask.sum()),
             "rollout/rounds": float(rounds),
-            "rollout/rounds_each": float(rounds),
             "rollout/tokens": float(ids[:, 1:].numel()),
             "tokens/run": float(ids[:, 1:].numel()),
         }
@@ -119,17 +118,12 @@ class GrpoPyStep:
         encode = self.work.tokenizer.encode
         prompts = [ids for example in examples for ids in [encode(example.prompt)] * groups]
         index = np.array([example.index for example in examples])
-        u = uniforms(
-            self.config.run.seed, "sample", step, index, groups, sampling.max_new_tokens
-        )  # [P, G, S]
+        seed, length = self.config.run.seed, sampling.max_new_tokens
+        u = uniforms(seed, "sample", step, index, groups, length)  # [P, G, S]
         starts = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        columns = int(starts.max()) + sampling.max_new_tokens
-        u_columns = to_columns(
-            torch.from_numpy(u).flatten(0, 1).to(self.device), starts, columns
-        )  # [B, T]
-        return starts, *grpo.sample(
-            self.model, prompts, self.eos, u_columns, sampling.max_new_tokens
-        )
+        flat = torch.from_numpy(u).flatten(0, 1).to(self.device)
+        u_columns = to_columns(flat, starts, int(starts.max()) + length)  # [B, T]
+        return starts, *grpo.sample(self.model, prompts, self.eos, u_columns, length)
 
     def _rewards(self, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
         rows = [example for example in examples for _ in range(self.config.sampling.group_size)]

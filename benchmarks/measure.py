@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +18,16 @@ RISK = 0.05  # that an interval misses the true median
 FEWEST = 6  # values for an interval
 NEGLIGIBLE = 0.01  # a gain of less than this counts as none, however sure it is
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The flags that every benchmark has."""
+
+    out_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Write the tables to this folder too."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the figures to this file too."""
 
 
 def device_name(device: torch.device) -> str:

@@ -1,13 +1,12 @@
 """Memory of a step by group size: `python benchmark.py memory`.
 
-Three ways of sampling k completions per prompt:
+Two ways of sampling k completions per prompt:
 
     repeated by the loader   k times as many prompts, as from a data loader that repeats them
-    one after the other      k passes over the prompts, one completion each
     stored once (ours)       a prompt's keys and values are stored once, the update runs it once
 
-The first two train on repeated rows. All sample the same tokens and must have the same loss on the
-same rollout; otherwise the benchmark fails.
+Both sample the same tokens and must have the same loss on the same rollout; otherwise the benchmark
+fails.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -27,26 +25,6 @@ from .measure import Column, PeakMemory, device_name, number, show
 from .work import FROZEN_LR, Step, Work, WorkFlags
 
 ROUNDING = 1e-4  # relative difference up to which two losses count as equal
-
-
-class OneAfterTheOther(Sampler):
-    """Samples one completion of all prompts, then the next one."""
-
-    def complete(
-        self,
-        examples: Sequence[Example],
-        *,
-        num_samples: int = 1,
-        u: np.ndarray | None = None,
-        **options: Any,
-    ) -> Iterator[Completions]:
-        assert u is not None
-        complete = super().complete
-        passes = [
-            Completions.join(list(complete(examples, u=u[:, g : g + 1], **options)))
-            for g in range(num_samples)
-        ]
-        yield regroup(Completions.join(passes), num_samples, by_sample=True)
 
 
 class RepeatedByLoader(Sampler):
@@ -62,30 +40,17 @@ class RepeatedByLoader(Sampler):
     ) -> Iterator[Completions]:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
-        parts = list(super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options))
-        yield regroup(Completions.join(parts), num_samples, by_sample=False)
-
-
-def regroup(one_each: Completions, num_samples: int, *, by_sample: bool) -> Completions:
-    """One completion for each of P * G prompts -> G completions for each of P prompts."""
-    prompts = len(one_each) // num_samples
-    first = torch.arange(prompts) if by_sample else torch.arange(prompts) * num_samples
-
-    def grouped(x: torch.Tensor | None) -> torch.Tensor | None:
-        if x is None:
-            return None
-        if by_sample:
-            return x[:, 0].unflatten(0, (num_samples, prompts)).transpose(0, 1)
-        return x[:, 0].unflatten(0, (prompts, num_samples))
-
-    names = ("completion_ids", "completion_mask", "sampler_logp")
-    fields: dict[str, Any] = {name: grouped(getattr(one_each, name)) for name in names}
-    return Completions(one_each.prompt_ids[first], one_each.prompt_len[first], **fields)
+        parts = super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options)
+        each = Completions.join(list(parts))  # one completion for each of P * G prompts
+        names = ("completion_ids", "completion_mask", "sampler_logp")
+        grouped: dict[str, Any] = {
+            name: getattr(each, name)[:, 0].unflatten(0, (-1, num_samples)) for name in names
+        }
+        yield Completions(each.prompt_ids[::num_samples], each.prompt_len[::num_samples], **grouped)
 
 
 WAYS: dict[str, tuple[type[Sampler], str]] = {
     "repeated by the loader": (RepeatedByLoader, "repeated"),
-    "one after the other": (OneAfterTheOther, "repeated"),
     "stored once (ours)": (Sampler, "prefix-tree"),
 }
 COLUMNS: tuple[Column, ...] = (
@@ -102,7 +67,7 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class Memory(WorkFlags):
-    """Peak memory and seconds per step by group size, for three ways of storing prompts."""
+    """Peak memory and seconds per step by group size, for two ways of storing prompts."""
 
     group_sizes: tuple[int, ...] = (2, 8, 16, 64)
     """Completions per prompt; --group-size is not used."""

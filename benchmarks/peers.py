@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryFile
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from .measure import Column, Median, device_name, gain, number, show
+from .measure import Column, Median, Outputs, device_name, gain, number, show
 
 RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 Settings = dict[str, Any]
@@ -126,7 +125,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Peers:
+class Peers(Outputs):
     """Seconds per step, memory and reward of this library and of TRL's GRPOTrainer, in turns."""
 
     jobs: tuple[Literal["chess", "forced", "gpt2", "qwen2.5-0.5b"], ...] = ("chess", "forced")
@@ -142,10 +141,6 @@ class Peers:
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    out_dir: Path | None = None
-    """Write the tables to this folder too."""
-    json: Path | None = None
-    """Write the figures to this file too."""
 
     def run(self, console: Console) -> dict[str, Any]:
         tables, jobs = list[str](), dict[str, Any]()

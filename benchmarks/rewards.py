@@ -7,7 +7,6 @@ plain one, or the benchmark fails.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,24 +19,20 @@ from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.chess_env import ENDING, ChessEnv
 from minigrpo.types import Example
 
-from .measure import device_name, number, show
+from .measure import Outputs, device_name, number, show
 from .work import Step, Work, WorkFlags
 
 GROUP = 8
 
 
 @dataclass(frozen=True)
-class Rewards:
+class Rewards(Outputs):
     """Milliseconds of scoring by number of completions."""
 
     sizes: tuple[int, ...] = (64, 1024, 16384)
     """Numbers of completions; multiples of 8."""
     repeats: int = 5
     """Timed runs per way."""
-    out_dir: Path | None = None
-    """Write the tables to this folder too."""
-    json: Path | None = None
-    """Write the figures to this file too."""
 
     def run(self, console: Console) -> dict[str, Any]:
         work = Work.of(WorkFlags(natural=True, group_size=GROUP))
@@ -68,15 +63,11 @@ class Rewards:
         return {"device": device_name(work.device), "rows": rows, "tables": [table]}
 
     def _ways(self, task: Any) -> dict[str, Callable[..., Any]]:
-        scorers = {workers: RewardScorer(task, workers=workers) for workers in (0, 1, 2, 4)}
-        ways: dict[str, Callable[..., Any]] = {
-            "one text at a time": plain,
-            "distinct texts, in batches": lambda *batch: scorers[0].score(*batch).parts,
-        }
-        for workers in (1, 2, 4):
-            ways[f"in a pool of {workers}"] = lambda *batch, w=workers: (
-                scorers[w].score(*batch).parts
-            )
+        ways: dict[str, Callable[..., Any]] = {"one text at a time": plain}
+        for workers in (0, 1, 2, 4):
+            name = f"in a pool of {workers}" if workers else "distinct texts, in batches"
+            scorer = RewardScorer(task, workers=workers)
+            ways[name] = lambda *batch, scorer=scorer: scorer.score(*batch).parts
         return ways
 
 

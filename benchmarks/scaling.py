@@ -21,7 +21,7 @@ from rich.progress import track
 
 import minigrpo
 
-from .measure import Column, Median, device_name, number, show
+from .measure import Column, Median, Outputs, device_name, number, show
 from .work import ConfigFiles
 
 WARM_UP = 3  # steps that are not timed
@@ -35,7 +35,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Outputs):
     """Seconds per step of a job on several processes."""
 
     processes: tuple[int, ...] = (1, 2)
@@ -46,10 +46,6 @@ class Scaling:
     """Threads per process (OMP_NUM_THREADS), where there is no GPU."""
     steps: int = 15
     """Steps per run; the first 3 are not timed."""
-    out_dir: Path | None = None
-    """Write the table to this folder too."""
-    json: Path | None = None
-    """Write the figures to this file too."""
 
     def run(self, console: Console) -> dict[str, Any]:
         rows = list[dict[str, Any]]()

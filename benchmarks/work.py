@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -33,6 +33,8 @@ from minigrpo.runtime.prefetch import ExamplePrefetcher
 from minigrpo.runtime.rng import stream
 from minigrpo.sampling.generate import Sampler
 from minigrpo.types import Completions, Example, RolloutBatch, Task
+
+from .measure import Outputs
 
 ConfigFiles = tyro.conf.UseAppendAction[tuple[str, ...]]
 SIZES = (
@@ -100,7 +102,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class WorkFlags:
+class WorkFlags(Outputs):
     """The flags that choose a job."""
 
     preset: Literal["tiny", "gpt2", "qwen2.5-0.5b"] = "tiny"
@@ -123,10 +125,6 @@ class WorkFlags:
     """Weight of the KL term; above 0 there is a reference model."""
     micro_batch_size: int | None = None
     """Prompts per forward and backward of the update; 0: all of them."""
-    out_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Write the tables to this folder too."""
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the figures to this file too."""
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given."""
