@@ -4,7 +4,7 @@ The trainer and `minigrpo evaluate` call `measure`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,12 +28,11 @@ def grade(
     *,
     seed: int | None = None,
     num_samples: int = 1,
-    advance: Callable[[int], object] = lambda number: None,
 ) -> Graded:
     """Complete examples greedily, or `num_samples` times at temperature 1 if a seed is given.
 
     The random numbers depend on the seed and the example alone: all evaluations of a run are
-    paired. `advance` gets the number of examples that are done, batch by batch.
+    paired.
     """
     config, u = sampler.config, None
     if seed is not None:
@@ -41,25 +40,15 @@ def grade(
         u = uniforms(seed, "evaluate", 0, rows, num_samples, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    parts = list[Completions]()
-    for part in sampler.complete(examples, num_samples=num_samples, u=u, batch_size=size):
-        parts.append(part)
-        advance(len(part))
-    completions = Completions.join(parts)
+    parts = sampler.complete(examples, num_samples=num_samples, u=u, batch_size=size)
+    completions = Completions.join(list(parts))
     texts = decode(sampler.tokenizer, completions)
     rewards = scorer.score_completions(examples, texts, completions, temperature=1.0)
     return Graded(examples, texts, rewards, scorer.success)
 
 
 def measure(
-    sampler: Sampler,
-    task: Task,
-    scorer: RewardScorer,
-    *,
-    size: int,
-    seed: int,
-    samples: int = 1,
-    advance: Callable[[int], object] = lambda number: None,
+    sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int, samples: int = 1
 ) -> tuple[dict[str, Estimate], Graded, Graded]:
     """Score the first `size` held-out examples, or all if there are fewer.
 
@@ -81,14 +70,14 @@ def measure(
     """
     size = size_of(task, size)
     examples = [task.held_out(i) for i in range(size)]
-    greedy = grade(sampler, scorer, examples, advance=advance)
-    drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
+    greedy = grade(sampler, scorer, examples)
+    drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples)
     success, found = greedy.success, {"n": Estimate(float(size))}
     for name, values in greedy.measures.items():  # first what GRPO raises: the sampled completions
         found |= {name + SAMPLED: estimate(drawn.measures[name]), name: estimate(values)}
     for graded, ending in ((greedy, ""), (drawn, SAMPLED)):
         parts = {name: values.flatten() for name, values in graded.rewards.parts.items()}
-        found |= {name + ending: Estimate(x) for name, x in task.summaries(parts).items()}
+        found |= {name + ending: Estimate(float(x)) for name, x in task.summaries(parts).items()}
     found |= passes(drawn.right)
     kinds = np.array([example.kind for example in examples])
     for kind in filter(None, map(str, np.unique(kinds))):

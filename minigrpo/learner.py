@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from .config import Config
 from .losses import (
@@ -82,18 +83,14 @@ class Learner:
         prepared, normalizer = self.prepare(batch)
         for _ in range(self.config.optimizer.num_iterations):
             metrics = self.gradient(prepared, normalizer)
-            grad_clip = self.config.optimizer.grad_clip
             self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
+            norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
             if not self._update(metrics["loss"], norm, step):
                 self.guard.skip(self.warn)
-                kept = self.dump(batch, step)
-                where = f"; the batch is in {kept}" if kept else ""
-                self.warn(
-                    f"step {step + 1}: loss {float(metrics['loss']):g}, gradient norm "
-                    f"{float(norm):g}: no update{where}"
-                )
+                where = f"; the batch is in {kept}" if (kept := self.dump(batch, step)) else ""
+                numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
+                self.warn(f"step {step + 1}: {numbers}: no update{where}")
                 break
         else:
             self.guard.accept()
@@ -112,11 +109,10 @@ class Learner:
         Completions outside its loss mask have no tokens left. The normalizer counts the whole step
         over all processes, skipped groups included.
         """
-        completions = batch.completions
-        mask = completions.completion_mask
+        mask = batch.completions.completion_mask
         if batch.loss_mask is not None:
             mask = mask & batch.loss_mask[..., None]
-            batch = replace(batch, completions=replace(completions, completion_mask=mask))
+            batch = replace(batch, completions=replace(batch.completions, completion_mask=mask))
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
         batch = batch.select(self.prompts_with_gradient(batch))

@@ -273,9 +273,8 @@ def policy_loss(
         term = term * torch.where(mask, frozen(token_weights), 0.0)
 
     by_token = per_token(m, normalizer, max_length)
-    by_row = by_token
-    if spec.ratio is not token_ratio:
-        by_row = per_completion(m, normalizer, max_length)
+    per_term = per_token if spec.ratio is token_ratio else per_completion
+    by_row = per_term(m, normalizer, max_length)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
     if kl_coef and kl != KL_IN_REWARD:
         assert ref_logp is not None

@@ -143,20 +143,19 @@ class RolloutBatch:
             RewardTable.join([batch.rewards for batch in batches if batch.rewards]),
         )
 
-    def select(self, prompts: Sequence[int]) -> "RolloutBatch":
+    def select(self, prompts: Sequence[int] | Tensor) -> "RolloutBatch":
         """Some of the prompts with all of their completions."""
         rows = torch.as_tensor(prompts)
         return replace(
             each_tensor(self, lambda x: x[rows]),
-            examples=[self.examples[p] for p in prompts],
-            texts=[self.texts[p] for p in prompts],
+            examples=[self.examples[p] for p in rows],
+            texts=[self.texts[p] for p in rows],
             rewards=self.rewards and self.rewards.select(rows.numpy()),
         )
 
     def split(self, num_prompts: int) -> list["RolloutBatch"]:
         """Micro-batches of at most `num_prompts` prompts, with all their completions."""
-        starts = range(0, len(self), num_prompts)
-        return [self.select(range(a, min(a + num_prompts, len(self)))) for a in starts]
+        return [self.select(rows) for rows in torch.arange(len(self)).split(num_prompts)]
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         return each_tensor(self, lambda x: x.to(device))

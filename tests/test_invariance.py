@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from minigrpo.config import Config
 from minigrpo.learner import Learner
@@ -378,6 +377,8 @@ def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[13], WAYS[24]], ids=name_of)
 def test_compiled_blocks_have_the_gradient_of_plain_ones(way: Way, eager_compiler: None) -> None:
+    from torch._dynamo.utils import counters
+
     before = counters["stats"]["unique_graphs"]
     assert_same(gradient(way, compile_model=True), formula(way))
     assert counters["stats"]["unique_graphs"] > before

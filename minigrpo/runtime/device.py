@@ -24,6 +24,8 @@ from ..types import ConfigError
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 LARGEST_KEPT = 2**31 - 1  # bytes: only larger blocks are still returned to the kernel
+# runs a block, and computes its activations again in the backward pass; nothing in it is random
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -109,10 +111,7 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
     """
     trained = sharing_weights(model)
     if config.memory.gradient_checkpointing:
-        # activations are computed again in the backward pass; nothing in a block is random
-        trained.checkpoint_blocks = partial(
-            checkpoint, use_reentrant=False, preserve_rng_state=False
-        )
+        trained.checkpoint_blocks = recompute
     if config.speed.compile_model:
         # it splits graphs to overlap communication, which compiling block by block allows already
         torch._dynamo.config.optimize_ddp = False

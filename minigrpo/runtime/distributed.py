@@ -49,10 +49,7 @@ class DistContext:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        timeout = timedelta(seconds=timeout_s)
-        # processes start at different times, so they have a minute to join in any case
-        joining = max(timeout, timedelta(minutes=1))
-        store, rank, world_size = next(rendezvous("env://", timeout=joining))
+        store, rank, world_size = next(rendezvous("env://"))
         # after a restart the store may still hold messages of the previous attempt
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
@@ -60,7 +57,7 @@ class DistContext:
             store=PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
         )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         return cls(rank, local_rank, world_size, PrefixStore("notes", store))

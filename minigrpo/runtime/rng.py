@@ -44,4 +44,4 @@ def uniforms(
         ]
         for row in rows
     ]
-    return np.asarray(draws, dtype=np.float32).reshape(len(rows), num_samples, length)
+    return np.array(draws)

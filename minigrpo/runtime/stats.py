@@ -107,9 +107,8 @@ class Estimate:
 
 def estimate(values: np.ndarray) -> Estimate:
     """The mean of `[n, K]` values, K of each of n examples; NaN is left out."""
-    known = ~np.isnan(values)
-    counts, sums = known.sum(axis=1), np.where(known, values, 0.0).sum(axis=1, dtype=np.float64)
-    each = sums[counts > 0] / counts[counts > 0]
+    each = torch.from_numpy(values).double().nanmean(1).numpy()
+    each = each[~np.isnan(each)]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():
