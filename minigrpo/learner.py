@@ -118,7 +118,8 @@ class Learner:
         batch = batch.select(self.prompts_with_gradient(batch))
         if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
-        return batch, LossNormalizer(num_completions, num_tokens.clamp(min=1))
+        longest = self.config.sampling.max_new_tokens
+        return batch, LossNormalizer(num_completions, num_tokens.clamp(min=1), longest)
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
@@ -181,7 +182,6 @@ class Learner:
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             ratio_cap=config.ratio_cap,
-            max_completion_length=self.config.sampling.max_new_tokens,
             ref_logp=part.ref_logp,
             kl_coef=config.kl_coef,
             kl=config.kl,

@@ -58,14 +58,16 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """The counts that a loss divides by, over all micro-batches and processes of a step."""
+    """What a loss divides by: counts over all micro-batches and processes of a step."""
 
     completions: int | Tensor  # B
     tokens: int | Tensor  # N, completion tokens in the loss
+    max_length: int  # tokens that a completion may have
 
     @classmethod
-    def of(cls, mask: Tensor) -> "LossNormalizer":
-        return cls(max(1, mask[..., 0].numel()), mask.sum().clamp(min=1))
+    def of(cls, mask: Tensor, max_length: int | None = None) -> "LossNormalizer":
+        completions, tokens = max(1, mask[..., 0].numel()), mask.sum().clamp(min=1)
+        return cls(completions, tokens, max_length or mask.shape[-1])
 
 
 # --- the ratio: how far the policy has moved from the one that sampled ----------------------------
@@ -151,24 +153,24 @@ def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: 
 # --- the weights: how much each token counts ------------------------------------------------------
 
 
-def per_completion(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """(1/B) sum_i (1/n_i) sum_t"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
 
 
-def per_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def per_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """(1/N) sum, N over all ranks and micro-batches of the step"""
     return mask / normalizer.tokens
 
 
-def per_local_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def per_local_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """The mean over the micro-batch's own tokens, times its share of the step's completions"""
     return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / normalizer.completions)
 
 
-def constant(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """sum / (B * max_completion_length)"""
-    return mask / (normalizer.completions * max_length)
+    return mask / (normalizer.completions * normalizer.max_length)
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class LossSpec:
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], Term]
-    reduce: Callable[[Tensor, LossNormalizer, int], Tensor]
+    reduce: Callable[[Tensor, LossNormalizer], Tensor]
     clip: Clip = Clip()
     advantage: str = "group_mean"
     scale: str = "group"
@@ -240,8 +242,9 @@ def policy_loss(
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         token_weights: `[..., S]`, factors on the policy term, not on the KL.
-        normalizer: B and N of the whole optimizer step; None counts this batch only. With a common
-            normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
+        normalizer: B, N and the longest length of the whole optimizer step; None counts this batch
+            only. With a common normalizer, losses, gradients and metrics of micro-batches add up to
+            the batch's.
 
     Returns:
         The scalar loss, and metrics: scalars without gradient. Only `logp` gets a gradient. Raises
@@ -250,8 +253,7 @@ def policy_loss(
     spec = LOSSES[loss]
     given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
     clip = replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
-    normalizer = LossNormalizer.of(mask) if normalizer is None else normalizer
-    max_length = logp.shape[-1] if max_completion_length is None else max_completion_length
+    normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
 
     def frozen(x: Tensor, shape: torch.Size = logp.shape) -> Tensor:
@@ -272,9 +274,9 @@ def policy_loss(
     if token_weights is not None:
         term = term * torch.where(mask, frozen(token_weights), 0.0)
 
-    by_token = per_token(m, normalizer, max_length)
+    by_token = per_token(m, normalizer)
     per_term = per_token if spec.ratio is token_ratio else per_completion
-    by_row = per_term(m, normalizer, max_length)
+    by_row = per_term(m, normalizer)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
     if kl_coef and kl != KL_IN_REWARD:
         assert ref_logp is not None
@@ -282,7 +284,7 @@ def policy_loss(
         penalty = KL_ESTIMATORS[kl](difference, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
-    weights = spec.reduce(m, normalizer, max_length)
+    weights = spec.reduce(m, normalizer)
     return (weights * term).sum(), metrics
 
 
