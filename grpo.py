@@ -39,8 +39,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
 from minigrpo.model.transformer import PackedTokens, Transformer
+from minigrpo.task import Task
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.types import Example, Task
+from minigrpo.types import Example
 
 PROMPTS_PER_STEP = 8  # P
 GROUP_SIZE = 8  # G

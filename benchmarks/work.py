@@ -32,7 +32,8 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.prefetch import ExamplePrefetcher
 from minigrpo.runtime.rng import stream
 from minigrpo.sampling.generate import Sampler
-from minigrpo.types import Completions, Example, RolloutBatch, Task
+from minigrpo.task import Task
+from minigrpo.types import Completions, Example, RolloutBatch
 
 from .measure import Outputs
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from minigrpo.rewards import similarity
-from minigrpo.types import Example, Task
+from minigrpo.task import Task
+from minigrpo.types import Example
 
 
 class Reverse(Task):

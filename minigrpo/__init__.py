@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from .config import Config
     from .model.transformer import Transformer
     from .rewards import reward
+    from .task import Task
     from .trainer import Trainer
-    from .types import Task
 else:
     _MODULES = {
         "Config": "config",
         "Trainer": "trainer",
         "Transformer": "model.transformer",
         "reward": "rewards",
-        "Task": "types",
+        "Task": "task",
     }
 
     def __getattr__(name: str) -> object:

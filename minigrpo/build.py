@@ -21,9 +21,10 @@ from .rewards import RewardFunction, RewardScorer, load_rewards
 from .runtime import device as layers
 from .runtime.checkpoint import checkpoints, load_checkpoint, newest
 from .runtime.guard import OOMBackoff
-from .runtime.rng import stream, weights_seed
+from .runtime.rng import stream
+from .task import Task
 from .tasks.base import load_task, shipped_model
-from .types import ConfigError, Task
+from .types import ConfigError
 
 Say = Callable[[str], object]
 RECORD = "config.toml"  # of a run's folder
@@ -106,7 +107,7 @@ def make_model(
     config: Config, tokenizer: Tokenizer, device: torch.device | str = "cpu", say: Say = nothing
 ) -> Transformer:
     """The model that --model names, with --lora-rank, on a device. Raises ConfigError."""
-    settings, seed = config.model, weights_seed(config.run.seed)
+    settings, seed = config.model, config.run.seed
     if settings.name == "scratch":
         model = Transformer(ModelShape(tokenizer.n_vocab), seed)
     else:
@@ -157,7 +158,7 @@ def load_model(
         return Transformer.from_pretrained(run / "model.safetensors", matrices)
     state = load_checkpoint(newest(run / "checkpoints", say))
     config = config_of_run(run)
-    settings, seed = config.model, weights_seed(config.run.seed)
+    settings, seed = config.model, config.run.seed
     if settings.lora_rank:
         stored = base_dtype(settings)
         model = load_model(settings.name, task=task, say=say, matrices=stored, seed=seed)

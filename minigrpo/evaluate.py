@@ -4,18 +4,19 @@ The trainer and `minigrpo evaluate` call `measure`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from .model.encoding import decode
 from .rewards import RewardScorer
 from .runtime.rng import uniforms
-from .runtime.stats import SAMPLED, Estimate, estimate, passes, summarise
+from .runtime.stats import SAMPLED, Estimate, Graded, estimate, passes
 from .runtime.stats import calibration as calibration
 from .runtime.stats import pass_at_k as pass_at_k
 from .sampling.generate import Sampler
-from .types import Completions, Example, Graded, Task
+from .task import Task
+from .types import Completions, Example
 
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 
@@ -27,12 +28,11 @@ def grade(
     *,
     seed: int | None = None,
     num_samples: int = 1,
-    advance: Callable[[int], object] = lambda number: None,
 ) -> Graded:
     """Complete examples greedily, or `num_samples` times at temperature 1 if a seed is given.
 
     The random numbers depend on the seed and the example alone: all evaluations of a run are
-    paired. `advance` gets the number of examples that are done, batch by batch.
+    paired.
     """
     config, u = sampler.config, None
     if seed is not None:
@@ -40,25 +40,15 @@ def grade(
         u = uniforms(seed, "evaluate", 0, rows, num_samples, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    parts = list[Completions]()
-    for part in sampler.complete(examples, num_samples=num_samples, u=u, batch_size=size):
-        parts.append(part)
-        advance(len(part))
-    completions = Completions.join(parts)
+    parts = sampler.complete(examples, num_samples=num_samples, u=u, batch_size=size)
+    completions = Completions.join(list(parts))
     texts = decode(sampler.tokenizer, completions)
     rewards = scorer.score_completions(examples, texts, completions, temperature=1.0)
     return Graded(examples, texts, rewards, scorer.success)
 
 
 def measure(
-    sampler: Sampler,
-    task: Task,
-    scorer: RewardScorer,
-    *,
-    size: int,
-    seed: int,
-    samples: int = 1,
-    advance: Callable[[int], object] = lambda number: None,
+    sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int, samples: int = 1
 ) -> tuple[dict[str, Estimate], Graded, Graded]:
     """Score the first `size` held-out examples, or all if there are fewer.
 
@@ -67,35 +57,33 @@ def measure(
         samples: completions that are sampled per example, besides the greedy one.
 
     Returns:
-        The measures, the greedy completions and the sampled ones. Each measure has its 95 %
-        interval; they are, in this order:
+        The measures, the greedy completions and the sampled ones. Shares and means have their 95 %
+        interval. The measures are, in this order:
         n: the number of examples.
         <success>_sampled, <success>: share of right completions, sampled at temperature 1 and
             greedy.
-        <part>, <part>_sampled: the mean of each reward function over the examples that it concerns.
-        reward, reward_sampled: their weighted sum.
-        The task's summaries, in the same way.
+        <part>_sampled, <part>: the mean of each reward function over the examples that it concerns.
+        reward_sampled, reward: their weighted sum.
+        <summary>, <summary>_sampled: the task's summaries, without an interval.
         pass@1, ..., pass@K: with `samples` K above 1.
         <success>/<kind>, count/<kind>: greedy <success> and n by kind of question.
     """
     size = size_of(task, size)
     examples = [task.held_out(i) for i in range(size)]
-    greedy = grade(sampler, scorer, examples, advance=advance)
-    drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples, advance=advance)
+    greedy = grade(sampler, scorer, examples)
+    drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples)
     success, found = greedy.success, {"n": Estimate(float(size))}
-    for name, values in greedy.measures.items():
-        both = {name: estimate(values), name + SAMPLED: estimate(drawn.measures[name])}
-        # the headline is what GRPO raises: the sampled completions
-        found |= dict(reversed(both.items())) if name == success else both
-    found |= summarise(task.summaries, greedy.rewards.parts, seed)
-    of_drawn = summarise(task.summaries, drawn.rewards.parts, seed)
-    found |= {name + SAMPLED: x for name, x in of_drawn.items()}
+    for name, values in greedy.measures.items():  # first what GRPO raises: the sampled completions
+        found |= {name + SAMPLED: estimate(drawn.measures[name]), name: estimate(values)}
+    for graded, ending in ((greedy, ""), (drawn, SAMPLED)):
+        parts = {name: values.flatten() for name, values in graded.rewards.parts.items()}
+        found |= {name + ending: Estimate(float(x)) for name, x in task.summaries(parts).items()}
     found |= passes(drawn.right)
     kinds = np.array([example.kind for example in examples])
     for kind in filter(None, map(str, np.unique(kinds))):
         found[f"{success}/{kind}"] = estimate(greedy.right[kinds == kind])
         found[f"count/{kind}"] = Estimate(float((kinds == kind).sum()))
-    stay = (success, success + SAMPLED)  # the headline is the first of the measures
+    stay = (success, success + SAMPLED)  # the headline, whatever it is
     found = {name: x for name, x in found.items() if name in stay or not math.isnan(x.value)}
     return found, greedy, drawn
 

@@ -8,29 +8,37 @@ The objective is `Learner.objective` here and `policy_loss` in losses.py. Sampli
 the learner writes no files and prints nothing, but calls `warn` and `dump`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from .config import Config
-from .losses import LOSSES, LossNormalizer, per_local_token, policy_loss
+from .losses import (
+    LOSSES,
+    LossNormalizer,
+    per_local_token,
+    policy_loss,
+    truncated_importance_weights,
+)
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
-from .runtime import device as layers
+from .runtime.device import autocast, grad_scaler, with_training_layers
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard, OOMBackoff, check_weights, weight_norm
+from .runtime.guard import NonFiniteGuard, OOMBackoff, check_weights, largest_weight
 from .runtime.optimizer import learning_rate_at, make_optimizer
-from .runtime.stats import LARGEST, MEAN, OFF, gap_sums, truncated_importance_weights
 from .types import RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
-# Micro-batches' metrics are added up, but for LARGEST; of these, the sum is divided by the tokens.
-PER_TOKEN = ("entropy", MEAN, OFF)
+MEAN_GAP, LARGEST_GAP = "sampling/logp_difference_mean", "sampling/logp_difference_max"
+# These are means over the tokens with a gradient: zero-variance groups are left out.
+PER_TOKEN = ("entropy", MEAN_GAP)
 
 
 class Learner:
@@ -48,9 +56,9 @@ class Learner:
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.dump, self.device = warn, dump, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
-        self.trained = layers.with_training_layers(config, model)
+        self.trained = with_training_layers(config, model)
         self.wrapped = self.dist.wrap(self.trained)
-        self.scaler = layers.grad_scaler(config.speed, self.device)
+        self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(
             model,
             learning_rate=config.optimizer.learning_rate,
@@ -61,7 +69,8 @@ class Learner:
         batch_size = config.memory.micro_batch_size
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
-        self.in_update = False  # if so, the weights belong to no step; who counts the step ends it
+        self.steps_done = 0
+        self.in_update = False  # if so, the weights belong to no step
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
@@ -73,20 +82,22 @@ class Learner:
         learning_rate = self._set_learning_rate(step)
         prepared, normalizer = self.prepare(batch)
         for _ in range(self.config.optimizer.num_iterations):
-            with self.dist.during(f"the update of step {step + 1}"):
-                metrics = self.gradient(prepared, normalizer)
-            grad_clip = self.config.optimizer.grad_clip
+            metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
+            norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
             if not self._update(metrics["loss"], norm, step):
-                self._skip_step(batch, step, metrics)
+                self.guard.skip(self.warn)
+                where = f"; the batch is in {kept}" if (kept := self.dump(batch, step)) else ""
+                numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
+                self.warn(f"step {step + 1}: {numbers}: no update{where}")
                 break
         else:
             self.guard.accept()
-        scalars = [*metrics.values(), weight_norm(self.model)]
-        *values, weights = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
-        check_weights(self.model, weights, step, learning_rate)
+        scalars = [*metrics.values(), largest_weight(self.model)]
+        *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
+        check_weights(largest, step)
+        self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
         return learnt | self.guard.metrics(self.scaler)
 
@@ -95,16 +106,20 @@ class Learner:
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
 
-        The normalizer counts the whole step over all processes, skipped groups included.
+        Completions outside its loss mask have no tokens left. The normalizer counts the whole step
+        over all processes, skipped groups included.
         """
-        batch = batch.with_loss_mask_applied()
         mask = batch.completions.completion_mask
+        if batch.loss_mask is not None:
+            mask = mask & batch.loss_mask[..., None]
+            batch = replace(batch, completions=replace(batch.completions, completion_mask=mask))
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
-        completions, tokens = self.dist.sum(here)
+        num_completions, num_tokens = self.dist.sum(here)
         batch = batch.select(self.prompts_with_gradient(batch))
         if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
-        return batch, LossNormalizer(completions, tokens.clamp(min=1))
+        longest = self.config.sampling.max_new_tokens
+        return batch, LossNormalizer(num_completions, num_tokens.clamp(min=1), longest)
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
@@ -128,64 +143,56 @@ class Learner:
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes.
 
-        If a single process runs out of memory, it starts over with smaller micro-batches.
+        If a single process runs out of memory, it starts over with smaller micro-batches. Among
+        several processes, the others would wait for it in the all-reduce.
         """
 
-        def afresh(size: int) -> Metrics:
+        def in_parts(size: int) -> Metrics:
             self.optimizer.zero_grad(set_to_none=True)
-            return self._accumulate(batch, normalizer, size)
+            parts, found = batch.split(size), list[Metrics]()
+            for part in parts:
+                # DDP reduces gradients only in the last part
+                with self.dist.accumulating(self.wrapped, part is not parts[-1]):
+                    loss, metrics = self.objective(part, normalizer)
+                    # undo DDP's averaging: the loss is already this process's share of the sum
+                    self.scaler.scale(loss * self.dist.world_size).backward()
+                found.append(metrics)
+            return self._total(found)
 
-        if self.dist.world_size > 1:  # no retry: the other processes would wait in the all-reduce
-            return self._accumulate(batch, normalizer, self.backoff.size_of(len(batch)))
-        return self.backoff.run(afresh, len(batch))
+        return self.backoff.run(in_parts, len(batch), retry=self.dist.world_size == 1)
 
-    def _accumulate(self, batch: RolloutBatch, normalizer: LossNormalizer, size: int) -> Metrics:
-        """Forward and backward on `size` prompts at a time; gradients and metrics add up."""
-        sums: Metrics = {}
-        *first, last = batch.split(size)
-        with self.dist.accumulating(self.wrapped):
-            for part in first:
-                _add(sums, self._backward(part, normalizer))
-        _add(sums, self._backward(last, normalizer))  # DDP reduces gradients only in this one
-        return self._over_processes(sums)
-
-    def _backward(self, part: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
-        packing = self.pack(part)
-        part = part.to(self.device)
-        loss, metrics = self.objective(part, packing, normalizer)
-        # undo DDP's averaging: the loss is already this process's share of the sum
-        self.scaler.scale(loss * self.dist.world_size).backward()
-        return metrics
-
-    def objective(
-        self, part: RolloutBatch, packing: Packing, normalizer: LossNormalizer
-    ) -> tuple[Tensor, Metrics]:
+    def objective(self, part: RolloutBatch, normalizer: LossNormalizer) -> tuple[Tensor, Metrics]:
         """A micro-batch's share of the whole step's loss.
 
         log-probs -> ratio to the old policy -> clipped surrogate -> KL -> normalise.
         """
-        config, mask = self.config.loss, part.completions.completion_mask
+        packing, part, config = self.pack(part), part.to(self.device), self.config.loss
+        completions, mask = part.completions, part.completions.completion_mask
         logp, entropy = self.forward(packing)
+        old_logp = logp.detach() if part.old_logp is None else part.old_logp
+        weights, cap = None, config.sampler_correction
+        if cap and completions.behavior_logp is not None:
+            weights = truncated_importance_weights(old_logp, completions.behavior_logp, cap)
         loss, metrics = policy_loss(
             logp,
-            part.old_logp,
+            old_logp,
             part.advantages,
             mask,
             loss=config.name,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             ratio_cap=config.ratio_cap,
-            max_completion_length=self.config.sampling.max_new_tokens,
             ref_logp=part.ref_logp,
             kl_coef=config.kl_coef,
             kl=config.kl,
-            token_weights=self._sampler_correction(part, logp),
+            token_weights=weights,
             normalizer=normalizer,
         )
         metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
         metrics["tokens/run"] = logp.new_full((), len(packing.tokens.ids))
-        if part.completions.sampler_logp is not None:
-            metrics |= gap_sums(_old(part, logp), part.completions.sampler_logp, mask)
+        if completions.sampler_logp is not None:
+            gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
+            metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
         return loss, metrics
 
     def pack(self, part: RolloutBatch) -> Packing:
@@ -201,22 +208,18 @@ class Learner:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""
-        if self.guard.halvings:
-            return nullcontext()
-        return layers.autocast(self.config.speed, self.device)
+        return nullcontext() if self.guard.halvings else autocast(self.config.speed, self.device)
 
-    def _sampler_correction(self, part: RolloutBatch, logp: Tensor) -> Tensor | None:
-        cap, behavior_logp = self.config.loss.sampler_correction, part.completions.behavior_logp
-        if not cap or behavior_logp is None:
-            return None
-        return truncated_importance_weights(_old(part, logp), behavior_logp, cap)
-
-    def _over_processes(self, sums: Metrics) -> Metrics:
-        largest = sums.pop(LARGEST, None)
-        totals = dict(zip(sums, self.dist.sum(torch.stack(list(sums.values()))), strict=True))
-        tokens = totals.pop("tokens").clamp(min=1)
-        totals |= {name: totals[name] / tokens for name in PER_TOKEN if name in totals}
-        return totals if largest is None else totals | {LARGEST: self.dist.max(largest)}
+    def _total(self, parts: Sequence[Metrics]) -> Metrics:
+        """The metrics of all micro-batches and processes: sums, means over tokens, a maximum."""
+        largest = [part.pop(LARGEST_GAP) for part in parts if LARGEST_GAP in part]
+        own = {name: reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
+        found = dict(zip(own, self.dist.sum(torch.stack([*own.values()])), strict=True))
+        tokens = found.pop("tokens").clamp(min=1)
+        found |= {name: found[name] / tokens for name in PER_TOKEN if name in found}
+        if largest:
+            found[LARGEST_GAP] = self.dist.max(torch.stack(largest).max())
+        return found
 
     # --- update ---------------------------------------------------------------------------------
 
@@ -244,43 +247,21 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite
 
-    def _skip_step(self, batch: RolloutBatch, step: int, metrics: Metrics) -> None:
-        learning_rate = self._set_learning_rate(step)
-        check_weights(self.model, float(weight_norm(self.model)), step, learning_rate)
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        kept = self.dump(batch, step)
-        where = f"; the batch is in {kept}" if kept else ""
-        partly = self.in_update  # by the updates before, with --num-iterations
-        result = "the updates before it stay" if partly else "the weights stay as they are"
-        self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}; {result}{where}")
-        self.guard.skip(self.warn, partly=partly)
-
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""
-        state = {
+        return {
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
-            "guard": self.guard.state_dict(),
+            "guard": dict(vars(self.guard)),
+            "scaler": self.scaler.state_dict(),  # {} without float16
         }
-        return state | ({"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         load_trained(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.guard.load_state_dict(state["guard"])
-        if self.scaler.is_enabled() and "scaler" in state:
+        self.guard = NonFiniteGuard(**state["guard"])
+        if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _old(part: RolloutBatch, logp: Tensor) -> Tensor:
-    """The trainer's log-probs under the policy that sampled, without gradient."""
-    return logp.detach() if part.old_logp is None else part.old_logp
-
-
-def _add(sums: Metrics, values: Metrics) -> None:
-    for name, value in values.items():
-        before = sums.get(name, torch.zeros_like(value))
-        sums[name] = torch.maximum(before, value) if name == LARGEST else before + value

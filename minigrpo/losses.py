@@ -1,7 +1,8 @@
 """Advantages, policy losses and KL estimators, as pure functions of tensors.
 
-Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`; m the mask; n_i = sum_t m;
-B completions; N tokens.
+Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`, as types.RolloutBatch
+explains them; m the mask; n_i = sum_t m the length of completion i; B completions and N tokens of
+the whole step.
 
     r  = exp(logp - old)                                                   ratio, per token
     l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl  term, per token
@@ -15,7 +16,7 @@ computed in float32 or wider. learner.py calls `policy_loss`, rollout.py calls `
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,21 +28,15 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
     "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
     "none": lambda rewards: 1.0,  # Dr. GRPO, arXiv 2503.20783
 }
-# factor on R_i - mean(R): with G / (G - 1), the baseline is the mean of the others
-ESTIMATORS: dict[str, Callable[[int], float]] = {
-    "group_mean": lambda size: 1.0,
-    "leave_one_out": lambda size: size / (size - 1),
-}
 SAPO_TAU = 1.0, 1.05  # the paper's temperatures, where A > 0 and elsewhere
-GMPO_CLIP = 1 - math.exp(-0.4), math.exp(0.4) - 1  # the paper's range is exp(-0.4) to exp(0.4)
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
     """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
 
     Args:
-        estimator: a row of ESTIMATORS. `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300).
-            `leave_one_out`: R_i minus the mean of the others (RLOO, arXiv 2402.14740).
+        estimator: `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out`: R_i minus
+            the mean of the others, which is G / (G - 1) times that (RLOO, arXiv 2402.14740).
         scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
 
     A group with equal rewards has advantages of exactly 0. They have no gradient. Raises ValueError
@@ -53,8 +48,8 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     if not rewards.isfinite().all() or (scale == "mean" and (rewards < 0).any()):
         raise ValueError("rewards must be finite, and with the scale mean not negative")
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
-    centred = (rewards - rewards.mean(-1, keepdim=True)) * ESTIMATORS[estimator](size)
-    centred = centred / SCALES[scale](rewards)
+    factor = {"group_mean": 1.0, "leave_one_out": size / (size - 1)}[estimator]
+    centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
     # error would become a gradient.
     equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
@@ -63,14 +58,16 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """The counts that a loss divides by, over all micro-batches and processes of a step."""
+    """What a loss divides by: counts over all micro-batches and processes of a step."""
 
     completions: int | Tensor  # B
     tokens: int | Tensor  # N, completion tokens in the loss
+    max_length: int  # tokens that a completion may have
 
     @classmethod
-    def of(cls, mask: Tensor) -> "LossNormalizer":
-        return cls(max(1, mask[..., 0].numel()), mask.sum().clamp(min=1))
+    def of(cls, mask: Tensor, max_length: int | None = None) -> "LossNormalizer":
+        completions, tokens = max(1, mask[..., 0].numel()), mask.sum().clamp(min=1)
+        return cls(completions, tokens, max_length or mask.shape[-1])
 
 
 # --- the ratio: how far the policy has moved from the one that sampled ----------------------------
@@ -97,17 +94,17 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clip:
-    """Bounds of the ratio: clipped to [low, high]; `cap`, if given, bounds the unclipped ratio."""
+    """Clips the ratio to [1 - low, 1 + high]; `cap`, if given, bounds the unclipped ratio."""
 
-    low: float
-    high: float
-    cap: float | None
+    low: float = 0.2
+    high: float = 0.2
+    cap: float | None = None
 
     def hits(self, ratio: Tensor, adv: Tensor) -> dict[str, Tensor]:
         """Where the bounds take the gradient away."""
         return {
-            "clip_ratio/low_mean": (ratio < self.low) & (adv < 0),
-            "clip_ratio/high_mean": (ratio > self.high) & (adv > 0),
+            "clip_ratio/low_mean": (ratio < 1 - self.low) & (adv < 0),
+            "clip_ratio/high_mean": (ratio > 1 + self.high) & (adv > 0),
         }
 
 
@@ -120,13 +117,16 @@ def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) 
     A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
     """
     capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
-    term = -torch.minimum(capped * adv, ratio.clamp(clip.low, clip.high) * adv)
+    term = -torch.minimum(capped * adv, ratio.clamp(1 - clip.low, 1 + clip.high) * adv)
     return term, clip.hits(ratio, adv)
 
 
 def geometric_mean(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
-    """-A prod_t c_t^(1/n), c = min(r, high) if A > 0, else max(r, low) (GMPO, arXiv 2507.20673)."""
-    bounded = torch.where(adv > 0, ratio.clamp(max=clip.high), ratio.clamp(min=clip.low))
+    """-A prod_t c_t^(1/n), c = min(r, 1 + high) if A > 0, else max(r, 1 - low).
+
+    GMPO (arXiv 2507.20673).
+    """
+    bounded = torch.where(adv > 0, ratio.clamp(max=1 + clip.high), ratio.clamp(min=1 - clip.low))
     log = bounded.clamp(min=torch.finfo(ratio.dtype).tiny).log()
     return -sequence_mean_ratio(log, mask) * adv, clip.hits(ratio, adv)
 
@@ -153,24 +153,24 @@ def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: 
 # --- the weights: how much each token counts ------------------------------------------------------
 
 
-def per_completion(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """(1/B) sum_i (1/n_i) sum_t"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
 
 
-def per_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def per_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """(1/N) sum, N over all ranks and micro-batches of the step"""
     return mask / normalizer.tokens
 
 
-def per_local_token(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def per_local_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """The mean over the micro-batch's own tokens, times its share of the step's completions"""
     return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / normalizer.completions)
 
 
-def constant(mask: Tensor, normalizer: LossNormalizer, max_length: int) -> Tensor:
+def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """sum / (B * max_completion_length)"""
-    return mask / (normalizer.completions * max_length)
+    return mask / (normalizer.completions * normalizer.max_length)
 
 
 @dataclass(frozen=True)
@@ -179,29 +179,27 @@ class LossSpec:
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], Term]
-    reduce: Callable[[Tensor, LossNormalizer, int], Tensor]
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    ratio_cap: float | None = None
+    reduce: Callable[[Tensor, LossNormalizer], Tensor]
+    clip: Clip = Clip()
     advantage: str = "group_mean"
     scale: str = "group"
-    needs_group: bool = True
 
 
+GMPO_CLIP = Clip(1 - math.exp(-0.4), math.exp(0.4) - 1)  # the paper's range is exp(+-0.4)
 LOSSES = {
     "grpo": LossSpec(token_ratio, clipped, per_completion),  # arXiv 2402.03300
     "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
-    "dapo": LossSpec(token_ratio, clipped, per_token, clip_high=0.28),  # 2503.14476
+    "dapo": LossSpec(token_ratio, clipped, per_token, Clip(high=0.28)),  # 2503.14476
     "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
-    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, 3e-4, 4e-4),  # 2507.18071
-    "cispo": LossSpec(token_ratio, cispo, per_token, ratio_cap=5.0),  # 2506.13585, 2510.13786
+    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, Clip(3e-4, 4e-4)),  # 2507.18071
+    "cispo": LossSpec(token_ratio, cispo, per_token, Clip(cap=5.0)),  # 2506.13585, 2510.13786
     "rloo": LossSpec(
         sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"
     ),  # 2402.14740
     "maxrl": LossSpec(token_ratio, clipped, per_token, scale="mean"),  # 2602.02710
     "sapo": LossSpec(token_ratio, soft_gate, per_completion),  # 2511.20347
-    "gmpo": LossSpec(token_ratio, geometric_mean, per_completion, *GMPO_CLIP),  # 2507.20673
-    "nll": LossSpec(token_ratio, negative_logp, per_token, needs_group=False),  # the warm start
+    "gmpo": LossSpec(token_ratio, geometric_mean, per_completion, GMPO_CLIP),  # 2507.20673
+    "nll": LossSpec(token_ratio, negative_logp, per_token),  # the warm start
 }
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
@@ -236,7 +234,7 @@ def policy_loss(
 
     Args:
         logp: `[..., S]` log-probs of the sampled tokens, with gradient.
-        old_logp: `[..., S]`, the same under the policy that sampled. None: `logp`, a ratio of 1.
+        old_logp: `[..., S]`, the same before the step's first update. None: `logp`, a ratio of 1.
         advantages: `[...]`, one per completion; None for nll.
         mask: `[..., S]` bool.
         loss: a row of LOSSES, whose defaults replace a clip or cap that is None.
@@ -244,53 +242,56 @@ def policy_loss(
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         token_weights: `[..., S]`, factors on the policy term, not on the KL.
-        normalizer: B and N of the whole optimizer step; None counts this batch only. With a common
-            normalizer, losses, gradients and metrics of micro-batches add up to the batch's.
+        normalizer: B, N and the longest length of the whole optimizer step; None counts this batch
+            only. With a common normalizer, losses, gradients and metrics of micro-batches add up to
+            the batch's.
 
     Returns:
         The scalar loss, and metrics: scalars without gradient. Only `logp` gets a gradient. Raises
-        ValueError for an unknown loss or KL, and for a tensor that is missing or of another shape.
+        ValueError for a tensor of another shape, which could broadcast by chance.
     """
-    if loss not in LOSSES or kl not in (*KL_ESTIMATORS, KL_IN_REWARD):
-        raise ValueError(f"unknown loss {loss!r} or KL estimator {kl!r}")
     spec = LOSSES[loss]
-    estimate_kl = KL_ESTIMATORS[kl] if kl_coef and kl != KL_IN_REWARD else None
-    if spec.needs_group and advantages is None:
-        raise ValueError(f"loss {loss} needs advantages")
-    if estimate_kl and ref_logp is None:
-        raise ValueError("kl_coef above 0 needs ref_logp")
-    shapes = {"mask": (mask, logp.shape), "advantages": (advantages, logp.shape[:-1])}
-    per_token_inputs = {"old_logp": old_logp, "ref_logp": ref_logp, "token_weights": token_weights}
-    shapes |= {name: (x, logp.shape) for name, x in per_token_inputs.items()}
-    for name, (x, shape) in shapes.items():
-        if x is not None and x.shape != shape:  # another shape could broadcast by chance
-            raise ValueError(f"{name} must have the shape {list(shape)}, got {list(x.shape)}")
-    low = spec.clip_low if clip_low is None else clip_low
-    high = spec.clip_high if clip_high is None else clip_high
-    cap = spec.ratio_cap if ratio_cap is None else ratio_cap
-    max_length = logp.shape[-1] if max_completion_length is None else max_completion_length
-    # constants of the objective: a gradient through one of them would be another objective's
-    old_logp, ref_logp, advantages, token_weights = (
-        None if x is None else x.detach() for x in (old_logp, ref_logp, advantages, token_weights)
-    )
-    normalizer = LossNormalizer.of(mask) if normalizer is None else normalizer
+    given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
+    clip = replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
+    normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
-    m = mask.to(at_least_fp32)
+
+    def frozen(x: Tensor, shape: torch.Size = logp.shape) -> Tensor:
+        """`x` without gradient, which would be another objective's."""
+        if x.shape != shape:
+            raise ValueError(f"expected the shape {list(shape)}, got {list(x.shape)}")
+        return x.detach()
+
+    m = frozen(mask).to(at_least_fp32)
     # mask before exp, because inf * 0 is NaN in the backward pass
     logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
-    old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
+    old = logp.detach() if old_logp is None else torch.where(mask, frozen(old_logp), 0.0)
     ratio = spec.ratio(logp - old, m)
-    adv = logp.new_zeros(()) if advantages is None else advantages.to(at_least_fp32)[..., None]
-    term, hits = spec.surrogate(ratio, adv, logp, m, Clip(1 - low, 1 + high, cap))
+    adv = logp.new_full((), math.nan)  # only nll does without
+    if advantages is not None:
+        adv = frozen(advantages, logp.shape[:-1]).to(at_least_fp32)[..., None]
+    term, hits = spec.surrogate(ratio, adv, logp, m, clip)
     if token_weights is not None:
-        term = term * torch.where(mask, token_weights, 0.0)
+        term = term * torch.where(mask, frozen(token_weights), 0.0)
 
-    by_token = per_token(m, normalizer, 0)
-    by_row = by_token if spec.ratio is token_ratio else per_completion(m, normalizer, 0)
+    by_token = per_token(m, normalizer)
+    per_term = per_token if spec.ratio is token_ratio else per_completion
+    by_row = per_term(m, normalizer)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
-    if estimate_kl and ref_logp is not None:  # never None here: mypy does not know
-        penalty = estimate_kl(torch.where(mask, ref_logp, 0.0) - logp, ratio)
+    if kl_coef and kl != KL_IN_REWARD:
+        assert ref_logp is not None
+        difference = torch.where(mask, frozen(ref_logp), 0.0) - logp
+        penalty = KL_ESTIMATORS[kl](difference, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
-    weights = spec.reduce(m, normalizer, max_length)
+    weights = spec.reduce(m, normalizer)
     return (weights * term).sum(), metrics
+
+
+def truncated_importance_weights(old_logp: Tensor, behavior_logp: Tensor, cap: float) -> Tensor:
+    """min(exp(old_logp - behavior_logp), cap); any shape (Ionides 2008).
+
+    Factors on the policy term that correct for a sampler whose distribution differs from the
+    policy's.
+    """
+    return (old_logp - behavior_logp).exp().clamp(max=cap)

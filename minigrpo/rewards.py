@@ -25,7 +25,8 @@ import torch
 from rapidfuzz.distance import Levenshtein
 
 from .fen import is_valid_fen as is_valid_fen
-from .types import Completions, ConfigError, Example, RewardTable, Task, TokenBatch
+from .task import Task, TokenBatch
+from .types import Completions, ConfigError, Example, RewardTable
 
 MAX_THREADS = 1000  # of the process; where calls that hang make more of them, others fail at once
 RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
@@ -88,7 +89,7 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
             that text alone.
         grouped: it takes an example and all completions of its prompt, duplicates included, and
             returns a float per completion. A greedy completion of an evaluation is a group of one.
-        tokens: it takes a `types.TokenBatch`, and returns `[P, G]` floats. It has no time limit,
+        tokens: it takes a `task.TokenBatch`, and returns `[P, G]` floats. It has no time limit,
             and an error in it ends the run.
         success: it returns 1 for a right completion, and anything else for others. Evaluations and
             pass@k then count by it.

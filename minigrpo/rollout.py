@@ -6,7 +6,7 @@ scoring in rewards.py.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,17 +25,7 @@ from .runtime.rng import stream, uniforms
 from .runtime.stats import has_ended, has_zero_variance
 from .sampling.generate import Sampler
 from .sampling.pick import SamplingParams
-from .types import Completions, Example, RewardTable, RolloutBatch
-
-
-class BatchSource(Protocol):
-    """What the trainer needs from either source of batches."""
-
-    def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host.
-
-        A pure function of the config, the step and the weights.
-        """
+from .types import Completions, Example, RolloutBatch
 
 
 class SupervisedBatches:
@@ -49,6 +39,7 @@ class SupervisedBatches:
         self.timer, self.context = timer, context
 
     def batch(self, step: int) -> RolloutBatch:
+        """This process's share of a step's batch, on the host."""
         with self.timer.phase("data"):
             examples = self.examples.take(step)
             completions = encode_pairs(self.tokenizer, examples, self.context)
@@ -73,13 +64,33 @@ class RolloutBatches:
         self.scorer, self.reference, self.timer = scorer, reference, timer
 
     def batch(self, step: int) -> RolloutBatch:
-        self.sampler.work.clear()
+        """This process's share of a step's batch, on the host.
+
+        A pure function of the config, the step and the weights.
+        """
+        work, metrics = self.sampler.work, dict[str, float]()
+        work.clear()
         with self.timer.phase("data"):
             examples = self.examples.take(step)
         batch = self.roll_out(examples, step)
         if self.config.sampling.dynamic_sampling:
+            metrics["frac_reward_zero_std/drawn"] = float(has_zero_variance(batch.rewards).mean())
             batch = self._replace_zero_variance(batch, step)
-        return self._with_advantages(batch, step)
+        ref_logp = None
+        if self.reference:
+            with self.timer.phase("reference"):
+                ref_logp = self.reference.logp(batch.completions)
+        masks = self.config.loss.overlong == "mask"
+        metrics["rollout/rounds"] = float(work["rounds"])
+        metrics["rollout/rounds_each"] = work["row_rounds"] / max(1, work["rows"])
+        metrics["rollout/tokens"] = float(work["tokens"])
+        return replace(
+            batch,
+            advantages=self._advantages(batch, ref_logp, step),
+            ref_logp=ref_logp,
+            loss_mask=has_ended(batch.completions, self.sampler.stops) if masks else None,
+            metrics=metrics,
+        )
 
     def roll_out(self, examples: Sequence[Example], step: int) -> RolloutBatch:
         """Sample a group for each example, and score it.
@@ -108,38 +119,15 @@ class RolloutBatches:
 
     def _replace_zero_variance(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """Replace the prompts of zero-variance groups, up to --dynamic-sampling times."""
-        assert batch.rewards is not None
-        drawn = {"frac_reward_zero_std/drawn": float(has_zero_variance(batch.rewards).mean())}
         for attempt in range(self.config.sampling.dynamic_sampling):
-            assert batch.rewards is not None
             equal = np.flatnonzero(has_zero_variance(batch.rewards))
             if not len(equal):
                 break
             others = self.examples.replacements(step, attempt, equal.tolist())
             rows = np.arange(len(batch))
             rows[equal] = len(batch) + np.arange(len(equal))
-            batch = join([batch, self.roll_out(others, step)], rows)
-        return RolloutBatch(
-            batch.examples, batch.completions, batch.texts, batch.rewards, metrics=drawn
-        )
-
-    def _with_advantages(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        """The batch with everything that the learner needs."""
-        ref_logp = None
-        if self.reference:
-            with self.timer.phase("reference"):
-                ref_logp = self.reference.logp(batch.completions)
-        masks = self.config.loss.overlong == "mask"
-        return RolloutBatch(
-            examples=batch.examples,
-            completions=batch.completions,
-            texts=batch.texts,
-            rewards=batch.rewards,
-            advantages=self._advantages(batch, ref_logp, step),
-            ref_logp=ref_logp,
-            loss_mask=has_ended(batch.completions, self.sampler.stops) if masks else None,
-            metrics={**batch.metrics, **self._work()},
-        )
+            batch = RolloutBatch.join([batch, self.roll_out(others, step)]).select(rows.tolist())
+        return batch
 
     def _advantages(self, batch: RolloutBatch, ref_logp: Tensor | None, step: int) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
@@ -164,28 +152,8 @@ class RolloutBatches:
         share = len(batch)
         return everyone[self.dist.rank * share :][:share]
 
-    def _work(self) -> dict[str, float]:
-        """Decoding rounds of the batch and per completion, and the tokens that the model ran."""
-        work = self.sampler.work
-        return {
-            "rollout/rounds": float(work["rounds"]),
-            "rollout/rounds_each": work["row_rounds"] / max(1, work["rows"]),
-            "rollout/tokens": float(work["tokens"]),
-        }
 
-
-def join(batches: Sequence[RolloutBatch], rows: np.ndarray) -> RolloutBatch:
-    """Some of the prompts of several rolled out batches, by their numbers in all of them."""
-    examples = [example for batch in batches for example in batch.examples]
-    texts = [group for batch in batches for group in batch.texts]
-    completions = Completions.join([batch.completions for batch in batches])
-    rewards = RewardTable.join([batch.rewards for batch in batches if batch.rewards])
-    return RolloutBatch(
-        [examples[row] for row in rows],
-        completions.select(torch.from_numpy(rows)),
-        [texts[row] for row in rows],
-        rewards.select(rows),
-    )
+BatchSource = SupervisedBatches | RolloutBatches
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:

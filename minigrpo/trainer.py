@@ -10,6 +10,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from .build import (
     check_examples,
     make_model,
@@ -33,7 +35,7 @@ from .runtime.guard import Diverged
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
-from .runtime.stats import Estimate, counts_of, rollout_metrics
+from .runtime.stats import Estimate, rollout_metrics
 from .sampling.generate import Sampler
 
 Evaluation = dict[str, float]
@@ -77,13 +79,19 @@ class Trainer:
         shape = asdict(self.model.shape)
         facts = {"tokenizer": self.tokenizer.fingerprint, "base_model": base, "shape": shape}
         questions = self.task.questions
-        self.step = self.run_dir.open(self.learner.load_state_dict, facts, questions)  # steps done
+        load = self.learner.load_state_dict
+        self.learner.steps_done = self.run_dir.open(load, facts, questions)
         self.source = self._make_source()
 
         self.stop_reason = ""
         self.first: Evaluation | None = None
         self.last: Evaluation | None = None
         self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
+
+    @property
+    def step(self) -> int:
+        """The number of steps that are done."""
+        return self.learner.steps_done
 
     def _initial_weights_digest(self) -> str:
         """A hash of the weights that no checkpoint holds, and a resumed run needs; "" if none."""
@@ -164,19 +172,15 @@ class Trainer:
 
     def one_step(self) -> dict[str, float]:
         """Draw a batch, learn from it, log it; return the metrics."""
-        start, graphs = time.perf_counter(), layers.graphs_compiled()
-        with self.dist.during(f"step {self.step + 1}"):
-            batch = self.source.batch(self.step)
+        start = time.perf_counter()
+        batch = self.source.batch(self.step)
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
-        self.step, self.learner.in_update = self.step + 1, False
-        own = rollout_metrics(batch, self.sampler.stops)
-        own["memory/peak_mib"] = layers.peak_memory_mib(self.device)
-        metrics = {**self.dist.combine(own, counts_of(batch)), **learnt}
+        metrics = self.dist.combine(rollout_metrics(batch, self.sampler.stops)) | learnt
+        peak = torch.tensor(layers.peak_memory_mib(self.device))
+        metrics["memory/peak_mib"] = float(self.dist.max(peak))
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
-        if self.config.speed.compile_model:  # more than 0 after the first steps is a recompile
-            metrics["recompiles"] = layers.graphs_compiled() - graphs
         self.log.step(self.step, metrics)
         samples.log_group(self.log, batch, self.step, self.tokenizer, self.task)
         self.console.update(self.step, metrics, self.last)

@@ -51,7 +51,7 @@ class Completions:
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
     completion_mask: Tensor  # [P, G, S] bool, true up to and including the stop token
-    sampler_logp: Tensor | None = None  # [P, G, S] float32, from the sampler's forward
+    sampler_logp: Tensor | None = None  # [P, G, S] float32, see RolloutBatch
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
 
     def __len__(self) -> int:
@@ -59,10 +59,7 @@ class Completions:
 
     @property
     def behavior_logp(self) -> Tensor | None:
-        """`[P, G, S]` log-probs under the distribution that tokens were drawn from.
-
-        Top-k, top-p and min-p renormalise: the tokens that they keep get more mass.
-        """
+        """`[P, G, S]` log-probs under the distribution that tokens were drawn from."""
         if self.sampler_logp is None or self.log_kept_mass is None:
             return self.sampler_logp
         return self.sampler_logp - self.log_kept_mass
@@ -90,75 +87,6 @@ class Completions:
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """What a reward function of tokens sees: a copy, which it may change."""
-
-    examples: Sequence[Example]  # [P]
-    texts: Sequence[Sequence[str]]  # [P][G]
-    completions: Completions  # sampler_logp [P, G, S] has the policy's log-probs
-    temperature: float  # of the samples: sampler_logp is of logits / temperature
-    decode: Callable[[Sequence[int]], str]  # of the policy's tokenizer
-    model: Callable[[str], Any]  # a frozen model by name: see model/frozen_model.py
-
-
-class Task:
-    """An endless supply of prompts, and scores for completions. Subclass it for your own task.
-
-    A task is made with the arguments that its `__init__` names, out of `seed`, `data`, `eval_data`
-    (lists of paths), `chat` (whether --system makes prompts messages) and --task-args.
-    A value of a part may be NaN for all completions of an example: the part does not concern it.
-    """
-
-    parts: Mapping[str, float] = {}  # reward function -> weight in the total
-    success: str = EXACT  # the part that is 1 for a right completion; EXACT needs no part
-    num_held_out: int | None = None  # distinct evaluation examples; None: endless
-    about: str = ""  # what the examples are and how they are scored, printed when a run starts
-    token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
-    speculate: bool = False  # whether completions resemble the answer: propose its tokens
-    # 64-bit hashes of the training and the held-out questions; None: questions are made by a seed
-    questions: tuple[np.ndarray, np.ndarray] | None = None
-
-    def train(self, number: int) -> Example:
-        """Training example `number`: a pure function of (seed, number), in shuffled order."""
-        raise NotImplementedError
-
-    def held_out(self, number: int) -> Example:
-        """Evaluation example `number`; training never sees it."""
-        raise NotImplementedError
-
-    def longest(self, number: int) -> Sequence[Example]:
-        """The examples with the most characters, of a task that knows all of its examples.
-
-        A run checks before it starts that they fit the model.
-        """
-        return ()
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        """Every part's value for any text whatsoever; a true answer scores highest."""
-        raise NotImplementedError
-
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> Mapping[str, Sequence[float]]:
-        """`score` of n (example, text) pairs: part -> n values."""
-        rows = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
-        names = [name for name in self.parts if name not in self.token_parts]
-        return {name: [row[name] for row in rows] for name in names}
-
-    def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
-        """The values `[P, G]` of `token_parts`."""
-        return {}
-
-    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """Measures of an evaluation that are no mean of a part, from the `[n]` values of each."""
-        return {}
-
-    def explain(self, example: Example, text: str) -> str:
-        """What is wrong with a completion, in one line, for people who look at samples."""
-        return ""
-
-
-@dataclass(frozen=True)
 class RewardTable:
     """Scores of P x G texts by reward function; `total` is the weighted sum."""
 
@@ -181,68 +109,53 @@ class RewardTable:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """All that the learner needs for one step."""
+    """All that the learner needs for one step.
+
+    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are four
+    kinds:
+    sampler_logp: the policy's, by the sampler's forward; what tokens are drawn from before top-k,
+        top-p and min-p.
+    behavior_logp: the same, renormalised over the tokens that these keep.
+    old_logp: the policy's before the step's first update, by the trainer's forward.
+    ref_logp: the frozen reference's.
+    """
 
     examples: Sequence[Example]  # [P]
     completions: Completions
     texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without stop tokens
     rewards: RewardTable | None = None  # None in supervised fine-tuning
     advantages: Tensor | None = None  # [P, G] float32, one per completion
-    old_logp: Tensor | None = None  # [P, G, S] float32, before the first update; None: ratio 1
+    old_logp: Tensor | None = None  # [P, G, S] float32; None: that of the policy, a ratio of 1
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, to be logged
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def select(self, prompts: Sequence[int]) -> "RolloutBatch":
-        """Some of the prompts with all of their completions, without their rewards."""
+    @staticmethod
+    def join(batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """Concatenate what `roll_out` gives: examples, completions, texts and rewards."""
+        return RolloutBatch(
+            [example for batch in batches for example in batch.examples],
+            Completions.join([batch.completions for batch in batches]),
+            [group for batch in batches for group in batch.texts],
+            RewardTable.join([batch.rewards for batch in batches if batch.rewards]),
+        )
+
+    def select(self, prompts: Sequence[int] | Tensor) -> "RolloutBatch":
+        """Some of the prompts with all of their completions."""
         rows = torch.as_tensor(prompts)
         return replace(
             each_tensor(self, lambda x: x[rows]),
-            examples=[self.examples[p] for p in prompts],
-            texts=[self.texts[p] for p in prompts],
-            rewards=None,
+            examples=[self.examples[p] for p in rows],
+            texts=[self.texts[p] for p in rows],
+            rewards=self.rewards and self.rewards.select(rows.numpy()),
         )
 
     def split(self, num_prompts: int) -> list["RolloutBatch"]:
         """Micro-batches of at most `num_prompts` prompts, with all their completions."""
-        starts = range(0, len(self), num_prompts)
-        return [self.select(range(a, min(a + num_prompts, len(self)))) for a in starts]
+        return [self.select(rows) for rows in torch.arange(len(self)).split(num_prompts)]
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         return each_tensor(self, lambda x: x.to(device))
-
-    def with_loss_mask_applied(self) -> "RolloutBatch":
-        """A copy in which the completions outside `loss_mask` have no tokens left in the loss."""
-        if self.loss_mask is None:
-            return self
-        mask = self.completions.completion_mask & self.loss_mask[..., None]
-        masked = replace(self.completions, completion_mask=mask)
-        return replace(self, completions=masked, loss_mask=None)
-
-
-@dataclass(frozen=True)
-class Graded:
-    """K completions of each of n evaluation examples, and their scores."""
-
-    examples: Sequence[Example]  # [n]
-    texts: Sequence[Sequence[str]]  # [n][K]
-    rewards: RewardTable  # [n, K]
-    success: str  # the part that says which are right; EXACT, if it is no part: equal to the answer
-
-    @property
-    def right(self) -> np.ndarray:
-        """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
-        if (scores := self.rewards.parts.get(self.success)) is not None:
-            return np.where(np.isnan(scores), np.nan, scores == 1)
-        pairs = zip(self.examples, self.texts, strict=True)
-        same = [[text == example.answer for text in group] for example, group in pairs]
-        return np.array(same, dtype=float)
-
-    @property
-    def measures(self) -> dict[str, np.ndarray]:
-        """The `[n, K]` values of all measures that are means; the success comes first."""
-        parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        return {self.success: self.right, **parts, "reward": self.rewards.total}

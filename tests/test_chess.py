@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.fen import is_valid_fen, position_key, transition
+from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.best_move import BestMove
 from minigrpo.tasks.best_move import parse_line as best_move_line
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.chess_env import parse_line as chess_env_line
 from minigrpo.tasks.self_play import PICK_BIAS, Positions, is_held_out
-from minigrpo.types import ConfigError, Example, Task
+from minigrpo.types import ConfigError, Example
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 START = chess.STARTING_FEN

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minigrpo.task import Task
 from minigrpo.tasks.base import fingerprint, is_held_out, load_task, question_of, tagged_answer
 from minigrpo.tasks.data import Rows, parse_pair, question_key
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
-from minigrpo.types import ConfigError, Example, Task
+from minigrpo.types import ConfigError, Example
 
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
 

@@ -26,11 +26,6 @@ def loss_of(model: Transformer) -> Tensor:
     return model.logits(IDS).log_softmax(-1).square().mean()
 
 
-@pytest.fixture
-def has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-
-
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "", "cuda:99", "cpu:1"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
@@ -60,7 +55,6 @@ def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
     assert not layers.grad_scaler(config(amp_dtype="float16").speed, CPU).is_enabled()
 
 
-@pytest.mark.usefixtures("has_bfloat16")
 def test_a_low_precision_copy_gives_autocasts_numbers_and_follows_the_weights() -> None:
     speed, model = config(use_amp=True).speed, Transformer(SHAPE, seed=1)
     model.wte.weight.requires_grad_(False)
@@ -78,11 +72,9 @@ def test_a_low_precision_copy_gives_autocasts_numbers_and_follows_the_weights() 
     assert {id(p) for p in cast} == {id(p) for p in low.parameters() if p.dtype == torch.bfloat16}
 
 
-def test_without_amp_or_bfloat16_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_amp_there_is_no_copy() -> None:
     model = Transformer(SHAPE, seed=1)
     assert layers.low_precision_copy(config().speed, model) is model
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert layers.low_precision_copy(config(use_amp=True).speed, model) is model
 
 
 @pytest.mark.parametrize("option", ["gradient_checkpointing", "compile_model"])

@@ -25,16 +25,9 @@ from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime import samples
 from minigrpo.runtime.console import Console
 from minigrpo.runtime.logging import NoLog, RunLog, read_jsonl, to_json
-from minigrpo.runtime.stats import Estimate
-from minigrpo.types import (
-    Completions,
-    ConfigError,
-    Example,
-    Graded,
-    RewardTable,
-    RolloutBatch,
-    Task,
-)
+from minigrpo.runtime.stats import Estimate, Graded
+from minigrpo.task import Task
+from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 

@@ -40,7 +40,7 @@ PLACES: dict[str, tuple[Any, str, bool]] = {
     "before a rename": (os, "replace", False),
     "after an evaluation": (trainer, "measure", True),
     "after a rename": (os, "replace", True),
-    "inside accumulation": (learner.Learner, "_backward", True),
+    "inside accumulation": (learner.Learner, "objective", True),
     "inside an evaluation": (rewards.RewardScorer, "score_completions", False),
     "before a state is written": (torch, "save", False),
     "after a state is written": (torch, "save", True),
@@ -244,7 +244,7 @@ def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None
     with pytest.raises(Diverged):
         run.fit()
     saved = load_checkpoint(newest(tmp_path / "bad" / "checkpoints", pytest.fail))
-    assert saved["step"] == run.step == 7 and not first_not_finite(saved)
+    assert saved["step"] == run.step == 8 and not first_not_finite(saved)
     huge = make(tmp_path / "huge", learning_rate=1e38, warmup_steps=0, kl_coef=0)
     with pytest.raises(RunFailed):
         huge.fit()

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.rewards import RewardFunction, RewardScorer, load_rewards, reward, similarity
-from minigrpo.types import Completions, ConfigError, Example, RewardTable, Task, TokenBatch
+from minigrpo.task import Task, TokenBatch
+from minigrpo.types import Completions, ConfigError, Example, RewardTable
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = [Example("1+1=", "2", 0), Example("2+2=", "4", 1)]
@@ -275,7 +276,8 @@ def test_a_process_whose_reward_hangs_exits(tmp_path: Path) -> None:
     program.write_text("""
 import time
 from minigrpo.rewards import RewardScorer, reward
-from minigrpo.types import Example, Task
+from minigrpo.task import Task
+from minigrpo.types import Example
 
 class Nothing(Task):
     score_batch = lambda *_: {}

@@ -19,10 +19,11 @@ from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.task import TokenBatch
 from minigrpo.tasks import rlt
 from minigrpo.tasks.base import load_task, shipped_model
 from minigrpo.tasks.rlt import RLT, find_span
-from minigrpo.types import ConfigError, Example, TokenBatch
+from minigrpo.types import ConfigError, Example
 
 CHESS = load_tokenizer("chess")
 SHAPE = ModelShape(CHESS.n_vocab, context=96, layers=2, width=16, heads=2)

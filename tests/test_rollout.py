@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from minigrpo.losses import truncated_importance_weights
 from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import overlong_punishment, shuffled
 from minigrpo.runtime.stats import has_ended, rollout_metrics
@@ -38,7 +39,8 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     assert 0 < ended.sum() < ended.numel()
     assert keep.loss_mask is None and mask.loss_mask is not None
     assert torch.equal(mask.loss_mask, ended)
-    counted = mask.with_loss_mask_applied().completions.completion_mask
+    alive, _ = trainer.learner.prepare(replace(mask, ref_logp=torch.zeros(ended.shape)))
+    counted = alive.completions.completion_mask
     assert torch.equal(counted.any(-1), ended)
     assert torch.equal(counted[ended], keep.completions.completion_mask[ended])
     assert keep.rewards is not None and punish.rewards is not None
@@ -48,7 +50,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     centred = total - total.mean(1, keepdim=True)
     torch.testing.assert_close(punish.advantages, centred, check_dtype=False)
     clipped = rollout_metrics(mask, stops)["completions/clipped_ratio"]
-    assert clipped == pytest.approx(1 - float(ended.double().mean()))
+    assert clipped.mean() == pytest.approx(1 - float(ended.double().mean()))
 
 
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
@@ -67,19 +69,13 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c, learner = batch.completions, trainer.learner
-    assert c.log_kept_mass is not None
+    assert c.log_kept_mass is not None and c.behavior_logp is not None
     logp, _ = learner.forward(learner.pack(batch))
-    weights = learner._sampler_correction(batch, logp)
+    weights = truncated_importance_weights(logp.detach(), c.behavior_logp, 2.0)
     mask = c.completion_mask
     kept = c.log_kept_mass.exp()[mask]
-    assert weights is not None and kept.mean() < 0.5
+    assert kept.mean() < 0.5
     torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
-    # with several inner steps it is the old policy's weight, and does not move with the policy's
-    old = replace(batch, old_logp=logp.detach() - 0.5)
-    weights = learner._sampler_correction(old, logp)
-    assert weights is not None
-    share = kept * torch.tensor(-0.5).exp()
-    torch.testing.assert_close(weights[mask], share, rtol=1e-5, atol=0, check_dtype=False)
 
 
 def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
@@ -154,7 +150,7 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     assert batch.advantages[1].any()
     assert not batch.advantages[3].any()
     metrics = rollout_metrics(batch, trainer.tokenizer.stops)
-    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 6)
+    assert metrics["frac_reward_zero_std"].tolist() == [0, 0, 0, 1, 0, 0]
     assert metrics["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     assert np.isfinite(trainer.learner.learn(batch, 0)["loss"])
 

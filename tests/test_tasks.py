@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from minigrpo import config
 from minigrpo.rewards import RewardScorer
+from minigrpo.task import Task
 from minigrpo.task_table import TASKS
 from minigrpo.tasks.base import load_task, shipped_model
-from minigrpo.types import ConfigError, Example, Task
+from minigrpo.types import ConfigError, Example
 
 ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")

@@ -61,10 +61,9 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
         *("completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std"),
         *("step_time", "time/rollout", "time/reward", "time/reference", "time/update"),
         *("memory/peak_mib", "sampling/logp_difference_mean", "sampling/logp_difference_max"),
-        *("sampling/off_by_10_percent", "rollout/rounds", "rollout/tokens", "skipped_steps"),
+        *("rollout/rounds", "rollout/tokens", "tokens/run", "skipped_steps"),
     }
     assert all(math.isfinite(value) for value in record.values())
-    assert record["tokens/run"] <= record["tokens/repeated"]
     evaluation = lines(run, "eval.jsonl")[0]
     assert evaluation.keys() >= {"step", "n", "exact", "exact_sampled", "similarity", "reward"}
     sample = lines(run, "samples.jsonl")[0]

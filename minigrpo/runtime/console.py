@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
-from ..types import EXACT, Task
+from ..task import Task
+from ..types import EXACT
 from .stats import PASS_AT, SAMPLED, Estimate, headline
 
 SECONDS_BETWEEN_LINES = 15.0  # between progress lines, where there is no bar

@@ -1,18 +1,20 @@
 """Device, precision and compilation: one function per flag, kept apart from the mathematics.
 
-Besides, what a step took: seconds per phase, peak memory, compiled graphs, a trace.
+Besides, what a step took: seconds per phase, peak memory, a trace.
 """
 
 import copy
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerAction
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +24,8 @@ from ..types import ConfigError
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 LARGEST_KEPT = 2**31 - 1  # bytes: only larger blocks are still returned to the kernel
+# runs a block, and computes its activations again in the backward pass; nothing in it is random
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -72,13 +76,10 @@ def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScale
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
     """With --use-amp, a copy with the linear layers of the blocks in --amp-dtype, else the model.
 
-    It shares all other parameters, and frozen ones that are stored like that. The results are those
-    of autocast, which would cast these weights again in every forward. A CPU that only emulates
-    bfloat16 gains nothing from it.
+    It shares all other parameters. The results are those of autocast, which would cast these
+    weights again in every forward.
     """
-    has = torch.cpu.get_capabilities()
-    emulated = model.device.type == "cpu" and not (has.get("avx512_bf16") or has.get("amx_bf16"))
-    if emulated or not speed.use_amp:
+    if not speed.use_amp:
         return model
     dtype = getattr(torch, speed.amp_dtype)
     cast = {
@@ -86,24 +87,20 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
         for module in model.h.modules()
         if isinstance(module, nn.Linear)
         for parameter in module.parameters()
-        if parameter.dtype != dtype
     }
     return sharing_weights(model, cast)
 
 
-def sharing_weights(
-    model: Transformer, replaced: dict[int, nn.Parameter] | None = None
-) -> Transformer:
+def sharing_weights(model: Transformer, replaced: Mapping[int, nn.Parameter] = {}) -> Transformer:
     """A copy of the modules that shares their parameters, except those in `replaced`, by id."""
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    return copy.deepcopy(model, shared | (replaced or {}))
+    return copy.deepcopy(model, {**{id(p): p for p in model.parameters()}, **replaced})
 
 
 @torch.no_grad()
 def refresh(low: Transformer, model: Transformer) -> None:
-    """Copy the current weights into a low-precision copy; frozen ones never change."""
+    """Copy the current weights into a low-precision copy."""
     for copied, weights in zip(low.parameters(), model.parameters(), strict=True):
-        if copied is not weights and weights.requires_grad:
+        if copied.dtype != weights.dtype:  # others are shared
             copied.copy_(weights)
 
 
@@ -125,17 +122,6 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
     return trained
 
 
-def recompute(block: nn.Module, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-    """Run a block, and recompute its activations in backward. Nothing in it is random."""
-    return checkpoint(block, x, attend, use_reentrant=False, preserve_rng_state=False)
-
-
-def graphs_compiled() -> int:
-    """Graphs that torch.compile has made in this process; more after the warm-up: recompiles."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it would take a second or two
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
-
-
 # --- measuring ------------------------------------------------------------------------------------
 
 
@@ -143,8 +129,7 @@ class PhaseTimer:
     """Seconds per phase of a step; on CUDA a phase ends with a device sync."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
+        self.device, self.seconds = device, defaultdict[str, float](float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -153,10 +138,12 @@ class PhaseTimer:
             yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, {}
+        """The seconds since the last call."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
         return seconds
 
 
@@ -172,9 +159,8 @@ def peak_memory_mib(device: torch.device) -> float:
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
     """--profile: a trace of a few steps of the main process, in the run's folder."""
-    steps = torch.profiler.schedule(
-        wait=FIRST_PROFILED - 2, warmup=1, active=LAST_PROFILED - FIRST_PROFILED + 1, repeat=1
-    )
+    active = LAST_PROFILED - FIRST_PROFILED + 1
+    steps = torch.profiler.schedule(wait=FIRST_PROFILED - 2, warmup=1, active=active, repeat=1)
     return torch.profiler.profile(
         schedule=steps if run.profile and is_main else lambda step: ProfilerAction.NONE,
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),

@@ -9,11 +9,12 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..types import ConfigError
 
 T = TypeVar("T")
-COUNTED = ("tokens/", "rollout/tokens")  # metrics that are summed, not averaged
-LARGEST = ("memory/",)  # metrics of which the largest counts
+COUNTED = ("/tokens", "/failures")  # endings of metrics that are summed, not averaged
 TIMEOUT_S = 600.0  # of a collective
 POLL_SECONDS = 0.02  # between checks whether the main process is done
 
@@ -49,10 +49,7 @@ class DistContext:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        timeout = timedelta(seconds=timeout_s)
-        # processes start at different times, so they have a minute to join in any case
-        joining = max(timeout, timedelta(minutes=1))
-        store, rank, world_size = next(rendezvous("env://", timeout=joining))
+        store, rank, world_size = next(rendezvous("env://"))
         # after a restart the store may still hold messages of the previous attempt
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
@@ -60,7 +57,7 @@ class DistContext:
             store=PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
         )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         return cls(rank, local_rank, world_size, PrefixStore("notes", store))
@@ -83,48 +80,34 @@ class DistContext:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over processes."""
-        return self._reduce(x, dist.ReduceOp.SUM, "sum")
+        return self._reduce(x, dist.ReduceOp.SUM)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest over processes, element by element."""
-        return self._reduce(x, dist.ReduceOp.MAX, "max")
+        return self._reduce(x, dist.ReduceOp.MAX)
 
-    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType, name: str) -> Tensor:
-        if self.world_size == 1:
-            return x
-        x = x.clone()
-        with self.during(name):
+    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size > 1:
+            x = x.clone()
             dist.all_reduce(x, operation)
         return x
 
-    def combine(
-        self, metrics: Mapping[str, float], counts: Mapping[str, int] | None = None
-    ) -> dict[str, float]:
-        """Metrics over all processes, in one collective.
+    def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Metrics over all processes: the mean of the values, or their sum for names of COUNTED.
 
-        Sums of counts (COUNTED, .../failures), maxima of LARGEST, means of all others.
-
-        Args:
-            counts: how many values each mean in this process is made of; those not named are of
-                equally many in every process. A metric without any value anywhere is left out.
+        NaN is left out, and so is a metric without any value anywhere.
         """
-        found = counts or {}
-        weights = torch.tensor([found.get(name, 1) for name in metrics], dtype=torch.float64)
-        own = torch.tensor(list(metrics.values()), dtype=torch.float64)
-        # a row per process, 0 in all others: the sum holds every process's own values
-        rows = torch.zeros(self.world_size, 2, len(metrics), dtype=torch.float64)
-        rows[self.rank] = torch.stack((torch.where(weights > 0, own, 0.0), weights))
-        columns = self.sum(rows).permute(2, 1, 0)
-        pairs = zip(metrics, columns, strict=True)
-        return {name: _combined(name, *x) for name, x in pairs if x[1].any()}
+        known = [x[~np.isnan(x)] for x in metrics.values()]
+        own = torch.tensor([[x.sum(), x.size] for x in known], dtype=torch.float64)
+        pairs = zip(metrics, self.sum(own).tolist(), strict=True)
+        return {name: x / (1 if name.endswith(COUNTED) else n) for name, (x, n) in pairs if n}
 
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate equal shares in order of rank: `[P / world_size, ...]` -> `[P, ...]`."""
         if self.world_size == 1:
             return x
         shares = [torch.empty_like(x) for _ in range(self.world_size)]
-        with self.during("gather"):
-            dist.all_gather(shares, x.contiguous())
+        dist.all_gather(shares, x.contiguous())
         return torch.cat(shares)
 
     # --- the main process -------------------------------------------------------------------------
@@ -159,16 +142,6 @@ class DistContext:
         self.on_main(lambda: made.append(function()))
         return made[0] if made else function()
 
-    @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Add the rank, and what it was doing, to exceptions from this block."""
-        try:
-            yield
-        except Exception as error:
-            if self.world_size > 1:
-                error.add_note(f"rank {self.rank} of {self.world_size}, during {what}")
-            raise
-
     # --- the model --------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -180,23 +153,15 @@ class DistContext:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def accumulating(self, model: nn.Module) -> AbstractContextManager[object]:
-        """In this context, backward passes only add to the gradient; DDP does not reduce it."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+    def accumulating(self, model: nn.Module, more: bool = True) -> AbstractContextManager[object]:
+        """While there is `more`, backward passes only add to the gradient, and DDP reduces none."""
+        if more and isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return nullcontext()
 
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _combined(name: str, values: Tensor, counts: Tensor) -> float:
-    """One metric, from its value in every process, and how many values that is a mean of."""
-    if name.startswith(LARGEST):
-        return float(values.max())
-    if name.startswith(COUNTED) or name.endswith("/failures"):
-        return float(values.sum())
-    equal = bool((counts == counts[0]).all())
-    return float(values.mean() if equal else (values * counts).sum() / counts.sum())
 
 
 def _pickled(outcome: tuple[Any, Exception | None]) -> bytes:

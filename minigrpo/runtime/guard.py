@@ -9,7 +9,7 @@ gradients, except for bnpo, which depends on the micro-batch.
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,41 +44,38 @@ class NonFiniteGuard:
         """Record a step with a finite loss and gradient."""
         self.in_a_row = 0
 
-    def check(self, steps: int = 0) -> None:
-        """Raise Diverged if BAD_STEPS_TO_STOP in a row were bad, `steps` more of them included."""
-        if self.in_a_row + steps >= BAD_STEPS_TO_STOP:
-            raise Diverged(
-                f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; "
-                "a smaller --learning-rate, or no --use-amp, may help"
-            )
-
-    def skip(self, warn: Say, *, partly: bool) -> None:
-        """Record a skipped step; `partly`: an update of it was made before the bad one."""
-        if not partly:
-            self.check(1)  # the step is not done, so a resume meets it again
+    def skip(self, warn: Say) -> None:
+        """Record a skipped step."""
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row == BAD_STEPS_TO_HALVE:
             self.halvings += 1
             warn(f"{self.in_a_row} bad steps in a row: now half the learning rate, and float32")
 
+    def check(self) -> None:
+        """Raise Diverged, between two steps, if BAD_STEPS_TO_STOP in a row were bad."""
+        if self.in_a_row >= BAD_STEPS_TO_STOP:
+            self.in_a_row = 0  # a resume tries as many again
+            raise Diverged(
+                f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; "
+                "a smaller --learning-rate, or no --use-amp, may help"
+            )
+
     def update_scale(
         self, scaler: torch.amp.GradScaler, loss: Tensor, step: int, warn: Say
     ) -> bool:
         """Update the loss scale; return whether the update was skipped only to lower it.
 
-        A float16 overflow explains neither a loss that is not finite, nor one after the fall back
-        to float32.
+        A float16 overflow does not explain a loss that is not finite.
         """
         before = scaler.get_scale()
         scaler.update()
         after = scaler.get_scale()
-        fell = SCALE_FLOOR <= after < before
-        if not fell or self.halvings or not torch.isfinite(loss):
-            return False
-        self.overflows += 1
-        warn(f"step {step + 1}: float16 overflow, no update; the loss scale is now {after:g}")
-        return True
+        lowered = SCALE_FLOOR <= after < before and bool(torch.isfinite(loss))
+        if lowered:
+            self.overflows += 1
+            warn(f"step {step + 1}: float16 overflow, no update; the loss scale is now {after:g}")
+        return lowered
 
     def metrics(self, scaler: torch.amp.GradScaler) -> dict[str, float]:
         """Counts since the beginning of the run, and the scale of a scaler that is in use."""
@@ -88,32 +85,23 @@ class NonFiniteGuard:
             counts["scaler/skipped_steps"] = float(self.overflows)
         return counts
 
-    def state_dict(self) -> dict[str, int]:
-        return dict(vars(self))
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        vars(self).update(state)
-
-
-def weight_norm(model: nn.Module) -> Tensor:
-    """The norm of what is trained, as a scalar on its device; not finite if a weight is not."""
+def largest_weight(model: nn.Module) -> Tensor:
+    """The largest trained weight, a scalar on its device; not finite if any of them is not."""
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
-    return torch.nn.utils.get_total_norm(trained)
+    return torch.nn.utils.get_total_norm(trained, norm_type=math.inf)
 
 
-def check_weights(model: nn.Module, norm: float, step: int, learning_rate: float) -> None:
+def check_weights(largest: float, step: int) -> None:
     """Raise Diverged, before anything is saved, if weights are not finite after a step.
 
-    `norm` is their `weight_norm`. A large learning rate can do that to a finite gradient.
+    A large learning rate can do that to a finite gradient.
     """
-    if math.isfinite(norm):
-        return
-    if all(p.isfinite().all() for p in model.parameters() if p.requires_grad):
-        return  # weights beyond 1e19, whose squares overflow
-    raise Diverged(
-        f"step {step + 1}: the update made weights that are not finite; a smaller --learning-rate "
-        f"than {learning_rate:g} may help"
-    )
+    if not math.isfinite(largest):
+        raise Diverged(
+            f"step {step + 1}: the update made weights that are not finite; a smaller "
+            "--learning-rate may help"
+        )
 
 
 # --- out of memory --------------------------------------------------------------------------------
@@ -136,21 +124,18 @@ class OOMBackoff:
         """`flag` sets `size`, the prompts at a time at first; 0 for all. `what` is the work."""
         self.what, self.flag, self.size, self.warn = what, flag, size, warn
 
-    def size_of(self, total: int) -> int:
-        """How many of `total` prompts to run at a time."""
-        return min(self.size or total, total)
-
-    def run(self, function: Callable[[int], T], total: int) -> T:
+    def run(self, function: Callable[[int], T], total: int, *, retry: bool = True) -> T:
         """Return `function(size)`, retried with half the size until it fits.
 
-        If a single prompt does not fit, the error is raised as it came.
+        `size` is the number of prompts at a time, out of `total`. If a single prompt does not fit,
+        the error is raised as it came.
         """
         while True:
-            size = self.size_of(total)
+            size = min(self.size or total, total)
             try:
                 return function(size)
             except Exception as error:
-                if size == 1 or not is_out_of_memory(error):
+                if not retry or size == 1 or not is_out_of_memory(error):
                     raise
             # outside the handler, whose traceback would keep tensors alive that must be freed
             self.size = size // 2

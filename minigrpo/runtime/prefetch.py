@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..config import Config
-from ..types import Example, Task
+from ..task import Task
+from ..types import Example
 from .distributed import DistContext
 
 STEPS_AHEAD = 8

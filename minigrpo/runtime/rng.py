@@ -2,8 +2,8 @@
 
 Every draw is a pure function of (seed, stream name, counters), by NumPy's counter-based Philox
 generator. So resuming needs no generator state, and no draw depends on the batch, on the number of
-processes or on earlier draws. Only the initial weights come from a torch.Generator:
-see `weights_seed`. Global generators (`random`, `np.random`, `torch.manual_seed`) are not used.
+processes or on earlier draws. Only the initial weights come from a torch.Generator. Global
+generators (`random`, `np.random`, `torch.manual_seed`) are not used.
 """
 
 import hashlib
@@ -25,17 +25,6 @@ def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-def weights_seed(seed: int) -> int:
-    """The seed of the initial weights, for a torch.Generator.
-
-    On the CPU that uses only the lowest 32 bits, so larger seeds are hashed to as many.
-    """
-    if seed < 2**32:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/weights".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
-
-
 def uniforms(
     seed: int, name: str, step: int, rows: np.ndarray, num_samples: int, length: int
 ) -> np.ndarray:
@@ -55,4 +44,4 @@ def uniforms(
         ]
         for row in rows
     ]
-    return np.asarray(draws, dtype=np.float32).reshape(len(rows), num_samples, length)
+    return np.array(draws)

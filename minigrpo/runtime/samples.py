@@ -24,8 +24,10 @@ import torch
 
 from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
-from ..types import Example, Graded, RewardTable, RolloutBatch, Task
+from ..task import Task
+from ..types import Example, RewardTable, RolloutBatch
 from .logging import NoLog, Record, RunLog, to_json
+from .stats import Graded
 
 STEPS_BETWEEN = 10
 HELD_OUT = 32  # prompts per evaluation

@@ -1,6 +1,6 @@
 """Turns --task into a task: a built-in one, a class in a user's file, or an object.
 
-`minigrpo.types.Task` is the interface of a task. A new built-in task is a module in this folder and
+`minigrpo.Task` is the interface of a task. A new built-in task is a module in this folder and
 a row in task_table.py.
 """
 
@@ -15,8 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
+from ..task import Task
 from ..task_table import TASKS
-from ..types import ConfigError, Example, Task
+from ..types import ConfigError, Example
 
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from ..fen import is_valid_fen, position_key, render
 from ..runtime.rng import stream
-from ..types import ConfigError, Example, Task
+from ..task import Task
+from ..types import ConfigError, Example
 from .base import fingerprint
 from .self_play import ask, is_held_out
 

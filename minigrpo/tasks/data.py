@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runtime.rng import stream
-from ..types import ConfigError, Example, Task
+from ..task import Task
+from ..types import ConfigError, Example
 from .base import fingerprint, is_held_out, question_of
 
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a line has

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from ..model.encoding import to_completions, token_texts
 from ..runtime.rng import stream
-from ..types import ConfigError, Example, TokenBatch
+from ..task import TokenBatch
+from ..types import ConfigError, Example
 from .base import Generated, SourceTask, is_held_out
 from .data import QUESTIONS, Files, Row, Rows, text_of
 from .math import solution_of

@@ -34,8 +34,8 @@ from ..runtime.logging import to_json
 from ..runtime.run_dir import trained_on
 from ..runtime.stats import PASS_AT, SAMPLED, Estimate
 from ..sampling.generate import Sampler
+from ..task import Task
 from ..tasks.base import load_task
-from ..types import Task
 
 
 class ModelArguments(Group):

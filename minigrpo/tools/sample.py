@@ -17,10 +17,11 @@ from ..evaluate import size_of
 from ..model.encoding import decode
 from ..runtime.console import Console
 from ..runtime.rng import uniforms
-from ..runtime.stats import has_ended
+from ..runtime.stats import Graded, has_ended
 from ..sampling.generate import GREEDY, Sampler
 from ..sampling.pick import SamplingParams
-from ..types import Completions, Example, Graded, Task
+from ..task import Task
+from ..types import Completions, Example
 from .cli import printable
 from .evaluate import ModelArguments, load_sampler
 

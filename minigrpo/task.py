@@ -1,0 +1,78 @@
+"""The interface of a task: where prompts come from, and how completions are scored."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .types import EXACT, Completions, Example
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a reward function of tokens sees: a copy, which it may change."""
+
+    examples: Sequence[Example]  # [P]
+    texts: Sequence[Sequence[str]]  # [P][G]
+    completions: Completions  # sampler_logp [P, G, S] has the policy's log-probs
+    temperature: float  # of the samples: sampler_logp is of logits / temperature
+    decode: Callable[[Sequence[int]], str]  # of the policy's tokenizer
+    model: Callable[[str], Any]  # a frozen model by name: see model/frozen_model.py
+
+
+class Task:
+    """An endless supply of prompts, and scores for completions. Subclass it for your own task.
+
+    A task is made with the arguments that its `__init__` names, out of `seed`, `data`, `eval_data`
+    (lists of paths), `chat` (whether --system makes prompts messages) and --task-args.
+    A value of a part may be NaN for all completions of an example: the part does not concern it.
+    """
+
+    parts: Mapping[str, float] = {}  # reward function -> weight in the total
+    success: str = EXACT  # the part that is 1 for a right completion; EXACT needs no part
+    num_held_out: int | None = None  # distinct evaluation examples; None: endless
+    about: str = ""  # what the examples are and how they are scored, printed when a run starts
+    token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
+    speculate: bool = False  # whether completions resemble the answer: propose its tokens
+    # 64-bit hashes of the training and the held-out questions; None: questions are made by a seed
+    questions: tuple[np.ndarray, np.ndarray] | None = None
+
+    def train(self, number: int) -> Example:
+        """Training example `number`: a pure function of (seed, number), in shuffled order."""
+        raise NotImplementedError
+
+    def held_out(self, number: int) -> Example:
+        """Evaluation example `number`; training never sees it."""
+        raise NotImplementedError
+
+    def longest(self, number: int) -> Sequence[Example]:
+        """The examples with the most characters, of a task that knows all of its examples.
+
+        A run checks before it starts that they fit the model.
+        """
+        return ()
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        """Every part's value for any text whatsoever; a true answer scores highest."""
+        return {}
+
+    def score_batch(
+        self, examples: Sequence[Example], texts: Sequence[str]
+    ) -> Mapping[str, Sequence[float]]:
+        """`score` of n (example, text) pairs: part -> n values."""
+        rows = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
+        names = [name for name in self.parts if name not in self.token_parts]
+        return {name: [row[name] for row in rows] for name in names}
+
+    def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
+        """The values `[P, G]` of `token_parts`."""
+        return {}
+
+    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        """Measures of an evaluation that are no mean of a part, from the `[n]` values of each."""
+        return {}
+
+    def explain(self, example: Example, text: str) -> str:
+        """What is wrong with a completion, in one line, for people who look at samples."""
+        return ""
