@@ -186,7 +186,7 @@ def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_i
     flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
     command = [sys.executable, "train.py", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not checkpoints(run / "checkpoints") and process.poll() is None:
+    while len(checkpoints(run / "checkpoints")) < 2 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
