@@ -208,7 +208,7 @@ class Step:
         self.timer, dist = layers.PhaseTimer(self.device), DistContext()
         self.source = RolloutBatches(
             config,
-            ExamplePrefetcher(work.task, config, dist, 0),
+            ExamplePrefetcher(work.task, config, dist),
             self.sampler,
             make_scorer(config, work.task, work.tokenizer, work.device),
             make_reference(config, self.learner, work.tokenizer),

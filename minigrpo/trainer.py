@@ -102,7 +102,7 @@ class Trainer:
         return weights_digest(self.model.state_dict()) if self.reference else ""
 
     def _make_source(self) -> BatchSource:
-        examples = ExamplePrefetcher(self.task, self.config, self.dist, self.step)
+        examples = ExamplePrefetcher(self.task, self.config, self.dist)
         if self.config.supervised:
             context = self.model.shape.context
             return SupervisedBatches(examples, self.tokenizer, self.timer, context)
@@ -114,7 +114,7 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        self.log = self.run_dir.open_log(self.step)
+        self.log = self.run_dir.open_log(self.step, self._state())
         began = time.perf_counter()
         parameters = sum(p.numel() for p in self.model.parameters())
         self.console.introduce(
@@ -135,20 +135,22 @@ class Trainer:
         except BaseException as error:
             # weights in the middle of an update belong to no step; those that diverged are finite
             if not self.learner.in_update:
-                self.run_dir.save_before_ending(self.step, self.learner.state_dict())
+                self.run_dir.save_here(self.step, self._state())
             reason = str(error) or type(error).__name__
             status = "diverged" if isinstance(error, Diverged) else "failed"
             self._summarise(status, reason, time.perf_counter() - began)
             raise
         finally:
-            self.console.stop()
             self.log.close()
         seconds = time.perf_counter() - began
         status = "stopped" if self.stop_reason else "finished"
-        self.console.finish(self.run_dir.path, status, self.stop_reason, self.step, seconds)
+        summary = self._summarise(status, self.stop_reason or "max_steps", seconds)
+        self.console.finish(self.run_dir.path, summary)
         if not self.stop_reason and self.first and self.last:
-            self.console.show_change(self.first, self.last, self.intervals)
-        return self._summarise(status, self.stop_reason or "max_steps", seconds)
+            ends = (self.first, self.last)
+            found = {f"step {x['step']:.0f}": x | self.intervals.get(x["step"], {}) for x in ends}
+            self.console.measures(found)
+        return summary
 
     def _train(self, request: StopRequest) -> None:
         run = self.config.run
@@ -157,7 +159,6 @@ class Trainer:
         if not self.last or (self._evaluation_is_due() and self.last["step"] < self.step):
             self._evaluate()
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        self.console.start(end, self.step)
         with layers.profiler(run, self.run_dir.path, self.dist.is_main) as profiler:
             while self.step < end and not self.stop_reason:
                 self.one_step()
@@ -183,7 +184,8 @@ class Trainer:
         metrics["step_time"] = time.perf_counter() - start
         self.log.step(self.step, metrics)
         samples.log_group(self.log, batch, self.step, self.tokenizer, self.task)
-        self.console.update(self.step, metrics, self.last)
+        last_step = self.config.run.stop_after or self.config.run.max_steps
+        self.console.update(self.step, last_step, metrics, self.last or {})
         return metrics
 
     def _evaluation_is_due(self) -> bool:

@@ -185,14 +185,14 @@ class Counting(Task):
         return Example(str(number))
 
 
-def prefetcher(task: Task, first_step: int, **options: Any) -> ExamplePrefetcher:
+def prefetcher(task: Task, **options: Any) -> ExamplePrefetcher:
     config = Config.of(prompts_per_step=4, max_steps=12)
-    return ExamplePrefetcher(task, config, DistContext(**options), first_step)
+    return ExamplePrefetcher(task, config, DistContext(**options))
 
 
 def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
     for rank in range(2):
-        made = prefetcher(Counting(), 3, rank=rank, world_size=2)
+        made = prefetcher(Counting(), rank=rank, world_size=2)
         for step in (3, 4, 11, 5, 3, 30):
             numbers = [int(x.prompt) for x in made.take(step)]
             assert numbers == [4 * step + 2 * rank, 4 * step + 2 * rank + 1]
@@ -203,7 +203,7 @@ def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
 
 
 def test_an_error_of_the_task_is_raised_in_the_step_that_needs_it() -> None:
-    made = prefetcher(Counting(bad=9), 0)
+    made = prefetcher(Counting(bad=9))
     assert len(made.take(0)) == len(made.take(1)) == 4
     with pytest.raises(SystemExit):
         made.take(2)
@@ -212,4 +212,4 @@ def test_an_error_of_the_task_is_raised_in_the_step_that_needs_it() -> None:
 
 def test_prompts_must_divide_among_processes() -> None:
     with pytest.raises(ConfigError):
-        prefetcher(Counting(), 0, world_size=3)
+        prefetcher(Counting(), world_size=3)

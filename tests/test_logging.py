@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -24,7 +23,9 @@ from minigrpo.config import Config
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime import samples
 from minigrpo.runtime.console import Console
-from minigrpo.runtime.logging import NoLog, RunLog, read_jsonl, to_json
+from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
+from minigrpo.runtime.run_dir import RunDir
 from minigrpo.runtime.stats import Estimate, Graded
 from minigrpo.task import Task
 from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
@@ -32,10 +33,12 @@ from minigrpo.types import Completions, ConfigError, Example, RewardTable, Rollo
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 
 
-def log_of(folder: Path, step: int = 0, said: list[str] | None = None, **settings: Any) -> RunLog:
-    warn = pytest.fail if said is None else said.append
-    folder.mkdir(exist_ok=True)
-    return RunLog(folder, Config.of(**settings), step, warn)
+def log_of(
+    folder: Path, step: int = 0, said: list[str] | None = None, tracker: Any = None
+) -> RunLog:
+    log = RunLog(pytest.fail if said is None else said.append)
+    log.open(folder, step, folder, tracker)
+    return log
 
 
 def steps_of(path: Path) -> list[int]:
@@ -58,12 +61,12 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     log.evaluation(0, {"n": 8.0, "exact": 0.5, "count/a": 8.0})
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0 / step, "rewards/exact/mean": 0.0})
-        log.samples(step, [SAMPLE, SAMPLE], text="shown")
-    log.samples(2, [{"source": "held_out"}])
-    log.held_out(2, [{"truth": "4"}])
+        log.write(SAMPLES, step, [SAMPLE, SAMPLE])
+    log.write(SAMPLES, 2, [{"source": "held_out"}])
+    log.write(HELD_OUT, 2, [{"truth": "4"}], mode="wb")
     log.evaluation(2, {"exact": 0.75})
-    log.samples(3, [{"source": "held_out"}])  # killed before the line of its evaluation
-    log.held_out(3, [{"truth": "4"}, {"truth": "5"}])
+    log.write(SAMPLES, 3, [{"source": "held_out"}])  # killed before the line of its evaluation
+    log.write(HELD_OUT, 3, [{"truth": "4"}, {"truth": "5"}], mode="wb")
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     again = log_of(tmp_path, 2)
     assert again.evaluated == [
@@ -77,28 +80,24 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     assert steps_of(tmp_path / "samples.jsonl") == [1, 1, 2, 2, 2]
     assert steps_of(tmp_path / "held_out.jsonl") == []  # of a step that is made again
     assert events(tmp_path, "train/loss") == [1, 2, 3]
-    assert events(tmp_path, "eval/exact") == [0, 2] and not events(tmp_path, "eval/n")
-    assert events(tmp_path, "samples/text_summary") == [1, 2]
+    assert events(tmp_path, "eval/exact") == [0, 2]
     log_of(tmp_path, 0).close()
-    assert all(not (tmp_path / f"{x}.jsonl").read_bytes() for x in ("metrics", "eval", "samples"))
+    assert all(not (tmp_path / f"{x}.jsonl").read_bytes() for x in ("metrics", "samples"))
+    assert steps_of(tmp_path / "eval.jsonl") == [0]
 
 
 def test_a_run_killed_in_an_evaluation_makes_its_samples_again(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     log.step(1, {"loss": 1.0})
-    log.samples(1, [SAMPLE])
-    log.samples(1, [{"source": "held_out"}])
+    log.write(SAMPLES, 1, [SAMPLE, {"source": "held_out"}])
     log_of(tmp_path, 1).close()
     assert [x["source"] for x in read_jsonl(tmp_path / "samples.jsonl")] == ["train"]
 
 
-def test_of_two_evaluations_of_a_step_the_last_counts(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    for step, value in ((4, 0.1), (0, 0.2), (4, float("nan"))):
-        log.step(step or 1, {})
-        log.evaluation(step, {"exact": value})
-    first, last = log_of(tmp_path, 4, []).evaluated
-    assert first == {"step": 0, "exact": 0.2} and np.isnan(last["exact"]) and len(last) == 2
+def test_a_measure_that_is_not_finite_is_read_back_as_such(tmp_path: Path) -> None:
+    log_of(tmp_path).evaluation(4, {"exact": float("nan"), "reward": 0.5})
+    (record,) = log_of(tmp_path, 4).evaluated
+    assert np.isnan(record["exact"]) and record["reward"] == 0.5
 
 
 @pytest.mark.parametrize("line", [b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'"text"', b"\0\0"])
@@ -115,12 +114,6 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_the_rest_is_kept(
     assert steps_of(path) == [1, 2, 3] and len(said) == bool(line)
     log.step(4, {})
     assert steps_of(path) == [1, 2, 3, 4]
-
-
-def test_lines_that_are_missing_are_warned_of(tmp_path: Path) -> None:
-    said = list[str]()
-    log_of(tmp_path, 2, said).close()
-    assert len(said) == 1
 
 
 json_values = st.recursive(
@@ -159,7 +152,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_warns_once_and_leaves_no_half_line(tmp_path: Path) -> None:
+def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path) -> None:
     said = list[str]()
     log = log_of(tmp_path, said=said)
     log.step(1, {"loss": 1.0})
@@ -167,13 +160,13 @@ def test_a_full_disk_warns_once_and_leaves_no_half_line(tmp_path: Path) -> None:
         for step in range(2, 9):
             log.step(step, {"loss": 1.0})
             log.evaluation(step, {"exact": 0.5})
-            log.samples(step, [SAMPLE])
-            log.held_out(step, [SAMPLE])
+            log.write(SAMPLES, step, [SAMPLE])
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
-    log.step(9, {"loss": 1.0})
+    for step in (9, 10):
+        log.step(step, {"loss": 1.0})
     log.close()
-    assert len(said) == 1 and (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 9]
+    assert len(said) == 2  # of TensorBoard, and of the files
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 10]
 
 
 def test_a_log_that_cannot_be_cut_stays_as_it_was(tmp_path: Path) -> None:
@@ -218,7 +211,7 @@ def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> N
     assert first["parts"] == {"exact": 0.0} and first["explained"] and "explained" not in second
     assert "".join(first["tokens"][:-1]) == "abc" and first["token_ids"] == rows[0]
     assert second["tokens"] == ["4"] and second["advantage"] == second["reward"] == 1.0
-    samples.log_group(NoLog(), batch, 10, tokenizer, Sums())
+    samples.log_group(RunLog(pytest.fail), batch, 10, tokenizer, Sums())  # of another process
 
 
 def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0) -> Graded:
@@ -251,7 +244,6 @@ class Recorder(ModuleType):
         self.began: dict[str, Any] = {}
         self.logged: list[tuple[int, list[str]]] = []
         self.trouble: Exception | None = None
-        self.tried = 0
 
     def init(self, **options: Any) -> "Recorder":
         if self.trouble:
@@ -260,13 +252,9 @@ class Recorder(ModuleType):
         return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        self.tried += 1
         if self.trouble:
             raise self.trouble
         self.logged.append((step, list(values)))
-
-    def Table(self, columns: list[str], data: list[list[Any]]) -> None:
-        assert all(len(row) == len(columns) for row in data)
 
     def finish(self) -> None: ...
 
@@ -279,56 +267,78 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return found
 
 
-def test_a_tracker_gets_what_the_files_get_and_a_resume_continues_it(
+def tracked(folder: Path, name: str) -> Any:
+    folder.mkdir(exist_ok=True)
+    return start_tracker(Config.of(track=name), folder)
+
+
+def test_a_tracker_gets_what_tensorboard_gets_and_a_resume_continues_it(
     tmp_path: Path, tracker: Recorder
 ) -> None:
     names = []
-    for step in (0, 1, 0):
-        log = log_of(tmp_path, step, track=tracker.__name__)
+    for step, folder in ((0, "a"), (1, "a"), (0, "b")):
+        log = log_of(tmp_path / folder, step, tracker=tracked(tmp_path / folder, tracker.__name__))
         names.append(tracker.began["name"])
         log.step(step + 1, {"loss": 1.0})
-        log.samples(step + 1, [SAMPLE, {**SAMPLE, "messages": [{"content": "?"}], "reward": 1.0}])
         log.evaluation(step + 1, {"exact": 1.0})
         log.close()
     assert names[0] == names[1] != names[2]
     assert tracker.began["project"] == "minigrpo" and tracker.began["config"]["group_size"] == 16
-    assert tracker.logged[:3] == [(1, ["loss"]), (1, ["samples"]), (1, ["eval/exact"])]
+    assert tracker.logged[:2] == [(1, ["train/loss"]), (1, ["eval/exact"])]
 
 
 def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
     tmp_path: Path, tracker: Recorder
 ) -> None:
     said = list[str]()
-    log = log_of(tmp_path, said=said, track=tracker.__name__)
+    log = log_of(tmp_path, said=said, tracker=tracked(tmp_path, tracker.__name__))
     tracker.trouble = ConnectionError("no network")
     for step in range(1, 9):
         log.step(step, {"loss": 1.0})
     log.close()
-    assert tracker.tried == len(said) == 3 and len(steps_of(tmp_path / "metrics.jsonl")) == 8
+    assert len(said) == 1 and len(steps_of(tmp_path / "metrics.jsonl")) == 8
+    assert events(tmp_path, "train/loss") == [*range(1, 9)]
+
+
+def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
+    tmp_path: Path, tracker: Recorder
+) -> None:
+    tracker.trouble = ConnectionError("no login")
+    config = Config.of(track=tracker.__name__, out_dir=str(tmp_path / "run"))
+    run_dir = RunDir(config, DistContext(), Console(quiet=True))
+    run_dir.open(pytest.fail, {})
     with pytest.raises(ConfigError):
-        log_of(tmp_path, track=tracker.__name__)
+        run_dir.open_log(0, {})
+    run_dir.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 # --- the console ----------------------------------------------------------------------------------
 
 TALK = """
+from types import SimpleNamespace
 from minigrpo.runtime.console import Console
-console = Console()
-for i in range(4000):
-    console.say(f"line {i}: a café, \\u265a, [/b] and \\ud800")
-console.table("[b]", ["[/b]", "x"], [["[/i]", "1"]])
-console.warn("done [/b]")
+from minigrpo.tools import cli
+
+def main(argv, prog):
+    console = Console()
+    for i in range(4000):
+        console.say(f"line {i}")
+    console.table("title", ["", "x"], [["row", "1"]])
+    console.warn("done")
+
+cli._module = lambda name: SimpleNamespace(main=main)
+cli.run_command("talk", [], "talk")
 """
 
 
 def test_a_reader_that_leaves_does_not_end_the_program() -> None:
-    """`minigrpo train | head`, where the terminal lacks some characters."""
+    """`minigrpo train | head`."""
     command = [sys.executable, "-c", TALK]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout and process.stderr
-        assert b"caf" in process.stdout.readline()
+        assert b"line" in process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
         assert process.wait() == 0 and errors.count(b"\n") == 1
@@ -338,11 +348,9 @@ def test_a_run_without_signal_is_warned_of_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     console, said = Console(quiet=True), list[str]()
     monkeypatch.setattr(console, "warn", said.append)
-    console.start(50, 0)
-    usual = {"step_time": 1.0, "completions/mean_length": 3.0, "reward": 0.0}
+    usual = {"step_time": 1.0, "reward": 0.0}
     for step in range(1, 50):
-        console.update(step, {**usual, "frac_reward_zero_std": float(step != 5)}, None)
-    console.stop()
+        console.update(step, 50, {**usual, "frac_reward_zero_std": float(step != 5)}, {})
     assert len(said) == 1
 
 
@@ -351,6 +359,7 @@ def test_messages_take_any_numbers_and_names(capsys: pytest.CaptureFixture[str])
     found = {"[/b]_sampled": Estimate(float("nan")), "[/b]": Estimate(0.5, 0.1, 0.9)}
     console.evaluation(3, found)
     first = {"step": 0, "n": 3.0, "[/b]_sampled": 0.1, "[/b]": 1e9, "count/a": 2.0, "gone": 1.0}
-    console.show_change(first, {**first, "step": 3, "new": 1.0}, {3: found})
-    console.finish(Path("runs/[/b]"), "stopped", "SIGTERM", 3, float("nan"))
+    console.measures({"first": first, "last": found})
+    summary = {"status": "stopped", "exit_reason": "SIGTERM", "step": 3, "wall_seconds": 3.0}
+    console.finish(Path("runs/[/b]"), summary)
     assert "[/b]" in capsys.readouterr().out

@@ -25,12 +25,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minigrpo.config import Config
 from minigrpo.runtime import logging
 from minigrpo.runtime.checkpoint import (
-    CheckpointError,
     checkpoints,
     first_not_finite,
     load_checkpoint,
     newest,
-    path_of,
     save_checkpoint,
 )
 from minigrpo.runtime.console import Console
@@ -97,11 +95,10 @@ class Run:
         console = Console(quiet=True)
         console.warn = self.said.append  # type: ignore[method-assign]
         self.run_dir = RunDir(self.config, DistContext(), console)
-        self.log: Any = None
 
     def start(self, **facts: Any) -> "Run":
         self.step = self.run_dir.open(self.learner.load, {**FACTS, **facts})
-        self.log = self.run_dir.open_log(self.step)
+        self.log = self.run_dir.open_log(self.step, self.learner.state_dict())
         return self
 
     def train(self, steps: int = 1) -> "Run":
@@ -118,14 +115,11 @@ class Run:
     def die(self) -> None:
         """What the system does when a process ends."""
         self.run_dir.close()
-        if self.log is not None:
-            for log in self.log.files.values():
-                log.file.close()
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "SummaryWriter", lambda *args, **options: Ignored())
+    monkeypatch.setattr(logging, "Board", lambda *args, **options: Ignored())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -141,7 +135,7 @@ class Killed(BaseException):
     """The process is dead: nothing that it would do afterwards happens."""
 
 
-CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
+CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir")
 
 
 @contextmanager
@@ -167,31 +161,28 @@ def death(folder: Path, at: int) -> Iterator[list[int]]:
         with suppress(Killed):
             yield calls
     if calls[0] >= at:
-        for partial in folder.rglob("*.tmp"):
-            os.truncate(partial, partial.stat().st_size * (at % 3) // 2)
+        aside = [x for partial in folder.rglob(".partial_*") for x in (partial, *partial.glob("*"))]
+        for file in filter(Path.is_file, aside):
+            os.truncate(file, file.stat().st_size * (at % 3) // 2)
         for log in folder.glob("metrics.jsonl"):  # in the middle of a line
             log.write_bytes(log.read_bytes() + b'{"step": 9, "lo')
 
 
 @contextmanager
-def full_disk(after: int) -> Iterator[None]:
-    """No room from the `after`-th flush on, until something is removed."""
-    fsync, unlink, calls = os.fsync, os.unlink, [0]
+def full_disk(folder: Path, after: int) -> Iterator[None]:
+    """No room from the `after`-th flush on, until a checkpoint is removed."""
+    fsync, calls, before = os.fsync, [0], len(checkpoints(folder))
 
     def flush(descriptor: int) -> None:
         calls[0] += 1
+        if len(checkpoints(folder)) < before:
+            calls[0] = -100
         if calls[0] >= after:
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(descriptor)
 
-    def remove(path: Any, **options: Any) -> None:
-        unlink(path, **options)
-        if not str(path).endswith(".tmp"):
-            calls[0] = -100
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", flush)
-        patch.setattr(os, "unlink", remove)
         yield
 
 
@@ -234,7 +225,6 @@ class Folder(RuleBasedStateMachine):
     def new_folder(self) -> None:
         self.number += 1
         self.folder = self.root / f"run_{self.number}"
-        self.saved: set[int] = set()  # completed saves in this folder
         self.harmed: set[str] = set()  # parts of it that somebody has damaged
         for name, text in FOREIGN.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +242,7 @@ class Folder(RuleBasedStateMachine):
 
     def start(self) -> None:
         """`--resume auto`: from the newest whole checkpoint, and never afresh over saved work."""
-        there = whole(self.folder)
+        there, saved = whole(self.folder), checkpoints(self.folder / "checkpoints")
         try:
             self.run = Run(self.folder).start()
         except ConfigError:
@@ -261,7 +251,7 @@ class Folder(RuleBasedStateMachine):
             self.run = Run(self.folder).start()
             return
         assert self.run.step == (there[-1] if there else 0)
-        assert there or not self.saved
+        assert there or not saved
         logged = [record["step"] for record in read_jsonl(self.folder / "metrics.jsonl")]
         if "metrics.jsonl" not in self.harmed:
             assert logged == list(range(1, self.run.step + 1))
@@ -277,7 +267,6 @@ class Folder(RuleBasedStateMachine):
     def save(self) -> None:
         assert self.run
         self.run.save()
-        self.saved.add(self.run.step)
         self.harmed -= {f"step_{self.run.step:06d}"}
 
     @precondition(lambda self: self.run)
@@ -286,11 +275,10 @@ class Folder(RuleBasedStateMachine):
         """A full disk warns, keeps older checkpoints, and leaves nothing partial."""
         assert self.run
         before = whole(self.folder)
-        with full_disk(after):
+        with full_disk(self.folder / "checkpoints", after):
             self.run.save(required=False)
         assert not before or whole(self.folder)
-        assert not list(path_of(self.run.run_dir.checkpoints, self.run.step).glob("*.tmp"))
-        self.saved |= set(whole(self.folder))
+        assert self.run.step in before or not list(self.folder.rglob(".partial_*"))
 
     @precondition(lambda self: self.run)
     @rule(at=st.integers(1, 20))
@@ -301,10 +289,9 @@ class Folder(RuleBasedStateMachine):
             self.run.save()
         self.end()
         assert not before or whole(self.folder)
-        self.saved |= set(whole(self.folder))
 
     @precondition(lambda self: not self.run)
-    @rule(at=st.integers(1, 20), anew=st.booleans())
+    @rule(at=st.integers(1, 30), anew=st.booleans())
     def die_in_a_start(self, at: int, anew: bool) -> None:
         if anew:
             self.new_folder()
@@ -316,7 +303,7 @@ class Folder(RuleBasedStateMachine):
             except ConfigError:
                 assert not before and self.harmed
         run.die()
-        assert whole(self.folder) == before
+        assert whole(self.folder) == before or whole(self.folder) == [0]
 
     @precondition(lambda self: self.run)
     @rule()
@@ -348,7 +335,7 @@ class Folder(RuleBasedStateMachine):
         steps, old = whole(self.folder), self.folder
         before = {x: x.read_bytes() for x in old.rglob("*") if x.is_file()}
         step = steps[which % len(steps)] if by_step else steps[-1]
-        source = path_of(old / "checkpoints", step) if by_step else old
+        source = old / "checkpoints" / f"step_{step:06d}" if by_step else old
         logs_are_whole = "metrics.jsonl" not in self.harmed
         self.new_folder()
         self.run = Run(self.folder, str(source))
@@ -363,7 +350,6 @@ class Folder(RuleBasedStateMachine):
             self.start()
         else:  # killed before the copy was whole: type it again
             self.run = Run(self.folder, str(source)).start()
-        self.saved = {step}
 
     @invariant()
     def same_bits(self) -> None:
@@ -396,7 +382,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
     (path / "state.pt").write_bytes(evil)
     digest = hashlib.sha256(evil).hexdigest()
     (path / "manifest.json").write_text(json.dumps({"files": {"state.pt": digest}}))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(pickle.UnpicklingError):
         load_checkpoint(path)
     assert not (tmp_path / "owned").exists()
 
@@ -406,25 +392,25 @@ def test_a_manifest_of_any_content_makes_no_whole_checkpoint(tmp_path: Path, man
     save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=2)
     path, said = save_checkpoint(tmp_path, 2, {"step": 2}, keep_last=2), list[str]()
     (path / "manifest.json").write_text(manifest)
-    assert newest(tmp_path, said.append) == path_of(tmp_path, 1) and len(said) == 1
+    assert newest(tmp_path, said.append).name == "step_000001" and len(said) == 1
 
 
 @pytest.mark.parametrize(
-    ("state", "where"),
+    ("state", "bad"),
     [
-        ({"a": {"b": [torch.ones(2), torch.tensor([1.0, np.nan])]}}, "a.b.1"),
-        ({"a": {"b": torch.full((2, 2), -np.inf, dtype=torch.bfloat16)}}, "a.b"),
-        ({"lr": float("inf"), "a": torch.ones(1)}, "lr"),
-        ({"a": torch.full((9,), 3e38), "b": torch.empty(0), "c": torch.tensor([1])}, ""),
+        ({"a": {0: [torch.ones(2), torch.tensor([1.0, np.nan])]}}, True),
+        ({"a": {"b": torch.full((2, 2), -np.inf, dtype=torch.bfloat16)}}, True),
+        ({"lr": float("inf"), "a": torch.ones(1)}, True),
+        ({"a": torch.full((9,), 3e38), "b": torch.empty(0), "c": torch.tensor([1])}, False),
     ],
 )
 def test_what_is_not_finite_is_never_saved(
-    tmp_path: Path, state: dict[str, Any], where: str
+    tmp_path: Path, state: dict[str, Any], bad: bool
 ) -> None:
     """Numbers whose squares overflow are finite."""
-    assert first_not_finite(state) == where
-    if where:
-        with pytest.raises(RunFailed):
+    assert bool(first_not_finite(state)) == bad
+    if bad:
+        with pytest.raises(ValueError):
             save_checkpoint(tmp_path, 1, state)
         assert not any(tmp_path.iterdir())
 
@@ -433,34 +419,22 @@ def test_what_is_not_finite_is_never_saved(
 def test_the_newest_are_kept(tmp_path: Path, keep_last: int, left: list[int]) -> None:
     for step in (1, 3, 5, 7, 9):
         save_checkpoint(tmp_path, step, {"step": step}, keep_last=keep_last)
-    assert checkpoints(tmp_path) == [path_of(tmp_path, step) for step in left]
+    assert checkpoints(tmp_path) == [tmp_path / f"step_00000{step}" for step in left]
 
 
 def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path: Path) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, step, {"step": step}, keep_last=9)
-    with full_disk(after=1):
+    with full_disk(tmp_path, after=1):
         save_checkpoint(tmp_path, 3, {"step": 3}, keep_last=9)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
-    damage(path_of(tmp_path, 3) / "state.pt", "flip")
+    damage(tmp_path / "step_000003" / "state.pt", "flip")
     with (
-        full_disk(after=1),
+        full_disk(tmp_path, after=1),
         pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC),
     ):
         save_checkpoint(tmp_path, 4, {"step": 4}, keep_last=9)
-    assert newest(tmp_path, lambda text: None) == path_of(tmp_path, 2)
-
-
-def test_files_of_others_among_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    mine = tmp_path / "step_000001" / "optimizer.bin"
-    mine.parent.mkdir()
-    mine.write_text("another program's")
-    for step in (2, 3):
-        save_checkpoint(tmp_path, step, {"step": step}, keep_last=1)
-    assert mine.read_text() == "another program's"
-    (tmp_path / "step_000004").write_text("a file")
-    with pytest.raises(ConfigError):
-        checkpoints(tmp_path)
+    assert newest(tmp_path, lambda text: None).name == "step_000002"
 
 
 # --- starting and resuming ------------------------------------------------------------------------
@@ -487,32 +461,24 @@ def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
     for resume in ("", str(finished(tmp_path / "other").run_dir.path)):
         with pytest.raises(ConfigError):
             Run(tmp_path / "run", resume).start()
-    if left not in ("checkpoints", "config.toml"):
+    if left != "checkpoints":  # the checkpoints are gone
         with pytest.raises(ConfigError):
             Run(tmp_path / "run").start()
     assert {*before} <= {*tmp_path.rglob("*")}
 
 
-@pytest.mark.parametrize("first_save", [2, 5])
-def test_a_folder_whose_checkpoints_are_gone_is_not_started_over(
-    tmp_path: Path, first_save: int
-) -> None:
-    """Unless the run was killed before it could save anything."""
-    finished(tmp_path / "run", save_every=first_save)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    if first_save == 5:
-        assert Run(tmp_path / "run", save_every=first_save).start().step == 0
-        return
-    with pytest.raises(ConfigError):
-        Run(tmp_path / "run", save_every=first_save).start()
-    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
+def test_a_run_that_was_killed_before_its_first_save_begins_again(tmp_path: Path) -> None:
+    first = Run(tmp_path / "run", save_every=5).start().train(3)
+    first.die()
+    assert Run(tmp_path / "run", save_every=5).start().step == 0
+    assert not read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"eval_every": 3, "keep_last": 5, "device": "cpu"}, False),
-        ({"max_steps": 99}, True),
+        ({"stop_after": 3}, False),
+        ({"max_steps": 99, "keep_last": 5}, True),
         ({"use_amp": True, "micro_batch_size": 2}, True),
         ({"learning_rate": 1e-9}, None),
         ({"seed": 1}, None),
@@ -531,7 +497,7 @@ def test_settings_that_make_another_run_are_refused(
         assert Run(tmp_path / "run").start().step == 3  # the lock is free
     else:
         assert again.start().step == 3
-        assert any("--" in text for text in again.said) == (warned or "device" in changes)
+        assert bool(again.said) == warned
 
 
 def test_other_facts_are_refused_and_other_files_are_warned_of(tmp_path: Path) -> None:
@@ -551,18 +517,6 @@ def test_other_facts_are_refused_and_other_files_are_warned_of(tmp_path: Path) -
     assert Config.from_toml(tmp_path / "run" / "config.toml").task == other.config.task
 
 
-def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    finished(tmp_path / "run")
-    again = Run(tmp_path / "run")
-
-    def load(state: dict[str, Any]) -> None:
-        torch.nn.Linear(3, 3).load_state_dict(state["model"])
-
-    again.learner.load = load  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError):
-        again.start()
-
-
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     first = Run(tmp_path / "run").start()
     with pytest.raises(ConfigError):
@@ -577,7 +531,7 @@ def test_a_checkpoint_that_is_not_there_is_an_error(
 ) -> None:
     finished(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError):
         Run(tmp_path / "new", resume).start()
 
 
@@ -589,30 +543,30 @@ def test_users_code_that_changes_the_current_folder_moves_nothing(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run.start().train().save().die()
-    assert whole(tmp_path / "run") == [1] and not any((tmp_path / "elsewhere").iterdir())
+    assert whole(tmp_path / "run") == [0, 1] and not any((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_full_disk_ends_the_run_only_at_its_last_save(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run").start().train().save().train()
-    with full_disk(after=1):
+    run = Run(tmp_path / "run", keep_last=1).start().train().save().train()
+    with full_disk(tmp_path / "run" / "checkpoints", after=1):
         run.save(required=False)
         with pytest.raises(RunFailed):
             run.save()
-        run.run_dir.save_before_ending(run.step, run.learner.state_dict())
+        run.run_dir.save_here(run.step, run.learner.state_dict())
         run.run_dir.write_summary({"step": 2})
     assert whole(tmp_path / "run") == [1] and not (tmp_path / "run" / "summary.json").exists()
     assert len(run.said) == 3
-    run.run_dir.save_before_ending(run.step, run.learner.state_dict())
-    assert whole(tmp_path / "run") == [1, 2]
+    run.run_dir.save_here(run.step, run.learner.state_dict())
+    assert whole(tmp_path / "run") == [2]
 
 
 def test_a_run_keeps_what_it_and_the_model_it_began_from_were_trained_on(tmp_path: Path) -> None:
     hashes = np.arange(10, dtype=np.uint64)
     base = Run(tmp_path / "base", "")
     base.run_dir.open(base.learner.load, FACTS, (hashes[:4], hashes[4:]))
-    base.run_dir.open_log(0)
+    base.run_dir.open_log(0, {})
     run = Run(tmp_path / "run", "", model=str(tmp_path / "base"))
     run.run_dir.open(run.learner.load, FACTS, (hashes[6:8], hashes[:2]))
-    run.run_dir.open_log(0)
+    run.run_dir.open_log(0, {})
     assert trained_on(tmp_path / "run").tolist() == [0, 1, 2, 3, 6, 7]
     assert len(run.said) == 1 and not base.said and not len(trained_on(tmp_path))

@@ -26,17 +26,14 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            for name in REASONS[1:]:
-                number = getattr(signal, name, None)  # Windows has few of them
-                ignored = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-                if number and not ignored:  # nohup ignores SIGHUP
+            for number in (signal.Signals[name] for name in REASONS[1:]):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self._caught)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        self.handlers.clear()
 
     def agreed(self, dist: DistContext) -> str:
         """Why to stop, or ""; the same in all processes, even if only one got a signal.

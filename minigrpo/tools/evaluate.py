@@ -6,7 +6,7 @@ It measures what the evaluations of a run measure, on more examples. A file of -
 whole. Intervals are 95 %, over examples; positions of one game are only nearly independent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from ..runtime import device as layers
 from ..runtime.console import Console
 from ..runtime.logging import to_json
 from ..runtime.run_dir import trained_on
-from ..runtime.stats import PASS_AT, SAMPLED, Estimate
 from ..sampling.generate import Sampler
 from ..task import Task
 from ..tasks.base import load_task
@@ -94,19 +93,6 @@ def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
         )
 
 
-def show(console: Console, record: Mapping[str, Estimate]) -> None:
-    """Print the measures, sampled and greedy; of each kind of question, the greedy success."""
-    rows = []
-    for name in dict.fromkeys(name.removesuffix(SAMPLED) for name in record if name != "n"):
-        sampled, greedy = (str(record.get(x, "")) for x in (name + SAMPLED, name))
-        if name.startswith(PASS_AT):  # of the sampled completions
-            sampled, greedy = greedy, ""
-        if not name.startswith("count/"):
-            count = record.get("count/" + name.partition("/")[2])
-            rows.append([f"{name} ({count.value:.0f})" if count else name, sampled, greedy])
-    console.table("with 95 % intervals", ["", "sampled", "greedy"], rows)
-
-
 class Arguments(ModelArguments):
     n: Annotated[int, Field(ge=1)] = 2000
     """Held-out examples, or as many as there are."""
@@ -131,7 +117,7 @@ def main(argv: Sequence[str], prog: str) -> None:
         sampler, task, scorer, size=arguments.n, seed=run.seed, samples=run.eval_samples
     )
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")
-    show(console, record)
+    console.measures({"": record})
     if arguments.json_file:
         measures = {name: asdict(x) for name, x in record.items()}
         made = {"model": arguments.run, "seed": run.seed, "samples": run.eval_samples}
