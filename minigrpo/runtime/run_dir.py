@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 import torch
 
-from ..config import Config, places, toml_value
+from ..config import Config, places
 from ..model.lora import adapters, peft_files
 from ..model.transformer import Transformer
 from ..types import ConfigError, RolloutBatch
@@ -234,10 +235,9 @@ class RunDir:
 
     def _record(self) -> str:
         """config.toml: every setting, and the software and files of the run. --config reads it."""
-        settings = self.config.replace(out_dir="", resume="", stop_after=0).as_toml()
+        settings = self.config.replace(out_dir="", resume="", stop_after=0)
         found = {name: x for name, x in self.facts.items() if isinstance(x, str)} | self.versions
-        lines = [f"{toml_value(name)} = {toml_value(x)}" for name, x in found.items()]
-        return "\n".join([settings, "[versions]", *lines, ""])
+        return tomli_w.dumps({**settings.model_dump(exclude_none=True), "versions": found})
 
     def _write_trained_on(self) -> None:
         """Keep what this run and the run of --model are trained on, for honest evaluations."""
