@@ -47,7 +47,7 @@ def write_model(arguments: Arguments, folder: Path, console: Console) -> None:
     config = named.config()
     tokenizer = make_tokenizer(config)
     model = load_model(arguments.run, task=config.task.name, say=console.warn)
-    fit_vocab(model, arguments.run, tokenizer, console.warn)
+    fit_vocab(model, arguments.run, tokenizer)
     save_model_folder(model, folder)
     write_tokenizer(tokenizer, folder)
 
