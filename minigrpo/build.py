@@ -51,14 +51,13 @@ def resolve(config: Config) -> Config:
     --model ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer
     and chat template.
     """
-    name, tokenizer = config.model.name, config.model.tokenizer
-    template = config.model.chat_template
+    name, tokenizer, template = config.model.name, config.model.tokenizer, ""
     folder = hub_folder(name, weights=False)
     if folder != Path(name):
         name = f"{name.partition('@')[0]}@{folder.name}"
     if tokenizer == "auto":
-        tokenizer, own = own_tokenizer(name)
-        template = template or own
+        tokenizer, template = own_tokenizer(name)
+    template = config.model.chat_template or template
     return config.replace(model=name, tokenizer=tokenizer, chat_template=template)
 
 
