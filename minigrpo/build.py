@@ -115,8 +115,6 @@ def make_model(
             settings.name, task=config.task.name, say=say, matrices=stored, seed=seed
         )
     fit_vocab(model, f"--model {settings.name}", tokenizer)
-    if config.sampling.max_new_tokens >= model.shape.context:
-        raise ConfigError(f"--max-new-tokens must be below the model's {model.shape.context}")
     add_lora(model, settings, int(stream(config.run.seed, "adapters").integers(2**32)))
     return model.to(device)
 
@@ -159,11 +157,10 @@ def load_model(
     config = config_of_run(run)
     if config.model.lora_rank:
         model = make_model(config, make_tokenizer(config), say=say)
-        load_trained(model, state["model"])
-        return merge_adapters(model)
-    model = Transformer.empty(ModelShape(**state["shape"]))
+    else:
+        model = Transformer.empty(ModelShape(**state["shape"]))
     load_trained(model, state["model"])
-    return model
+    return merge_adapters(model)
 
 
 def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:

@@ -46,7 +46,7 @@ def grade(
         advance(len(part))
     completions = Completions.join(parts)
     texts = decode(sampler.tokenizer, completions)
-    rewards = scorer.score_completions(examples, texts, completions, temperature=1.0)
+    rewards = scorer.score(examples, texts, completions, temperature=1.0)
     return Graded(examples, texts, rewards, scorer.success)
 
 

@@ -23,7 +23,7 @@ import torch
 from rapidfuzz.distance import Levenshtein
 
 from .fen import is_valid_fen as is_valid_fen
-from .types import Completions, ConfigError, Example, RewardTable, Task, TokenBatch
+from .types import ConfigError, Example, RewardTable, Task, TokenBatch
 
 RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
 
@@ -147,6 +147,7 @@ class RewardScorer:
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 names = ", ".join(self.names)
                 raise ConfigError(f"reward {name}: is no name, or not the name of one of {names}")
+        self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.success = next((f.name for f in functions if f.success), task.success)
         self.functions = [function for function in functions if not function.tokens]
         self.token_functions = [function for function in functions if function.tokens]
@@ -157,17 +158,37 @@ class RewardScorer:
         self,
         examples: Sequence[Example],
         texts: Sequence[Sequence[str]],
-        token_parts: Mapping[str, np.ndarray] = {},
+        completions: Any = None,
+        temperature: float = 1.0,
     ) -> RewardTable:
-        """Score `texts`, `[P][G]`. `token_parts`: the values from functions of tokens."""
+        """Score `texts`, `[P][G]`.
+
+        Args:
+            completions: the `Completions` of these texts; only functions of tokens need them.
+            temperature: that of the samples.
+        """
         shape = len(texts), len(texts[0])
         every = [(p, text) for p, group in enumerate(texts) for text in group]
         number = {pair: i for i, pair in enumerate(dict.fromkeys(every))}  # distinct texts
         index = np.array([number[pair] for pair in every]).reshape(shape)
-        parts, failures = dict(token_parts), dict[str, int]()
-        if len(self.task.parts) > len(self.task.token_parts):
+        parts, failures = dict[str, np.ndarray](), dict[str, int]()
+
+        def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
+            own = copy.deepcopy((examples, texts, completions))
+            return TokenBatch(*own, temperature, self.tokenizer.decode, self.token_model)
+
+        with torch.no_grad():
+            if self.task.token_parts:
+                found = self.task.score_tokens(batch())
+                parts |= {x: np.asarray(found[x], np.float64) for x in self.task.token_parts}
+            for function in self.token_functions:
+                parts[function.name] = as_numbers(function(batch()), shape)
+        if self.text_parts:
             calls = split(examples, list(number), -(-len(number) // self.workers))
-            parts |= {name: values[index] for name, values in self._score_task(calls).items()}
+            with ThreadPoolExecutor(self.workers) as pool:
+                rows = list(pool.map(self.task.score_batch, *zip(*calls, strict=True)))
+            for name in self.text_parts:
+                parts[name] = np.concatenate([x[name] for x in rows], dtype=np.float64)[index]
         for function in self.functions:
             pairs, size, where = list(number), 1, index
             if function.batched:
@@ -182,39 +203,6 @@ class RewardScorer:
             concerned = np.where(np.isnan(parts[name]), 0.0, parts[name])
             total += self.weights.get(name, 0.0) * concerned
         return RewardTable(total, {name: parts[name] for name in self.names}, failures)
-
-    def score_completions(
-        self,
-        examples: Sequence[Example],
-        texts: Sequence[Sequence[str]],
-        completions: Completions,
-        temperature: float,
-    ) -> RewardTable:
-        """`score`, and the functions of tokens, which run on the device, in this thread.
-
-        `temperature` is that of the samples. An error in a function of tokens is raised.
-        """
-        parts, shape = dict[str, np.ndarray](), tuple(completions.completion_mask.shape[:2])
-
-        def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
-            own = copy.deepcopy((examples, texts))
-            every = completions.select(torch.arange(len(completions)))
-            return TokenBatch(*own, every, temperature, self.tokenizer.decode, self.token_model)
-
-        with torch.no_grad():
-            if self.task.token_parts:
-                found = self.task.score_tokens(batch())
-                parts |= {x: np.asarray(found[x], np.float64) for x in self.task.token_parts}
-            for function in self.token_functions:
-                parts[function.name] = as_numbers(function(batch()), shape)
-        return self.score(examples, texts, parts)
-
-    def _score_task(self, calls: Sequence[Call]) -> dict[str, np.ndarray]:
-        """The task's values `[n]` by part, from a call per worker."""
-        with ThreadPoolExecutor(self.workers) as pool:
-            found = list(pool.map(self.task.score_batch, *zip(*calls, strict=True)))
-        names = [name for name in self.task.parts if name not in self.task.token_parts]
-        return {x: np.concatenate([p[x] for p in found], dtype=np.float64) for x in names}
 
     def _run(self, function: RewardFunction, calls: Sequence[Call]) -> np.ndarray:
         """`[n]` values of n completions; NaN where a call failed."""
@@ -234,7 +222,7 @@ class RewardScorer:
 
 def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], float]:
     """A call in a daemon thread, which does not keep the process alive; and its deadline."""
-    future: Future[np.ndarray] = Future()
+    future = Future[np.ndarray]()
 
     def run() -> None:
         try:

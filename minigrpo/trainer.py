@@ -152,7 +152,7 @@ class Trainer:
 
     def one_step(self) -> dict[str, float]:
         """Draw a batch, learn from it, log it; return the metrics. `fit` goes on from there."""
-        log, start, graphs = self.log, time.perf_counter(), layers.graphs_compiled()
+        log, start = self.log, time.perf_counter()
         with self.dist.during(f"step {self.step + 1}"):
             batch = self.source.batch(self.step)
         with self.timer.phase("update"):
@@ -163,8 +163,6 @@ class Trainer:
         metrics = {**self.dist.combine(own, counts_of(batch)), **learnt}
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
-        if self.config.speed.compile_model:  # more than 0 after the first steps is a recompile
-            metrics["recompiles"] = layers.graphs_compiled() - graphs
         log.step(self.step, metrics)
         samples.log_group(log, batch, self.step, self.tokenizer, self.task)
         return metrics

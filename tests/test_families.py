@@ -444,3 +444,10 @@ def test_the_hub_needs_its_package(
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)  # not installed
     with pytest.raises(ConfigError):
         hub_folder("org/model")
+
+
+def test_a_run_names_the_commit_of_its_model(asked: list[dict[str, Any]]) -> None:
+    config = resolve(Config.of(model="org/model"))
+    assert config.model.name == "org/model@" + "0a" * 20
+    assert resolve(config) == config
+    assert asked[-1]["revision"] == "0a" * 20

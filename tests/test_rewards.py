@@ -312,7 +312,7 @@ def score_tokens(task: Task, functions: Sequence[RewardFunction]) -> RewardTable
         task, functions=functions, tokenizer=Letters(), token_model=lambda name: name.upper()
     )
     completions = completions_of(texts)
-    table = scorer.score_completions(EXAMPLES, texts, completions, temperature=0.7)
+    table = scorer.score(EXAMPLES, texts, completions, temperature=0.7)
     assert completions.sampler_logp is not None and (completions.sampler_logp == -0.5).all()
     return table
 
