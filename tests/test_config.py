@@ -104,15 +104,12 @@ def test_pairs_are_separated_by_commas_before_a_name() -> None:
         {"group_size": 0},
         {"group_size": 1},
         {"learning_rate": float("nan")},
-        {"learning_rate": -1.0},
         {"loss": "ppo"},
         {"groupsize": 8},
         {"kl_coef": 0.1, "loss": "nll"},
         {"resume": "auto"},
         {"eval_data": "x.jsonl"},
         {"reward_weights": "similarity"},
-        {"top_p": 0.0},
-        {"seed": -1},
     ],
     ids=str,
 )
@@ -128,9 +125,9 @@ def test_settings_that_cannot_work_are_refused_in_every_way_to_give_them(
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("preset", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.stem)
-def test_every_preset_is_valid_and_found_by_its_name(preset: Path) -> None:
-    assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
+def test_every_preset_is_valid_and_found_by_its_name() -> None:
+    for preset in ROOT.glob("configs/*.toml"):
+        assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
 
 
 @pytest.mark.parametrize("text", ["a = ", "[sampling]\ngroup_sise = 2\n", "sampling = 3\n", "\x00"])

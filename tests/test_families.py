@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minigrpo import Config
+from minigrpo.build import resolve
 from minigrpo.model import hf
 from minigrpo.model.hf import FAMILIES, ModelFiles, hub_folder, read_shape, save_model_folder
 from minigrpo.model.tokenizer import load_tokenizer
