@@ -1,10 +1,9 @@
 """Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,11 +12,11 @@ from .learner import Learner
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel
 from .model.hf import hub_folder
-from .model.lora import adapters, add_adapters, disable_adapters, load_trained, merge_adapters
+from .model.lora import add_adapters, disable_adapters, load_trained, merge_adapters
 from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
-from .rewards import RewardFunction, RewardScorer, load_rewards
+from .rewards import RewardScorer, load_rewards
 from .runtime import device as layers
 from .runtime.checkpoint import checkpoints, load_checkpoint, newest
 from .runtime.guard import OOMBackoff
@@ -47,34 +46,35 @@ def config_of_run(run: str | Path) -> Config:
 # --- tokenizer and task ---------------------------------------------------------------------------
 
 
-def with_own_tokenizer(config: Config) -> Config:
-    """The config with the tokenizer and the chat template that --tokenizer auto stands for."""
-    name, template = config.model.tokenizer, config.model.chat_template
-    if name == "auto":
-        name, own = own_tokenizer(config.model.name)
-        template = template or own
-    return config.replace(tokenizer=name, chat_template=template)
+def resolve(config: Config) -> Config:
+    """The config with what names stand for now, so that a resumed run gets the same files.
+
+    --model ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer
+    and chat template.
+    """
+    name, tokenizer, template = config.model.name, config.model.tokenizer, ""
+    folder = hub_folder(name, weights=False)
+    if folder != Path(name):
+        name = f"{name.partition('@')[0]}@{folder.name}"
+    if tokenizer == "auto":
+        tokenizer, template = own_tokenizer(name)
+    template = config.model.chat_template or template
+    return config.replace(model=name, tokenizer=tokenizer, chat_template=template)
 
 
 def own_tokenizer(model: str) -> tuple[str, str]:
     """The tokenizer of a model, and the chat template of the run that it comes from, or ""."""
-    if model in ("shipped", "scratch"):
-        return CHESS, ""
     if (Path(model) / RECORD).is_file():
-        of_run = with_own_tokenizer(config_of_run(model)).model
+        of_run = config_of_run(model).model
         return of_run.tokenizer, of_run.chat_template
-    has_own = (hub_folder(model) / "tokenizer.json").is_file()
+    has_own = (hub_folder(model, weights=False) / "tokenizer.json").is_file()
     return (model if has_own else CHESS), ""
 
 
-def make_tokenizer(config: Config, say: Say = nothing) -> Tokenizer:
+def make_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of --tokenizer, with --chat-template and --system. Raises ConfigError."""
-    model = with_own_tokenizer(config).model
-    tokenizer = load_tokenizer(model.tokenizer, model.chat_template or None, config.task.system)
-    if model.tokenizer != CHESS:
-        chat = "; its chat template writes prompts of messages" if tokenizer.chat else ""
-        say(f"tokenizer: {model.tokenizer}, {tokenizer.n_vocab:,} tokens{chat}")
-    return tokenizer
+    model = resolve(config).model
+    return load_tokenizer(model.tokenizer, model.chat_template or None, config.task.system)
 
 
 def make_task(config: Config) -> Task:
@@ -115,10 +115,8 @@ def make_model(
         model = load_model(
             settings.name, task=config.task.name, say=say, matrices=stored, seed=seed
         )
-    fit_vocab(model, f"--model {settings.name}", tokenizer, say)
-    if config.sampling.max_new_tokens >= model.shape.context:
-        raise ConfigError(f"--max-new-tokens must be below the model's {model.shape.context}")
-    add_lora(model, settings, int(stream(config.run.seed, "adapters").integers(2**32)), say)
+    fit_vocab(model, f"--model {settings.name}", tokenizer)
+    add_lora(model, settings, int(stream(config.run.seed, "adapters").integers(2**32)))
     return model.to(device)
 
 
@@ -158,43 +156,29 @@ def load_model(
         return Transformer.from_pretrained(run / "model.safetensors", matrices)
     state = load_checkpoint(newest(run / "checkpoints", say))
     config = config_of_run(run)
-    settings, seed = config.model, config.run.seed
-    if settings.lora_rank:
-        stored = base_dtype(settings)
-        model = load_model(settings.name, task=task, say=say, matrices=stored, seed=seed)
-        model.trim_vocab(min(model.shape.vocab_size, state["shape"]["vocab_size"]))
-        add_lora(model, settings)
-        load_trained(model, state["model"])
-        return merge_adapters(model)
-    model = Transformer.empty(ModelShape(**state["shape"]))
+    if config.model.lora_rank:
+        model = make_model(config, make_tokenizer(config), say=say)
+    else:
+        model = Transformer.empty(ModelShape(**state["run"]["shape"]))
     load_trained(model, state["model"])
-    return model
+    return merge_adapters(model)
 
 
-def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0, say: Say = nothing) -> None:
+def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
     """Freeze a model and add the adapters of --lora-rank, in place; without it, do nothing."""
-    rank = settings.lora_rank
-    if not rank:
-        return
-    targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
-    alpha = settings.lora_alpha or 2.0 * rank
-    add_adapters(model, rank=rank, alpha=alpha, targets=targets, seed=seed)
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(
-        f"--lora-rank {rank}: {len(adapters(model))} adapters, {trained / 1e6:.3f} M of "
-        f"{total / 1e6:.2f} M parameters are trained"
-    )
+    if rank := settings.lora_rank:
+        targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
+        alpha = settings.lora_alpha or 2.0 * rank
+        add_adapters(model, rank=rank, alpha=alpha, targets=targets, seed=seed)
 
 
-def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer, say: Say = nothing) -> None:
+def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
     """Drop vocabulary padding, because a token that cannot be decoded must never be sampled.
 
     Raises ConfigError if the tokenizer does not fit the model.
     """
     size, known = model.shape.vocab_size, tokenizer.n_vocab
     if known < size <= known + known // MOST_PADDING:
-        say(f"{name}: {size - known} tokens more than {tokenizer.name} has are padding, dropped")
         model.trim_vocab(known)
     elif size != known:
         raise ConfigError(f"{name} has {size} tokens, --tokenizer {tokenizer.name} has {known}")
@@ -231,7 +215,7 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     own, template = own_tokenizer(name)
     tokenizer = load_tokenizer(own, template or None)
     model = load_model(name, say=warn, matrices=base_dtype(config.model))
-    fit_vocab(model, name, tokenizer, warn)
+    fit_vocab(model, name, tokenizer)
     model = layers.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(
         model,
@@ -249,22 +233,16 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
 
 
 def make_scorer(
-    config: Config,
-    task: Task,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    warn: Say = nothing,
-    functions: Sequence[RewardFunction] = (),
+    config: Config, task: Task, tokenizer: Tokenizer, device: torch.device, warn: Say = nothing
 ) -> RewardScorer:
-    """The scorer of the task's reward functions, those of --rewards and `functions`.
+    """The scorer of the task's reward functions and those of --rewards.
 
     Raises ConfigError, also where all weights are 0, so that nothing would be learnt.
     """
-    own = load_rewards(config.task.rewards) if config.task.rewards else []
     scorer = RewardScorer(
         task,
         weights=config.task.reward_weights,
-        functions=[*own, *functions],
+        functions=load_rewards(config.task.rewards) if config.task.rewards else [],
         workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
         warn=warn,
         tokenizer=tokenizer,
@@ -274,14 +252,3 @@ def make_scorer(
     if not (learns or config.supervised):
         raise ConfigError("--reward-weights: all weights are 0, so nothing would be learnt")
     return scorer
-
-
-def weights_digest(tensors: dict[str, Any]) -> str:
-    """A sha256 over names and values, to recognise the same weights."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -8,16 +8,14 @@ is its --help. Precedence, the last one wins: the defaults below, the settings o
 """
 
 import argparse
-import json
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .task_table import settings_of_task
 from .types import ConfigError
@@ -32,10 +30,7 @@ def read_pairs(value: Any) -> Any:
     """`"a=1,b=2"` as a dict; a comma separates only where NAME= follows: `"sizes=2x12,3x12"`."""
     if not isinstance(value, str):
         return value
-    pairs = [pair.partition("=") for pair in re.split(r"[,\s]+(?=\w+=)", value.strip()) if pair]
-    if not all(name and equals for name, equals, _ in pairs):
-        raise ValueError(f"must be NAME=VALUE,NAME=VALUE, got {value!r}")
-    return {name: text for name, _, text in pairs}
+    return dict(pair.split("=", 1) for pair in re.split(r",\s*(?=\w+=)", value) if pair)
 
 
 AsPairs = tyro.constructors.PrimitiveConstructorSpec(
@@ -177,7 +172,7 @@ class SpeedConfig(Group):
     """Use AdamW's fused kernel."""
     parallel_rewards: bool = True
     """Score completions in a thread pool."""
-    num_reward_workers: int = Field(2, ge=1, le=256)
+    num_reward_workers: int = Field(2, ge=1)
     """Threads in the reward pool."""
 
 
@@ -207,7 +202,7 @@ class RunConfig(Group):
     """Steps between evaluations; 0: only before and after training."""
     eval_size: int = Field(512, ge=1)
     """Held-out examples per evaluation."""
-    eval_samples: int = Field(1, ge=1, le=1024)
+    eval_samples: int = Field(1, ge=1)
     """Completions sampled per example of an evaluation; above 1 it also has pass@k."""
     save_every: int = Field(100, ge=1)
     """Steps between checkpoints; the last step is always saved."""
@@ -242,22 +237,16 @@ class Config(Group):
         """Whether completions are the true answers, one per prompt."""
         return self.loss.name == "nll"
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        sampling, loss = self.sampling, self.loss
-        if sampling.group_size < 2 and not self.supervised:
-            raise ValueError(f"--group-size must be at least 2 with --loss {loss.name}")
-        if self.supervised and loss.kl_coef:
-            raise ValueError("--kl-coef must be 0 with --loss nll, which samples nothing")
-        if loss.overlong == "punish" and loss.overlong_buffer > sampling.max_new_tokens:
-            raise ValueError("--overlong-buffer must be at most --max-new-tokens")
-        scale = "mean" if (loss.name, loss.scale) == ("maxrl", "auto") else loss.scale
-        if scale == "mean" and (loss.overlong == "punish" or loss.kl == "k1_reward"):
-            raise ValueError("--scale mean (maxrl) divides by rewards, which may not be negative")
+    def check(self) -> Self:
+        """The config itself. Raises ConfigError for settings that do not go together."""
+        if self.sampling.group_size < 2 and not self.supervised:
+            raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
+        if self.supervised and self.loss.kl_coef:
+            raise ConfigError("--kl-coef must be 0 with --loss nll, which samples nothing")
         if self.run.resume == "auto" and not self.run.out_dir:
-            raise ValueError("--resume auto needs --out-dir, the folder of the run to continue")
+            raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.task.eval_data and not self.task.data:
-            raise ValueError("--eval-data needs --data, the files to train on")
+            raise ConfigError("--eval-data needs --data, the files to train on")
         return self
 
     # --- flat names -----------------------------------------------------------------------------
@@ -265,34 +254,32 @@ class Config(Group):
     @classmethod
     def of(cls, **settings: Any) -> Self:
         """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
-        return cls._layered(settings)
+        return cls._layered(settings).check()
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
         """A config from a TOML file, or from a preset by its name. Raises ConfigError."""
-        return cls._layered(read_toml(path))
+        return cls.of(**read_toml(path))
 
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
-        """Parse flags; on a mistake, print what is wrong and exit with code 2."""
-        words = list(sys.argv[1:] if argv is None else argv)
-        early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        early.add_argument("--config", action="append", default=[])
-        rest = early.parse_known_args(words)[1]
-        early.add_argument("--task")
-        early.add_argument("--data")
-        given = early.parse_known_args(words)[0]
-        settings: dict[str, Any] = {}
-        for path in given.config:
-            settings |= read_toml(path)
-        of_task = {key: x for key in ("task", "data") if (x := getattr(given, key)) is not None}
-        below = cls._layered(settings | of_task, check=False)
-        return tyro.cli(
-            cls, args=rest, default=below, prog=prog, config=(tyro.conf.OmitArgPrefixes,)
+        """Parse flags; a flag that cannot be ends the process with code 2. Raises ConfigError."""
+        early = argparse.ArgumentParser(
+            prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
+        early.add_argument("--config", action="append")
+        early.add_argument("--task")  # the other defaults depend on these two
+        early.add_argument("--data")
+        known, others = early.parse_known_args(argv)
+        given, settings = vars(known), dict[str, Any]()
+        for path in given.pop("config", []):
+            settings |= read_toml(path)
+        below = cls._layered(settings | given)  # checked with the flags, which may complete it
+        layout = (tyro.conf.OmitArgPrefixes,)
+        return tyro.cli(cls, args=others, default=below, prog=prog, config=layout).check()
 
     @classmethod
-    def _layered(cls, settings: Mapping[str, Any], *, check: bool = True) -> Self:
+    def _layered(cls, settings: Mapping[str, Any]) -> Self:
         """The defaults, the settings of the task, then `settings`, by flat name."""
         known = places()
         if unknown := settings.keys() - known.keys():
@@ -303,31 +290,19 @@ class Config(Group):
             group, field = known[name]
             groups[group][field] = value
         try:
-            kinds: dict[str, Any] = {g: info.annotation for g, info in cls.model_fields.items()}
-            build: Any = cls if check else cls.model_construct
-            made: Self = build(**{group: kinds[group](**own) for group, own in groups.items()})
-            return made
+            return cls.model_validate(groups)
         except ValidationError as error:
-            raise ConfigError(_words(error)) from None
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{place}: {first['msg']}, got {first['input']!r}") from None
 
     def replace(self, **settings: Any) -> Self:
         """A copy with some settings changed, by flat name. Raises ConfigError."""
-        if {"task", "data"} & settings.keys():
-            raise ConfigError("task and data bring settings of their own: use Config.of")
-        return self._layered({**self.flat(), **settings})
+        return self.of(**{**self.flat(), **settings})
 
     def flat(self) -> dict[str, Any]:
         """Every setting, by flat name."""
         return {name: getattr(getattr(self, g), field) for name, (g, field) in places().items()}
-
-    def as_toml(self) -> str:
-        """The settings as TOML, with a table per group. None is left out: TOML has no null."""
-        lines = []
-        for group in type(self).model_fields:
-            lines += ["", f"[{group}]"]
-            own = getattr(self, group).model_dump(exclude_none=True)
-            lines += [f"{name} = {toml_value(value)}" for name, value in own.items()]
-        return "\n".join(lines[1:]) + "\n"
 
 
 def places() -> dict[str, tuple[str, str]]:
@@ -344,43 +319,18 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
     The table `versions` of a run's own config.toml is skipped. Raises ConfigError.
     """
-    file = Path(path)
     here = Path(__file__).parent  # presets lie beside the package in a checkout, inside when built
-    folders = [here.parent / "configs", here / "configs"]
-    if file.suffix != ".toml":
-        file = next((f for x in folders if (f := x / f"{path}.toml").is_file()), file)
-    if not file.is_file():
-        presets = ", ".join(sorted(f.stem for folder in folders for f in folder.glob("*.toml")))
-        raise ConfigError(f"--config {path}: no such file; presets: {presets}")
+    presets = {f.stem: f for x in (here, here.parent) for f in x.glob("configs/*.toml")}
     try:
-        contents = tomllib.loads(file.read_text(encoding="utf-8"))
+        contents = tomllib.loads(presets.get(str(path), Path(path)).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = ", ".join(sorted(presets))
+        raise ConfigError(f"--config {path}: no such file; presets: {names}") from None
     except ValueError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     contents.pop("versions", None)
     settings: dict[str, Any] = {}
     for key, value in contents.items():
-        in_group = key in Config.model_fields and isinstance(value, dict)
-        for name, x in value.items() if in_group else [(key, value)]:
-            settings[key if in_group and name == "name" else name] = x
+        table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
+        settings |= {key if name == "name" else name: x for name, x in table.items()}
     return settings
-
-
-def toml_value(value: Any) -> str:
-    """A plain value as TOML."""
-    if isinstance(value, dict):
-        inner = (f"{toml_value(str(name))} = {toml_value(x)}" for name, x in value.items())
-        return "{" + ", ".join(inner) + "}"
-    if isinstance(value, str):
-        # JSON's strings are TOML's, but for DEL
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _words(error: ValidationError) -> str:
-    """A pydantic error in one line, with the names of the flags."""
-    found = []
-    for problem in error.errors():
-        name = ".".join(map(str, problem["loc"])).replace("_", "-")
-        message = problem["msg"].removeprefix("Value error, ")
-        found.append(f"--{name}: {message}, got {problem['input']!r}" if name else message)
-    return "; ".join(found)

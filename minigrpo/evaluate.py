@@ -43,7 +43,7 @@ def grade(
     parts = sampler.complete(examples, num_samples=num_samples, u=u, batch_size=size)
     completions = Completions.join(list(parts))
     texts = decode(sampler.tokenizer, completions)
-    rewards = scorer.score_completions(examples, texts, completions, temperature=1.0)
+    rewards = scorer.score(examples, texts, completions, temperature=1.0)
     return Graded(examples, texts, rewards, scorer.success)
 
 

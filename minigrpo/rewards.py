@@ -8,11 +8,9 @@ programs or network calls side by side.
 """
 
 import copy
-import math
 import runpy
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,9 +24,8 @@ from rapidfuzz.distance import Levenshtein
 
 from .fen import is_valid_fen as is_valid_fen
 from .task import Task, TokenBatch
-from .types import Completions, ConfigError, Example, RewardTable
+from .types import ConfigError, Example, RewardTable
 
-MAX_THREADS = 1000  # of the process; where calls that hang make more of them, others fail at once
 RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
 
 
@@ -52,23 +49,19 @@ class RewardFunction:
     success: bool = False
     timeout_s: float = 10.0
 
-    def __post_init__(self) -> None:
-        if self.batched + self.grouped + self.tokens > 1:
-            raise ConfigError("@reward: batched, grouped and tokens exclude each other")
-
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        return self.function.__name__
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
     def values(self, examples: Sequence[Example], texts: Sequence[str]) -> np.ndarray:
         """`[n]` values of n texts: of any, of a group, or of one."""
-        given: Any = copies(examples) if self.batched else copy.deepcopy(examples[0])
         if self.batched or self.grouped:
+            given: Any = examples if self.batched else examples[0]
             return as_numbers(self.function(given, texts), (len(texts),))
-        return as_numbers(self.function(given, texts[0]), ()).reshape(1)
+        return as_numbers(self.function(examples[0], texts[0]), ()).reshape(1)
 
 
 def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -111,18 +104,10 @@ def load_rewards(path: str) -> list[RewardFunction]:
 # --- the scorer ---------------------------------------------------------------------------------
 
 
-def copies(examples: Sequence[Example]) -> list[Example]:
-    """Copies one by one: a function may take numbers out of a list in `fields`."""
-    return [copy.deepcopy(example) for example in examples]
-
-
-def as_numbers(answer: Any, shape: tuple[int, ...], may_be_nan: bool = False) -> np.ndarray:
-    """A copy of an answer as float64. Raises ValueError unless it is finite numbers, or NaN."""
-    if isinstance(answer, torch.Tensor):
-        answer = answer.detach().double().cpu().numpy()
-    numbers = np.array(answer, dtype=np.float64)
-    unknown = np.isnan(numbers) & may_be_nan
-    if numbers.shape != shape or not (np.isfinite(numbers) | unknown).all():
+def as_numbers(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A copy of an answer as float64. An error unless it is finite numbers of this shape."""
+    numbers = torch.as_tensor(answer, dtype=torch.float64, device="cpu").detach().clone().numpy()
+    if numbers.shape != shape or not np.isfinite(numbers).all():
         raise ValueError(f"returned {answer!r:.80}, not finite numbers of the shape {list(shape)}")
     return numbers
 
@@ -160,10 +145,10 @@ class RewardScorer:
         own = {**task.parts, **{function.name: function.weight for function in functions}}
         self.task, self.weights = task, dict(weights or own)
         for name in {*self.names, *self.weights}:
-            known = self.names.count(name) == 1 and name.isidentifier() and name not in RESERVED
-            if not (known and math.isfinite(self.weights.get(name, 0.0))):
+            if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 names = ", ".join(self.names)
-                raise ConfigError(f"reward {name}: needs a name and a weight of its own ({names})")
+                raise ConfigError(f"reward {name}: is no name, or not the name of one of {names}")
+        self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.success = next((f.name for f in functions if f.success), task.success)
         self.functions = [function for function in functions if not function.tokens]
         self.token_functions = [function for function in functions if function.tokens]
@@ -174,91 +159,71 @@ class RewardScorer:
         self,
         examples: Sequence[Example],
         texts: Sequence[Sequence[str]],
-        token_parts: Mapping[str, np.ndarray] = {},
+        completions: Any = None,
+        temperature: float = 1.0,
     ) -> RewardTable:
-        """Score `texts`, `[P][G]`. `token_parts`: the values from functions of tokens."""
+        """Score `texts`, `[P][G]`.
+
+        Args:
+            completions: the `Completions` of these texts; only functions of tokens need them.
+            temperature: that of the samples.
+        """
         shape = len(texts), len(texts[0])
         every = [(p, text) for p, group in enumerate(texts) for text in group]
-        places = {pair: place for place, pair in enumerate(dict.fromkeys(every))}
-        index = np.array([places[pair] for pair in every]).reshape(shape)
-        parts, failures = dict(token_parts), dict[str, int]()
-        if len(self.task.parts) > len(self.task.token_parts):
-            calls = split(examples, list(places), -(-len(places) // self.workers))
-            parts |= {name: values[index] for name, values in self._score_task(calls).items()}
+        number = {pair: i for i, pair in enumerate(dict.fromkeys(every))}  # distinct texts
+        index = np.array([number[pair] for pair in every]).reshape(shape)
+        parts, failures = dict[str, np.ndarray](), dict[str, int]()
+
+        def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
+            own = copy.deepcopy((examples, texts, completions))
+            return TokenBatch(*own, temperature, self.tokenizer.decode, self.token_model)
+
+        with torch.no_grad():
+            if self.task.token_parts:
+                found = self.task.score_tokens(batch())
+                parts |= {x: np.asarray(found[x], np.float64) for x in self.task.token_parts}
+            for function in self.token_functions:
+                parts[function.name] = as_numbers(function(batch()), shape)
+        if self.text_parts:
+            calls = split(examples, list(number), -(-len(number) // self.workers))
+            with ThreadPoolExecutor(self.workers) as pool:
+                rows = list(pool.map(self.task.score_batch, *zip(*calls, strict=True)))
+            for name in self.text_parts:
+                parts[name] = np.concatenate([x[name] for x in rows], dtype=np.float64)[index]
         for function in self.functions:
-            pairs, size, where = list(places), 1, index
+            pairs, size, where = list(number), 1, index
             if function.batched:
-                size = len(places)
+                size = len(number)
             elif function.grouped:
                 pairs, size, where = every, shape[1], np.arange(len(every)).reshape(shape)
             values = self._run(function, split(examples, pairs, size))[where]
             failures[function.name] = int(np.isnan(values).sum())
             parts[function.name] = np.nan_to_num(values)
-        ordered = {name: parts[name] for name in self.names if name in parts}
         total = np.zeros(shape)
-        for name, values in ordered.items():  # NaN counts 0
-            total += self.weights.get(name, 0.0) * np.nan_to_num(values)
-        return RewardTable(total, ordered, failures)
-
-    def score_completions(
-        self,
-        examples: Sequence[Example],
-        texts: Sequence[Sequence[str]],
-        completions: Completions,
-        temperature: float,
-    ) -> RewardTable:
-        """`score`, and the functions of tokens, which run on the device, in this thread.
-
-        `temperature` is that of the samples. An error in a function of tokens is raised.
-        """
-        parts, shape = dict[str, np.ndarray](), tuple(completions.completion_mask.shape[:2])
-
-        def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
-            own = copy.deepcopy((examples, texts))
-            every = completions.select(torch.arange(len(completions)))
-            return TokenBatch(*own, every, temperature, self.tokenizer.decode, self.token_model)
-
-        with torch.no_grad():
-            if self.task.token_parts:
-                found = self.task.score_tokens(batch())
-                parts |= {x: as_numbers(found[x], shape, True) for x in self.task.token_parts}
-            for function in self.token_functions:
-                parts[function.name] = as_numbers(function(batch()), shape)
-        return self.score(examples, texts, parts)
-
-    def _score_task(self, calls: Sequence[Call]) -> dict[str, np.ndarray]:
-        """The task's values `[n]` by part, from a call per worker."""
-        asked, texts = zip(*calls, strict=True)
-        kinds = type(self.task).__mro__[:-1]
-        if not all(kind.__module__.startswith("minigrpo.") for kind in kinds):
-            asked = tuple(map(copies, asked))
-        with ThreadPoolExecutor(self.workers) as pool:
-            found = list(pool.map(self.task.score_batch, asked, texts))
-        names = [name for name in self.task.parts if name not in self.task.token_parts]
-        columns = {name: np.concatenate([x[name] for x in found]) for name in names}
-        return {name: as_numbers(x, x.shape[:1], may_be_nan=True) for name, x in columns.items()}
+        for name in self.names:
+            concerned = np.where(np.isnan(parts[name]), 0.0, parts[name])
+            total += self.weights.get(name, 0.0) * concerned
+        return RewardTable(total, {name: parts[name] for name in self.names}, failures)
 
     def _run(self, function: RewardFunction, calls: Sequence[Call]) -> np.ndarray:
         """`[n]` values of n completions; NaN where a call failed."""
         values, waiting = list[np.ndarray](), iter(calls)
         running = deque(started(function, call) for call in islice(waiting, self.workers))
         for _, texts in calls:
-            future, began = running.popleft()
-            limit_s = function.timeout_s * len(texts)
-            wait([future], began + limit_s - time.monotonic())
-            error = future.exception() if future.done() else TimeoutError(f"took {limit_s:g} s")
+            future, deadline = running.popleft()
+            wait([future], deadline - time.monotonic())
+            error = future.exception() if future.done() else TimeoutError()
             values.append(np.full(len(texts), np.nan) if error else future.result())
             if error and function.name not in self.warned:  # a line per failure would flood the log
                 self.warned.add(function.name)
-                reason = traceback.format_exception_only(error)[-1].strip()[:200]
-                self.warn(f"reward {function.name}: {reason}; such completions get 0")
+                self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
             running.extend(started(function, call) for call in islice(waiting, 1))
         return np.concatenate(values)
 
 
 def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], float]:
-    """A call in a daemon thread, which does not keep the process alive; and when it began."""
-    future: Future[np.ndarray] = Future()
+    """A call in a daemon thread, which does not keep the process alive; and its deadline."""
+    future = Future[np.ndarray]()
 
     def run() -> None:
         try:
@@ -266,14 +231,17 @@ def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], f
         except BaseException as error:  # sys.exit() too
             future.set_exception(error)
 
-    if threading.active_count() < MAX_THREADS:
-        threading.Thread(target=run, daemon=True).start()
-    else:
-        future.set_exception(TimeoutError("too many calls hang"))
-    return future, time.monotonic()
+    threading.Thread(target=run, daemon=True).start()
+    return future, time.monotonic() + function.timeout_s * len(call[1])
 
 
 def split(examples: Sequence[Example], pairs: Sequence[tuple[int, str]], size: int) -> list[Call]:
-    """Calls of `size` texts each, from pairs of a prompt's number and a text."""
+    """Calls of `size` texts each, from pairs of a prompt's number and a text.
+
+    Each text has a copy of its example: code may take numbers out of a list in `fields`.
+    """
     pieces = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-    return [([examples[p] for p, _ in x], [text for _, text in x]) for x in pieces]
+    return [
+        ([copy.deepcopy(examples[p]) for p, _ in piece], [text for _, text in piece])
+        for piece in pieces
+    ]

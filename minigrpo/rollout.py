@@ -112,9 +112,7 @@ class RolloutBatches:
             completions = Completions.join(list(parts))
             texts = decode(self.sampler.tokenizer, completions)
         with self.timer.phase("reward"):
-            rewards = self.scorer.score_completions(
-                examples, texts, completions, sampling.temperature
-            )
+            rewards = self.scorer.score(examples, texts, completions, sampling.temperature)
         return RolloutBatch(examples, completions, texts, rewards)
 
     def _replace_zero_variance(self, batch: RolloutBatch, step: int) -> RolloutBatch:

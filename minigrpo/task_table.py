@@ -74,7 +74,5 @@ TASKS = {
 
 def settings_of_task(task: str, has_data: bool) -> Mapping[str, Any]:
     """What a task changes from the defaults, by flat name; nothing for a task of your own."""
-    row = TASKS.get(task)
-    if row is None:
-        return {}
+    row = TASKS.get(task, TaskRow(""))
     return row.data_settings if has_data else row.settings

@@ -8,6 +8,7 @@ weights. build.py makes the parts; speed layers, checkpoints and logs are in run
 
 import time
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,26 +20,23 @@ from .build import (
     make_scorer,
     make_task,
     make_tokenizer,
-    weights_digest,
-    with_own_tokenizer,
+    resolve,
 )
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
-from .model.lora import frozen_weights
 from .rollout import BatchSource, RolloutBatches, SupervisedBatches
 from .runtime import device as layers
 from .runtime import samples
 from .runtime.console import Console
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
+from .runtime.logging import RunLog
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
 from .sampling.generate import Sampler
-
-Evaluation = dict[str, float]
 
 
 class Trainer:
@@ -48,7 +46,7 @@ class Trainer:
         self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
     ) -> None:
         """Raises ConfigError, one line that names the setting or the file."""
-        self.config = config = with_own_tokenizer(config)
+        self.config = config = resolve(config)
         self.dist = dist or DistContext()
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         say, warn = self.console.say, self.console.warn
@@ -56,7 +54,7 @@ class Trainer:
         self.device = layers.pick_device(config.speed.device, self.dist.local_rank)
         layers.set_up_process(config.speed, self.device)
 
-        self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config, say))
+        self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config))
         self.task = make_task(config)
         self.model = self.dist.on_main_first(
             lambda: make_model(config, self.tokenizer, self.device, say)
@@ -66,7 +64,6 @@ class Trainer:
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
-        base = self._initial_weights_digest()
         self.sampler = Sampler(
             config,
             self.model,
@@ -76,30 +73,18 @@ class Trainer:
             speculate=self.task.speculate,
         )
         self.timer = layers.PhaseTimer(self.device)
-        shape = asdict(self.model.shape)
-        facts = {"tokenizer": self.tokenizer.fingerprint, "base_model": base, "shape": shape}
+        facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         questions = self.task.questions
         load = self.learner.load_state_dict
         self.learner.steps_done = self.run_dir.open(load, facts, questions)
         self.source = self._make_source()
-
-        self.stop_reason = ""
-        self.first: Evaluation | None = None
-        self.last: Evaluation | None = None
+        self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
         self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 
     @property
     def step(self) -> int:
         """The number of steps that are done."""
         return self.learner.steps_done
-
-    def _initial_weights_digest(self) -> str:
-        """A hash of the weights that no checkpoint holds, and a resumed run needs; "" if none."""
-        if self.config.model.name == "scratch":  # made again from the seed
-            return ""
-        if self.config.model.lora_rank:
-            return weights_digest(frozen_weights(self.model))
-        return weights_digest(self.model.state_dict()) if self.reference else ""
 
     def _make_source(self) -> BatchSource:
         examples = ExamplePrefetcher(self.task, self.config, self.dist)
@@ -110,12 +95,17 @@ class Trainer:
             self.config, examples, self.sampler, self.scorer, self.reference, self.timer, self.dist
         )
 
+    @cached_property
+    def log(self) -> RunLog:
+        """The logs, opened by the first step: until then a trainer changes no file of a run."""
+        return self.run_dir.open_log(self.step, self.learner.state_dict())
+
     # --- the loop -------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        self.log = self.run_dir.open_log(self.step, self._state())
-        began = time.perf_counter()
+        log, began = self.log, time.perf_counter()
+        self.evaluations = self.dist.on_main(lambda: log.evaluated)
         parameters = sum(p.numel() for p in self.model.parameters())
         self.console.introduce(
             self.config,
@@ -127,53 +117,49 @@ class Trainer:
         )
         try:
             with StopRequest(self.console.warn) as request:
-                self._train(request)
+                stopped = self._train(request)
                 self.run_dir.save_weights(self.model)  # first: with little room they matter most
-                self._save()
-                if not self.stop_reason:
+                self.run_dir.save(self.step, self.learner.state_dict())
+                if not stopped:
                     self._evaluate()
         except BaseException as error:
             # weights in the middle of an update belong to no step; those that diverged are finite
             if not self.learner.in_update:
-                self.run_dir.save_here(self.step, self._state())
-            reason = str(error) or type(error).__name__
+                self.run_dir.save_here(self.step, self.learner.state_dict())
             status = "diverged" if isinstance(error, Diverged) else "failed"
-            self._summarise(status, reason, time.perf_counter() - began)
+            self._summarise(status, str(error) or type(error).__name__, began)
             raise
         finally:
-            self.log.close()
-        seconds = time.perf_counter() - began
-        status = "stopped" if self.stop_reason else "finished"
-        summary = self._summarise(status, self.stop_reason or "max_steps", seconds)
+            log.close()
+        status = "stopped" if stopped else "finished"
+        summary = self._summarise(status, stopped or "max_steps", began)
         self.console.finish(self.run_dir.path, summary)
-        if not self.stop_reason and self.first and self.last:
-            ends = (self.first, self.last)
+        if not stopped:
+            ends = self.evaluations[0], self.evaluations[-1]
             found = {f"step {x['step']:.0f}": x | self.intervals.get(x["step"], {}) for x in ends}
             self.console.measures(found)
         return summary
 
-    def _train(self, request: StopRequest) -> None:
-        run = self.config.run
-        evaluated = self.dist.on_main(lambda: self.log.evaluated)
-        self.first, self.last = (evaluated[0], evaluated[-1]) if evaluated else (None, None)
-        if not self.last or (self._evaluation_is_due() and self.last["step"] < self.step):
-            self._evaluate()
+    def _train(self, request: StopRequest) -> str:
+        """Train to the end, or until asked to stop; return why it stopped before, or ""."""
+        run, stopped = self.config.run, ""
         end = min(run.stop_after or run.max_steps, run.max_steps)
+        self._evaluate_if_due()
         with layers.profiler(run, self.run_dir.path, self.dist.is_main) as profiler:
-            while self.step < end and not self.stop_reason:
-                self.one_step()
+            while self.step < end and not stopped:
+                metrics = self.one_step()
+                self.console.update(self.step, end, metrics, self.evaluations[-1])
                 profiler.step()
-                if self._evaluation_is_due():
-                    self._evaluate()
-                if self.step < run.max_steps and self.step % run.save_every == 0:
-                    self._save(required=False)
-                self.stop_reason = request.agreed(self.dist)
-        if self.step < run.max_steps and not self.stop_reason:
-            self.stop_reason = "stop_after"
+                if self.step < run.max_steps:  # the last step is evaluated and saved by `fit`
+                    self._evaluate_if_due()
+                    if self.step % run.save_every == 0:
+                        self.run_dir.save(self.step, self.learner.state_dict(), required=False)
+                stopped = request.agreed(self.dist)
+        return stopped or ("stop_after" if self.step < run.max_steps else "")
 
     def one_step(self) -> dict[str, float]:
-        """Draw a batch, learn from it, log it; return the metrics."""
-        start = time.perf_counter()
+        """Draw a batch, learn from it, log it; return the metrics. `fit` goes on from there."""
+        log, start = self.log, time.perf_counter()
         batch = self.source.batch(self.step)
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, self.step)
@@ -182,20 +168,18 @@ class Trainer:
         metrics["memory/peak_mib"] = float(self.dist.max(peak))
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
-        self.log.step(self.step, metrics)
-        samples.log_group(self.log, batch, self.step, self.tokenizer, self.task)
-        last_step = self.config.run.stop_after or self.config.run.max_steps
-        self.console.update(self.step, last_step, metrics, self.last or {})
+        log.step(self.step, metrics)
+        samples.log_group(log, batch, self.step, self.tokenizer, self.task)
         return metrics
 
-    def _evaluation_is_due(self) -> bool:
-        """Whether an evaluation between steps is due now."""
+    def _evaluate_if_due(self) -> None:
         every = self.config.run.eval_every
-        return bool(every) and self.step < self.config.run.max_steps and self.step % every == 0
+        if not self.evaluations or (every and self.step % every == 0):
+            self._evaluate()
 
     def _evaluate(self) -> None:
         """Evaluate in the main process, unless this step has been."""
-        if self.last and self.last["step"] == self.step:
+        if self.evaluations and self.evaluations[-1]["step"] == self.step:
             return
         run = self.config.run
 
@@ -213,29 +197,20 @@ class Trainer:
 
         found = self.dist.on_main(on_main)
         values = {name: x.value for name, x in found.items()}
-        self.last, self.intervals[self.step] = {"step": self.step, **values}, found
-        self.first = self.first or self.last
+        self.evaluations.append({"step": self.step, **values})
+        self.intervals[self.step] = found
         self.log.evaluation(self.step, values)  # last: a resume takes it as done
         self.console.evaluation(self.step, found)
 
-    # --- the end --------------------------------------------------------------------------------
-
-    def _save(self, *, required: bool = True) -> None:
-        """Save a checkpoint, unless this step has one. `required`: no room is an error."""
-        self.run_dir.save(self.step, self._state(), required=required)
-
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds, beside what the run's folder adds."""
-        return {"shape": asdict(self.model.shape), **self.learner.state_dict()}
-
-    def _summarise(self, status: str, reason: str, seconds: float) -> dict[str, Any]:
+    def _summarise(self, status: str, reason: str, began: float) -> dict[str, Any]:
+        """Write summary.json, unlock the folder, and return what was written."""
         summary = {
             "status": status,
             "exit_reason": reason,
             "step": self.step,
-            "wall_seconds": seconds,
-            "first_evaluation": self.first,
-            "last_evaluation": self.last,
+            "wall_seconds": time.perf_counter() - began,
+            "first_evaluation": self.evaluations[0] if self.evaluations else None,
+            "last_evaluation": self.evaluations[-1] if self.evaluations else None,
             "skipped_steps": self.learner.guard.skipped,
         }
         self.run_dir.write_summary(summary)

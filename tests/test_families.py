@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minigrpo import Config
+from minigrpo.build import resolve
 from minigrpo.model import hf
 from minigrpo.model.hf import FAMILIES, ModelFiles, hub_folder, read_shape, save_model_folder
 from minigrpo.model.tokenizer import load_tokenizer
@@ -444,3 +446,10 @@ def test_the_hub_needs_its_package(
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)  # not installed
     with pytest.raises(ConfigError):
         hub_folder("org/model")
+
+
+def test_a_run_names_the_commit_of_its_model(asked: list[dict[str, Any]]) -> None:
+    config = resolve(Config.of(model="org/model"))
+    assert config.model.name == "org/model@" + "0a" * 20
+    assert resolve(config) == config
+    assert asked[-1]["revision"] == "0a" * 20

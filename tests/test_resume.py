@@ -41,7 +41,7 @@ PLACES: dict[str, tuple[Any, str, bool]] = {
     "after an evaluation": (trainer, "measure", True),
     "after a rename": (os, "replace", True),
     "inside accumulation": (learner.Learner, "objective", True),
-    "inside an evaluation": (rewards.RewardScorer, "score_completions", False),
+    "inside an evaluation": (rewards.RewardScorer, "score", False),
     "before a state is written": (torch, "save", False),
     "after a state is written": (torch, "save", True),
     "before a flush": (os, "fsync", False),

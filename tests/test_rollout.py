@@ -130,7 +130,7 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     plain = make_trainer(tmp_path / "plain").source.batch(0)
     trainer = make_trainer(tmp_path / "resampled", dynamic_sampling=2)
     asked: list[int] = []
-    score = trainer.scorer.score_completions
+    score = trainer.scorer.score
 
     def doctored(examples: Any, *others: Any) -> RewardTable:
         """0 for the groups at places 1 and 3, and for the second of those that replace them."""
@@ -139,7 +139,7 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
         table.total[{1: [1, 3], 2: [1], 3: [0]}[len(asked)]] = 0.0
         return table
 
-    monkeypatch.setattr(trainer.scorer, "score_completions", doctored)
+    monkeypatch.setattr(trainer.scorer, "score", doctored)
     batch = trainer.source.batch(0)
     assert asked == [6, 2, 1]  # the second try replaces what is dead still, and there is no third
     assert len({example.index for example in [*batch.examples, *plain.examples]}) == 8

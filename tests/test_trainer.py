@@ -179,6 +179,18 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         make(tmp_path / "file" / "run")
 
 
+def test_a_trainer_can_be_stepped_and_then_finished(tmp_path: Path) -> None:
+    whole, stepped = train(tmp_path / "whole"), make(tmp_path / "stepped")
+    names = {"config.toml", "metrics.jsonl", "tensorboard"}
+    assert not names & {path.name for path in (tmp_path / "stepped").iterdir()}
+    metrics = [stepped.one_step() for _ in range(2)]
+    assert stepped.fit()["step"] == 4
+    assert fingerprint(stepped) == fingerprint(whole)
+    logged = lines(tmp_path / "stepped", "metrics.jsonl")
+    assert [x["step"] for x in logged] == [1, 2, 3, 4]
+    assert [x["loss"] for x in logged[:2]] == [x["loss"] for x in metrics]
+
+
 def test_evaluating_changes_nothing_but_what_is_known(tmp_path: Path) -> None:
     often, never = train(tmp_path / "often", eval_every=1), train(tmp_path / "never", eval_every=0)
     assert fingerprint(often) == fingerprint(never)
@@ -203,6 +215,6 @@ def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: P
     for shuffle in (False, True):
         changes = {**settings, **sizes, "reward_weights": {}, "learning_rate": 3e-4}
         trainer = train(tmp_path / str(shuffle), **changes, shuffle_rewards=shuffle)
-        assert trainer.first and trainer.last
-        gains.append(trainer.last["reward_sampled"] - trainer.first["reward_sampled"])
+        first, *_, last = trainer.evaluations
+        gains.append(last["reward_sampled"] - first["reward_sampled"])
     assert gains[0] > max(0.0, gains[1])

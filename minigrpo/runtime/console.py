@@ -67,12 +67,15 @@ class Console:
         task: Task,
         weights: Mapping[str, float],
     ) -> None:
-        """Say what a step is, and what the reward is."""
+        """Say what a step is, which layers are on, and what the reward is."""
         group = 1 if config.supervised else config.sampling.group_size
         self.say(
             f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x {group} completions "
             f"per step, on {processes} x {device.type}; {parameters / 1e6:.1f} M parameters"
         )
+        layers = {**config.speed.model_dump(), **config.memory.model_dump()}
+        on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]
+        self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
         self.say(f"reward: {' + '.join(f'{x:g} x {name}' for name, x in weights.items() if x)}")
         if task.about:
             self.say(f"task: {task.about}")

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 import torch
 
-from ..config import Config, places, toml_value
+from ..config import Config, places
 from ..model.lora import adapters, peft_files
 from ..model.transformer import Transformer
 from ..types import ConfigError, RolloutBatch
@@ -162,8 +163,7 @@ class RunDir:
     def _record(self) -> str:
         """config.toml: every setting, and the software and files of the run. --config reads it."""
         found = {name: x for name, x in self.facts.items() if isinstance(x, str)} | self.versions
-        lines = [f"{toml_value(name)} = {toml_value(x)}" for name, x in found.items()]
-        return "\n".join([self.settings.as_toml(), "[versions]", *lines, ""])
+        return tomli_w.dumps({**self.settings.model_dump(exclude_none=True), "versions": found})
 
     def _write_trained_on(self) -> None:
         """Keep what this run and the run of --model are trained on, for honest evaluations."""

@@ -79,7 +79,7 @@ def load_sampler(config: Config, warn: Say, *, speculate: bool) -> Sampler:
     layers.set_up_process(config.speed, device)
     tokenizer, name = make_tokenizer(config), config.model.name
     model = load_model(name, task=config.task.name, say=warn)
-    fit_vocab(model, name, tokenizer, warn)
+    fit_vocab(model, name, tokenizer)
     autocast = partial(layers.autocast, config.speed, device)
     return Sampler(config, model.to(device), tokenizer, autocast, warn, speculate=speculate)
 

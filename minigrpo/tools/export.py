@@ -47,7 +47,7 @@ def write_model(arguments: Arguments, folder: Path, console: Console) -> None:
     config = named.config()
     tokenizer = make_tokenizer(config)
     model = load_model(arguments.run, task=config.task.name, say=console.warn)
-    fit_vocab(model, arguments.run, tokenizer, console.warn)
+    fit_vocab(model, arguments.run, tokenizer)
     save_model_folder(model, folder)
     write_tokenizer(tokenizer, folder)
 
@@ -69,7 +69,8 @@ def write_adapters(run: str, folder: Path, console: Console) -> None:
         raise ConfigError(f"--adapters: {run} is no run with --lora-rank, so it has none")
     settings = config_of_run(run).model
     state = load_checkpoint(newest(Path(run) / "checkpoints", console.warn))
-    model = Transformer.empty(ModelShape(**state["shape"]))  # the base weights are not written
+    # the base weights are not written
+    model = Transformer.empty(ModelShape(**state["run"]["shape"]))
     add_lora(model, settings)
     load_trained(model, state["model"])
     save_peft_folder(model, folder, base=settings.name)

@@ -20,7 +20,7 @@ from ..build import (
     make_model,
     make_task,
     make_tokenizer,
-    with_own_tokenizer,
+    resolve,
 )
 from ..config import Config
 from ..model.encoding import encode_pairs, encode_prompts
@@ -188,7 +188,7 @@ def counts_of(config: Config, shape: ModelShape, console: Console) -> Counts:
     if not is_here:
         console.say(f"assumed: prompts of {ASSUMED_PROMPT} tokens, completions that share nothing")
         return Counts.unshared(config, ASSUMED_PROMPT)
-    config = with_own_tokenizer(config)
+    config = resolve(config)
     tokenizer, task = make_tokenizer(config), make_task(config)
     number = min(EXAMPLES, config.sampling.prompts_per_step)
     examples = [task.train(i) for i in range(number)]

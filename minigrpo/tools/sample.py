@@ -108,5 +108,5 @@ def main(argv: Sequence[str], prog: str) -> None:
     texts = decode(sampler.tokenizer, completions)
     temperature = config.sampling.temperature if arguments.num_samples else 1.0
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
-    rewards = scorer.score_completions(examples, texts, completions, temperature)
+    rewards = scorer.score(examples, texts, completions, temperature)
     show(console, task, Graded(examples, texts, rewards, scorer.success))
