@@ -61,7 +61,7 @@ def test_eval_data_is_held_out_whole_and_its_questions_are_not_trained_on(tmp_pa
     trained, evaluated = splits(rows, 80)
     assert [example.prompt for example in evaluated] == [row["prompt"] for row in SUMS[80:120]]
     assert prompts(trained) == {row["prompt"] for row in SUMS[:80]}
-    assert "20" in rows.about  # the rows that are left out are reported
+    assert "80 of 100" in rows.about  # the rows that are left out are reported
     # what is evaluated on alone needs no training rows
     alone = Rows(0, (), (held_out,), parse_pair)
     assert alone.num_held_out == 40 and prompts(splits(alone, 0)[1]) == prompts(evaluated)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigrpo.fen import is_valid_fen, transition
-from minigrpo.tasks.self_play import Positions
+from minigrpo.tasks.self_play import SelfPlay
 
 START = chess.STARTING_FEN
 ALPHABET = "KQRBNPkqrbnp12345678/ -wabcdefgh0+9_~\u0663\u00a0\t"
@@ -40,8 +40,8 @@ def contract(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def fens() -> list[str]:
-    positions = Positions(0, "train")
-    return [positions.example(i).answer.split("+")[0] for i in range(256)]
+    positions = SelfPlay(0)
+    return [positions.train(i).answer.split("+")[0] for i in range(256)]
 
 
 def edited(rng: np.random.Generator, fen: str, fens: list[str]) -> str:
