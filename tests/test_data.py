@@ -246,11 +246,10 @@ def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:
 
 
 HUB = {"title": ["Paris", "Seine"], "sentences": [["A city.", " Big."], ["A river."]]}
-ORIGINAL = [["Paris", ["A city.", " Big."]], ["Seine", ["A river."]]]
 
 
 def test_hotpotqa_lines_become_a_users_message() -> None:
-    for context in (HUB, ORIGINAL, "Paris: A city. Big.\n\nSeine: A river."):
+    for context in (HUB, "Paris: A city. Big.\n\nSeine: A river."):
         line = {"question": "Where?", "answer": "Paris", "context": context, "level": "hard"}
         question, example = parse_qa(line)
         (message,) = example.messages

@@ -101,7 +101,6 @@ class Rows(Task):
         if not first or (data and not train):
             raise ConfigError(f"--data: {self.about}; each needs at least one")
         self.questions = _hashes(row.question for row in train), _hashes(first)
-        self._order = lru_cache(maxsize=4)(self._shuffle)
 
     def read(self, files: Files) -> list[Row]:
         return read_rows(files, self.parse)
@@ -112,7 +111,8 @@ class Rows(Task):
 
     def train(self, number: int) -> Example:
         epoch, place = divmod(number, len(self._train))
-        return replace(self._train[int(self._order(epoch)[place])], index=number)
+        order = permutation(self.seed, epoch, len(self._train))
+        return replace(self._train[int(order[place])], index=number)
 
     def held_out(self, number: int) -> Example:
         return replace(self._held_out[number % len(self._held_out)], index=number)
@@ -123,8 +123,11 @@ class Rows(Task):
 
         return sorted(self._train + self._held_out, key=size, reverse=True)[:number]
 
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return stream(self.seed, "pairs", epoch).permutation(len(self._train))
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The order of the n rows in an epoch."""
+    return stream(seed, "pairs", epoch).permutation(n)
 
 
 def _hashes(questions: Iterable[str]) -> np.ndarray:
