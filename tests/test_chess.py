@@ -80,28 +80,25 @@ def test_examples_are_true_legal_and_in_their_split() -> None:
 QUIET = Example(f"A: {START}+e2e4+", f"{AFTER_E4} e3 0 1+0.001+0+0")
 
 
-@pytest.mark.parametrize(
-    ("text", "exact", "valid", "well_formed", "reward", "flags"),
-    [
-        (QUIET.answer, 1, 1, 1, 1, 1),
-        (f"{AFTER_E4} e3 0 1+0.001+1+0", 1, 1, 1, 1, 0.5),
-        (f"{AFTER_E4} e3 0 1+0.5+1+1", 1, 1, 1, 0, 0),
-        (f"{AFTER_E4} e3 0 1", 1, 1, 0, 0, 0),
-        (f"{AFTER_E4} - 0 1+-1.0+0+0", 0, 1, 1, 0, 1),
-        (f"{AFTER_E4} e3 0 1+0.001+0+0+0", 1, 1, 0, 0, 0),
-        (f"{AFTER_E4} e4 0 1+0.001+0+0\n", 0, 0, 0, 0, 0),
-        (QUIET.answer + "0" * 200, 1, 1, 0, 0, 0),
-        ("", 0, 0, 0, 0, 0),
-    ],
-)
-def test_parts_of_a_successor(
-    text: str, exact: float, valid: float, well_formed: float, reward: float, flags: float
-) -> None:
-    parts = dict(ChessEnv(0).score(QUIET, text))
-    assert (parts.pop("similarity") == 1) == exact
+SCORES = [  # text, exact FEN, valid, well-formed, reward, flags
+    (QUIET.answer, 1, 1, 1, 1, 1),
+    (f"{AFTER_E4} e3 0 1+0.001+1+0", 1, 1, 1, 1, 0.5),
+    (f"{AFTER_E4} e3 0 1+0.5+1+1", 1, 1, 1, 0, 0),
+    (f"{AFTER_E4} e3 0 1", 1, 1, 0, 0, 0),
+    (f"{AFTER_E4} - 0 1+-1.0+0+0", 0, 1, 1, 0, 1),
+    (f"{AFTER_E4} e3 0 1+0.001+0+0+0", 1, 1, 0, 0, 0),
+    (f"{AFTER_E4} e4 0 1+0.001+0+0\n", 0, 0, 0, 0, 0),
+    (QUIET.answer + "0" * 200, 1, 1, 0, 0, 0),
+    ("", 0, 0, 0, 0, 0),
+]
+
+
+def test_parts_of_a_successor() -> None:
     names = ("exact_fen", "valid", "format", "reward_value", "flags")
-    values = (exact, valid, well_formed, reward, flags)
-    assert parts == dict(zip(names, values, strict=True))
+    for text, *values in SCORES:
+        parts = dict(ChessEnv(0).score(QUIET, str(text)))
+        assert (parts.pop("similarity") == 1) == values[0]
+        assert parts == dict(zip(names, values, strict=True)), text
 
 
 HOSTILE = [
@@ -236,39 +233,39 @@ def test_files_without_questions_are_refused(tmp_path: Path, name: str) -> None:
 # --- files of lines -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "prompt", "kind"),
-    [
-        (f"A: {START}+e2e4+e2e4+{AFTER_E4} - 0 1+0.001+0+0", f"A: {START}+e2e4+e2e4+", "quiet"),
-        (f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0", None, "quiet"),
-        (f"A: {START}+e2e4+{AFTER_E4} e3 0 1+0.001+0+0", f"A: {START}+e2e4+", "quiet"),
-        (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", "illegal"),
-        (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", "illegal"),
-    ],
-)
-def test_a_good_line_is_kept_as_it_stands(line: str, prompt: str | None, kind: str) -> None:
-    example = parse_line(line).example
-    assert (example.prompt + example.answer).removeprefix("A: ") == line.removeprefix("A: ")
-    assert prompt in (None, example.prompt) and example.kind == kind
+GOOD_LINES = [
+    (f"A: {START}+e2e4+e2e4+{AFTER_E4} - 0 1+0.001+0+0", f"A: {START}+e2e4+e2e4+", "quiet"),
+    (f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0", None, "quiet"),
+    (f"A: {START}+e2e4+{AFTER_E4} e3 0 1+0.001+0+0", f"A: {START}+e2e4+", "quiet"),
+    (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", "illegal"),
+    (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", "illegal"),
+]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "hello",
-        f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0",
-        f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0",
-        f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0",
-        f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
-        f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",  # an illegal move that was carried out
-        f"A: {START}+e2e5++{START}+0.001+0+0",
-        "4k3/8/8/8/8/8/8/4K2R w - - 16 40+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0",
-        f"P: {START} M: e2e4 E: 0.3 B: e2e4",
-    ],
-)
-def test_a_line_that_breaks_the_rules_is_refused(line: str) -> None:
-    with pytest.raises(ValueError):
-        parse_line(line)
+def test_a_good_line_is_kept_as_it_stands() -> None:
+    for line, prompt, kind in GOOD_LINES:
+        example = parse_line(line).example
+        assert (example.prompt + example.answer).removeprefix("A: ") == line.removeprefix("A: ")
+        assert prompt in (None, example.prompt) and example.kind == kind
+
+
+BAD_LINES = [
+    "hello",
+    f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0",
+    f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0",
+    f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0",
+    f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
+    f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",  # an illegal move that was carried out
+    f"A: {START}+e2e5++{START}+0.001+0+0",
+    "4k3/8/8/8/8/8/8/4K2R w - - 16 40+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0",
+    f"P: {START} M: e2e4 E: 0.3 B: e2e4",
+]
+
+
+def test_a_line_that_breaks_the_rules_is_refused() -> None:
+    for line in BAD_LINES:
+        with pytest.raises(ValueError):
+            parse_line(line)
 
 
 def test_positions_of_lines_are_in_one_split_however_they_are_spelled(tmp_path: Path) -> None:
