@@ -1,7 +1,6 @@
-r"""Have a chess engine annotate positions with its best moves, as data for --task best-move.
+r"""Have a chess engine annotate positions with its best moves, as data for best_move.py.
 
     python examples/annotate.py --out annotated.txt --n 2000 --positions-from games.pgn
-    minigrpo train --task best-move --data annotated.txt --model scratch --loss nll
 
 It needs a UCI engine, such as Stockfish (apt-get install stockfish). The engine's memory is cleared
 before each position, so an annotation depends on the position and the limit alone. Positions that
@@ -13,25 +12,24 @@ from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
-import chess
 import chess.engine
 import tyro
 from rich.progress import track
 
 from minigrpo.fen import position_key
 from minigrpo.tasks.chess_env import ChessEnv
+from minigrpo.tasks.chess_files import position_of
 
 MATE = 100_000  # centipawns; a mate in n moves is worth 1000 - n / 100 pawns
 MOST_REPEATS = 10_000  # so many positions in a row that were seen before: there are no others
 
 
 def positions(task: ChessEnv) -> Iterator[str]:
-    """Distinct positions, three of the training split and one that is held out in turn."""
+    """Distinct positions of both splits."""
     seen, repeats = set[str](), 0
-    for turn in count():
-        examples = [task.train(3 * turn + i) for i in range(3)]
-        for example in [*examples, task.held_out(turn)]:
-            fen = example.prompt.removeprefix("A: ").split("+")[0]
+    for number in count():
+        for example in (task.train(number), task.held_out(number)):
+            fen = position_of(example)
             repeats = repeats + 1 if position_key(fen) in seen else 0
             if repeats == MOST_REPEATS:
                 return

@@ -23,7 +23,6 @@ class TaskRow:
 
 TASKS = {
     "chess-env": TaskRow("chess_env:ChessEnv", "chess"),
-    "best-move": TaskRow("best_move:BestMove", "chess"),
     "prompts": TaskRow("prompts:Prompts"),
     "math": TaskRow(
         "math:Math",

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 from minigrpo.fen import is_valid_fen, position_key, transition
 from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.best_move import BestMove
-from minigrpo.tasks.best_move import parse_line as best_move_line
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tasks.chess_env import parse_line as chess_env_line
-from minigrpo.tasks.self_play import PICK_BIAS, Positions, is_held_out
+from minigrpo.tasks.chess_files import parse_line, position_of
+from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, is_held_out
 from minigrpo.types import ConfigError, Example
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -62,7 +60,7 @@ def test_the_examples_of_a_seed_never_change(seed: int, args: dict[str, Any], di
 
 def test_examples_are_true_legal_and_in_their_split() -> None:
     env = ChessEnv(1)
-    train = [Positions(1, "train").example(i) for i in range(700)]
+    train = [env.train(i) for i in range(700)]
     held_out = [env.held_out(i) for i in range(100)]
     kinds = Counter(example.kind for example in train)
     assert set(kinds) == {*PICK_BIAS, "quiet", "capture", "illegal"}
@@ -83,81 +81,40 @@ def test_examples_are_true_legal_and_in_their_split() -> None:
 QUIET = Example(f"A: {START}+e2e4+", f"{AFTER_E4} e3 0 1+0.001+0+0")
 
 
-@pytest.mark.parametrize(
-    ("text", "exact", "valid", "well_formed", "reward", "flags"),
-    [
-        (QUIET.answer, 1, 1, 1, 1, 1),
-        (f"{AFTER_E4} e3 0 1+0.001+1+0", 1, 1, 1, 1, 0.5),
-        (f"{AFTER_E4} e3 0 1+0.5+1+1", 1, 1, 1, 0, 0),
-        (f"{AFTER_E4} e3 0 1", 1, 1, 0, 0, 0),
-        (f"{AFTER_E4} - 0 1+-1.0+0+0", 0, 1, 1, 0, 1),
-        (f"{AFTER_E4} e3 0 1+0.001+0+0+0", 1, 1, 0, 0, 0),
-        (f"{AFTER_E4} e4 0 1+0.001+0+0\n", 0, 0, 0, 0, 0),
-        (QUIET.answer + "0" * 200, 1, 1, 0, 0, 0),
-        ("", 0, 0, 0, 0, 0),
-    ],
-)
-def test_parts_of_a_successor(
-    text: str, exact: float, valid: float, well_formed: float, reward: float, flags: float
-) -> None:
-    parts = dict(ChessEnv(0).score(QUIET, text))
-    assert (parts.pop("similarity") == 1) == exact
+SCORES = [  # text, exact FEN, valid, well-formed, reward, flags
+    (QUIET.answer, 1, 1, 1, 1, 1),
+    (f"{AFTER_E4} e3 0 1+0.001+1+0", 1, 1, 1, 1, 0.5),
+    (f"{AFTER_E4} e3 0 1+0.5+1+1", 1, 1, 1, 0, 0),
+    (f"{AFTER_E4} e3 0 1", 1, 1, 0, 0, 0),
+    (f"{AFTER_E4} - 0 1+-1.0+0+0", 0, 1, 1, 0, 1),
+    (f"{AFTER_E4} e3 0 1+0.001+0+0+0", 1, 1, 0, 0, 0),
+    (f"{AFTER_E4} e4 0 1+0.001+0+0\n", 0, 0, 0, 0, 0),
+    (QUIET.answer + "0" * 200, 1, 1, 0, 0, 0),
+    ("", 0, 0, 0, 0, 0),
+]
+
+
+def test_parts_of_a_successor() -> None:
     names = ("exact_fen", "valid", "format", "reward_value", "flags")
-    values = (exact, valid, well_formed, reward, flags)
-    assert parts == dict(zip(names, values, strict=True))
+    for text, *values in SCORES:
+        parts = dict(ChessEnv(0).score(QUIET, str(text)))
+        assert (parts.pop("similarity") == 1) == values[0]
+        assert parts == dict(zip(names, values, strict=True)), text
 
 
 HOSTILE = [
-    *("", " ", "+", "+" * 1000, "M: E: B:", "M: " + "e2e4 " * 10_000, "M:" + " " * 100_000),
-    *("E: " + "9" * 9999, "\x00", "\ud800", "M: ١e4 E: ١ B: e2e4", " M: e2e4 E: nan B: e2e4"),
-    *(" M: e2e4 E: 1e9 B: e2e4", "x" * 1_000_000, QUIET.answer + "\n"),
+    *("", " ", "+", "+" * 1000, "\x00", "\ud800", "x" * 1_000_000, QUIET.answer + "\n"),
+    *(f"{AFTER_E4} e3 0 1+١.001+0+0", f"{AFTER_E4} e3 0 1+nan+0+0"),
 ]
-BEST = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 0.2 B: e2e4", kind="best-move")
-WELL_FORMED = r" M:( [a-h][1-8][a-h][1-8])+ E:( -?[0-9]+\.[0-9])+ B: [a-h][1-8]"
 
 
-@given(st.one_of(st.text(), st.sampled_from(HOSTILE), st.from_regex(WELL_FORMED)))
+@given(st.one_of(st.text(), st.sampled_from(HOSTILE)))
 def test_any_text_has_parts_between_0_and_1(text: str) -> None:
-    env, best = ChessEnv(0), BestMove.__new__(BestMove)
-    scores = {**env.score(QUIET, text), **best.score(BEST, text)}
+    env = ChessEnv(0)
+    scores = env.score(QUIET, text)
     assert all(0 <= value <= 1 for value in scores.values())
     assert scores["exact_fen"] in (0, 1)
     assert env.explain(QUIET, text)
-
-
-# --- best-move scores -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "best", "moves", "evals", "legal", "form"),
-    [
-        (BEST.answer, 1, 1, 1, 1, 1),
-        ("M: e2e4 d2d4 g1f3   E: 0.4 0.3 0.2    B: e2e4 ", 1, 1, 1, 1, 1),
-        (" M: g1f3 e2e4 d2d4 E: 0.2 0.4 0.3 B: e2e4", 1, 1, 1, 1, 1),  # in any order
-        (" M: e2e4 E: 0.4 B: e2e4", 1, 1 / 3, 1 / 3, 1, 1),
-        (" M: e2e4 d2d4 g1f3 E: 1.4 0.3 0.2 B: d2d4", 0, 1, (1 / 2 + 2) / 3, 1, 1),
-        (" M: e2e4 e2e4 e2e4 e2e4 E: 0.4 0.4 0.4 0.4 B: e2e4", 1, 1 / 4, 1 / 4, 2 / 5, 1),
-        (" M: e2e4 d2d4 a1a8 E: 0.4 0.3 0.2 B: e2e5", 0, 2 / 3, 2 / 3, 2 / 4, 1),
-        (" M: e2e4 d2d4 g1f3 E: 0.4 B: e2e4", 1, 1, 1 / 3, 1, 0),
-        (" M: e2e4 d2d4 g1f3", 0, 1, 0, 3 / 4, 0),
-        (" B: e2e4", 1, 0, 0, 1, 0),
-        ("no idea", 0, 0, 0, 0, 0),
-    ],
-)
-def test_parts_of_advice(
-    text: str, best: float, moves: float, evals: float, legal: float, form: float
-) -> None:
-    scores = BestMove.__new__(BestMove).score(BEST, text)
-    expected = {"best": best, "moves": moves, "evals": evals, "legal": legal, "format": form}
-    assert scores == pytest.approx(expected)
-
-
-def test_evaluations_beyond_a_clear_win_count_as_equal() -> None:
-    example = Example(BEST.prompt, " M: e2e4 E: 999.98 B: e2e4")
-    task = BestMove.__new__(BestMove)
-    for written, evals in (("12.5", 1), ("9", 1 / 2), ("-999.98", 1 / 21)):
-        scores = task.score(example, f" M: e2e4 E: {written} B: e2e4")
-        assert scores["evals"] == pytest.approx(evals)
 
 
 # --- files of games -------------------------------------------------------------------------------
@@ -230,13 +187,14 @@ def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games:
             plies[before, board.push_san(san).uci()] += 1
     trained = {ply: n for ply, n in plies.items() if not is_held_out(ply[0])}
     assert Counter(map(parts_of, train)) == trained  # as often as it was played
-    assert sorted(map(parts_of, held_out)) == sorted(plies.keys() - trained)  # once
+    asked = [position_of(x) for x in held_out]
+    assert sorted(asked) == sorted({fen for fen, _ in plies.keys() - trained})  # once
     for example in [*train, *held_out]:
         assert (example.answer, example.kind) == transition(*parts_of(example))
     kinds = Counter(example.kind for example in [*train, *held_out])
     assert kinds["checkmate"] == 1 and kinds["en passant"] == 1 and kinds["castling"] == 2
     assert len(task.source.skipped) == 4  # type: ignore[attr-defined]
-    assert max(map(len, task.questions or ())) == len(trained)
+    assert max(map(len, task.questions or ())) == len({fen for fen, _ in trained})
 
 
 def test_epochs_have_different_orders_and_history_has_the_moves_of_the_game(games: Path) -> None:
@@ -266,113 +224,77 @@ def test_held_out_files_are_held_out_whole_and_their_positions_not_trained_on(
     assert alone.num_held_out == 4
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
-        *(("best-move", "games.pgn"), ("chess-env", "x.jsonl"), ("best-move", "")),
-        *(("chess-env", "empty.txt"), ("best-move", "empty.txt")),
-    ],
-)
-def test_files_without_questions_are_refused(tmp_path: Path, task: str, name: str) -> None:
-    (tmp_path / name).is_dir() or (tmp_path / name).write_text("\n")
+@pytest.mark.parametrize("name", ["x.jsonl", "empty.txt", "empty.pgn"])
+def test_files_without_questions_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("\n")
     with pytest.raises(ConfigError):
-        load_task(task, seed=0, data=str(tmp_path / name) if name else "")
+        load_task("chess-env", seed=0, data=str(tmp_path / name))
 
 
 # --- files of lines -------------------------------------------------------------------------------
 
-# RookWorld pads its lines to columns, and does not sort the moves
-ENDGAME = "8/8/8/8/8/2k5/7R/K7 w - - 0 60"
-PADDED = f"P: {ENDGAME:90}M: {'a1b1 h2h3 h2h8':30}E: {'5.31 6.0 -0.02':40}B: h2h3"
-MATED = "P: k7/8/1K6/8/8/8/8/7R b - - 5 60 M: a8b8 E: -999.99 B: a8b8"
+
+GOOD_LINES = [
+    (f"A: {START}+e2e4+e2e4+{AFTER_E4} - 0 1+0.001+0+0", f"A: {START}+e2e4+e2e4+", "quiet"),
+    (f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0", None, "quiet"),
+    (f"A: {START}+e2e4+{AFTER_E4} e3 0 1+0.001+0+0", f"A: {START}+e2e4+", "quiet"),
+    (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", "illegal"),
+    (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", "illegal"),
+]
 
 
-@pytest.mark.parametrize(
-    ("line", "prompt", "kind"),
-    [
-        (f"A: {START}+e2e4+e2e4+{AFTER_E4} - 0 1+0.001+0+0", f"A: {START}+e2e4+e2e4+", "quiet"),
-        (f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0", None, "quiet"),
-        (f"A: {START}+e2e4+{AFTER_E4} e3 0 1+0.001+0+0", f"A: {START}+e2e4+", "quiet"),
-        (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", "illegal"),
-        (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", "illegal"),
-        (PADDED, f"P: {ENDGAME}", "best-move"),
-        (MATED, "P: k7/8/1K6/8/8/8/8/7R b - - 5 60", "best-move"),
-    ],
-)
-def test_a_good_line_is_kept_as_it_stands(line: str, prompt: str | None, kind: str) -> None:
-    parse, other = chess_env_line, best_move_line
-    if kind == "best-move":
-        parse, other = other, parse
-    assert other(line) == []
-    (question,) = parse(line)
-    example = question.example
-    assert (example.prompt + example.answer).removeprefix("A: ") == line.removeprefix("A: ")
-    assert prompt in (None, example.prompt) and example.kind == kind
+def test_a_good_line_is_kept_as_it_stands() -> None:
+    for line, prompt, kind in GOOD_LINES:
+        example = parse_line(line).example
+        assert (example.prompt + example.answer).removeprefix("A: ") == line.removeprefix("A: ")
+        assert prompt in (None, example.prompt) and example.kind == kind
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "hello",
-        f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0",
-        f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0",
-        f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0",
-        f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
-        f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",  # an illegal move that was carried out
-        f"A: {START}+e2e5++{START}+0.001+0+0",
-        "4k3/8/8/8/8/8/8/4K2R w - - 16 40+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0",
-        f"P: {START}",
-        f"P: {START} M: e2e4 E: 0.3 0.2 B: e2e4",
-        f"P: {START} M: e2e4 E: 0.3",
-        f"P: {START} M: e2e5 E: 0.3 B: e2e5",
-        f"P: {START} M: e2e4 e2e4 E: 0.3 0.3 B: e2e4",
-        "P: nowhere M: e2e4 E: 0.3 B: e2e4",
-    ],
-)
-def test_a_line_that_breaks_the_rules_is_refused(line: str) -> None:
-    with pytest.raises(ValueError):
-        (best_move_line if line.startswith("P") else chess_env_line)(line)
+BAD_LINES = [
+    "hello",
+    f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0",
+    f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0",
+    f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0",
+    f"A: {START}+e2e4++{AFTER_E4} d3 0 1+0.001+0+0",
+    f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",  # an illegal move that was carried out
+    f"A: {START}+e2e5++{START}+0.001+0+0",
+    "4k3/8/8/8/8/8/8/4K2R w - - 16 40+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0",
+    f"P: {START} M: e2e4 E: 0.3 B: e2e4",
+]
 
 
-def advice(fen: str) -> str:
-    moves = sorted(move.uci() for move in chess.Board(fen).legal_moves)[:3]
-    values = " ".join(str(1.5 - i / 4) for i in range(len(moves)))
-    return f"P: {fen} M: {' '.join(moves)} E: {values} B: {moves[0]}"
+def test_a_line_that_breaks_the_rules_is_refused() -> None:
+    for line in BAD_LINES:
+        with pytest.raises(ValueError):
+            parse_line(line)
 
 
-def test_each_task_takes_the_lines_of_its_kind(tmp_path: Path) -> None:
+def test_positions_of_lines_are_in_one_split_however_they_are_spelled(tmp_path: Path) -> None:
     """Every other line is written as python-chess does by default: no en passant square unless a
-    pawn can capture. A position whose spellings are in different splits is in neither.
+    pawn can capture.
     """
-    path, lines, dropped = tmp_path / "lines.txt", list[str](), 0
+    path, lines, play = tmp_path / "lines.txt", list[str](), SelfPlay(0, history=2)
     for i in range(96):
-        example = Positions(0, ("train", "held-out")[i % 4 == 0], history=2).example(i)
+        example = play.train(i) if i % 4 else play.held_out(i)
         fen, move = parts_of(example)
         line, short = example.prompt + example.answer, chess.Board(fen).fen()
-        if i % 2 == 0 and example.kind != "illegal":
+        if example.kind != "illegal":
             history = example.prompt.split("+")[2].replace(",", " ")
-            line = f"{short}+{move}+{history}+{transition(fen, move)[0]}"
-        else:
-            dropped += is_held_out(fen) != is_held_out(short)
-        lines += [line, *([advice(short)] if i % 8 < 2 else [])]
+            lines.append(f"{short}+{move}+{history}+{transition(fen, move)[0]}")
+        lines.append(line)
     raw = [line.encode() for line in lines]
     path.write_bytes(b"\n".join([b"nonsense", *raw[:60], b"", b"P: no", b"\xff", *raw[60:]]))
     env = load_task("chess-env", seed=0, data=str(path))
     train, held_out = everything(env)
     texts = {(x.prompt + x.answer).removeprefix("A: ") for x in [*train, *held_out]}
-    assert texts <= {line.removeprefix("A: ") for line in lines if not line.startswith("P")}
-    assert dropped and len(texts) == 96 - dropped
-    assert len(env.source.skipped) == 2  # type: ignore[attr-defined]
+    assert texts <= {line.removeprefix("A: ") for line in lines}
+    assert len(env.source.skipped) == 3  # type: ignore[attr-defined]
+    positions = [{chess.Board(position_of(x)).fen() for x in xs} for xs in (train, held_out)]
+    assert positions[0] and not positions[0] & positions[1]
+    assert len(positions[1]) == len(held_out)  # each is evaluated once
     for example in [*train, *held_out]:
-        spellings = {parts_of(example)[0], chess.Board(parts_of(example)[0]).fen()}
-        assert {is_held_out(fen) for fen in spellings} == {example in held_out}
+        assert is_held_out(position_of(example)) == (example in held_out)
         assert set(env.score(example, example.answer).values()) == {1.0}
-    best = load_task("best-move", seed=0, data=str(path))
-    train, held_out = everything(best)
-    assert {x.kind for x in [*train, *held_out]} == {"best-move"}
-    assert all(set(best.score(x, x.answer).values()) == {1.0} for x in [*train, *held_out])
-    sizes = [len(x.prompt) + len(x.answer) for x in best.longest(3)]
-    assert sizes == sorted(len(x.prompt) + len(x.answer) for x in train + held_out)[:-4:-1]
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -403,11 +325,20 @@ def test_annotations_are_data_for_best_move_and_no_position_is_analysed_twice(
     main(out, n=100, positions_from=games)  # more than there are
     assert out.read_bytes().startswith(whole) and whole.count(b"\n") == 6
     assert len(engine.asked) == len(out.read_text().splitlines()) + 1 == len({*engine.asked}) + 1
-    task = load_task("best-move", seed=0, data=str(out))
-    train, held_out = everything(task)
-    for example in [*train, *held_out]:
+    task = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(out))
+    for example in (task.train(0), task.held_out(0)):
         assert set(task.score(example, example.answer).values()) == {1.0}
         assert " 0.26 0.25 " in example.answer  # best first
+    best = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 999.98 B: e2e4")
+    for text, expected in {
+        " M: g1f3 e2e4 d2d4 E: 20 0.4 0.3 B: e2e4": (1, 1, 1, 1, 1),  # in any order
+        " M: e2e4 d2d4 g1f3 E: 1.4 0.3 99 B: d2d4": (0, 1, (1 / 2 + 2) / 3, 1, 1),
+        " M: e2e4 e2e4 e2e4 e2e4 E: 0.4 0.4 0.4 0.4 B: e2e4": (1, 1 / 4, 1 / 4, 2 / 5, 1),
+        " M: e2e4 d2d4 a1a8 E: 0.4 B: e2e5": (0, 2 / 3, 1 / 3, 2 / 4, 0),
+        " B: e2e4": (1, 0, 0, 1, 0),
+        "M: ١e4 \ud800": (0, 0, 0, 0, 0),
+    }.items():
+        assert tuple(task.score(best, text).values()) == pytest.approx(expected), text
 
 
 def test_the_task_of_ones_own_is_one(tmp_path: Path) -> None:

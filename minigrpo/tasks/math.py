@@ -185,14 +185,12 @@ class MathVerify:
         self.lock, self.process = threading.Lock(), self._start()
         # a group has many completions and few answers
         self.same = lru_cache(maxsize=1 << 14)(self._ask)
+        if not self._ask("1", "1"):
+            raise ConfigError("--task math: math-verify is installed, but does not work")
 
     def _start(self) -> subprocess.Popen[str]:
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
-        assert process.stdout
-        if process.stdout.readline() != "ready\n":
-            raise ConfigError("--task math: math-verify is installed, but importing it fails")
-        return process
+        return subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
 
     def _ask(self, truth: str, answer: str) -> bool:
         """Whether two formulas are equal; False for one that takes too long or too much memory."""

@@ -20,7 +20,6 @@ def main(limit_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     import math_verify
 
-    print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
         # nobody handles its signal: it ends the process, even within one multiplication
         signal.setitimer(signal.ITIMER_PROF, limit_s)

@@ -61,7 +61,7 @@ class Prompts(SourceTask):
 def parse_qa(record: dict[str, Any]) -> Row:
     """A question with one or several right answers, and perhaps a `context`: paragraphs to read.
 
-    A context is a text, or HotpotQA's titles and lists of sentences, in rows or in columns.
+    A context is a text, or HotpotQA's titles and lists of sentences.
     """
     answers = next(record[key] for key in ANSWERS if record.get(key) is not None)
     answers = answers if isinstance(answers, list) else [answers]
@@ -69,10 +69,9 @@ def parse_qa(record: dict[str, Any]) -> Row:
         raise ValueError("an answer is empty")
     question, example = parse_question({**record, "answers": answers}, answers[0])
     context = record.get("context") or ""
-    if isinstance(context, dict):
-        context = zip(context["title"], context["sentences"], strict=True)
     if not isinstance(context, str):
-        context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in context)
+        paragraphs = zip(context["title"], context["sentences"], strict=True)
+        context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in paragraphs)
     content = f"{context}\n\n{question}\n\n{REQUEST}".strip()
     messages = example.messages or ({"role": "user", "content": content},)
     return Row(question, Example(question, answers[0], messages=messages, fields=example.fields))

@@ -6,7 +6,6 @@ with a bias, because purely random play hardly ever castles, promotes or mates. 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from ..fen import move_kind, position_key, push, render, transition
 from ..runtime.rng import stream
+from ..task import Task
 from ..types import Example
 from .base import fingerprint
 
@@ -131,39 +131,39 @@ def illegal_move(fen: str, rng: np.random.Generator) -> str:
             return move.uci()
 
 
-@dataclass(frozen=True)
-class Positions:
-    """The endless sequence of examples of one split, each a pure function of (seed, index)."""
+class SelfPlay(Task):
+    """Endless examples, each a pure function of the seed, the split and its number."""
 
-    seed: int
-    split: str  # "train" or "held-out"
-    history: int = 0  # how many earlier moves the prompt contains
+    about = "positions of self-play, answers by python-chess"
 
-    def example(self, index: int) -> Example:
-        """Example `index`: one ply of game `index // PLIES_PER_GAME`."""
-        game, slot = divmod(index, PLIES_PER_GAME)
-        return self.game(game)[slot]
+    def __init__(self, seed: int, history: int = 0) -> None:
+        """`history`: how many earlier moves the prompt contains."""
+        self.seed, self.history = seed, history
+        self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
 
-    def draw(self, number: int) -> Example:
-        """The same examples in another order, in which consecutive ones are unrelated.
+    def train(self, number: int) -> Example:
+        """Consecutive examples are unrelated, and no example comes twice.
 
-        `PLIES_PER_GAME` consecutive draws come from as many different games, and no example comes
-        twice. The games are staggered: every `PLIES_PER_GAME` draws need one new game, so the cost
-        of self-play is spread evenly over the steps.
+        `PLIES_PER_GAME` consecutive ones come from as many different games. The games are
+        staggered: every `PLIES_PER_GAME` examples need one new game, so the cost of self-play is
+        spread evenly over the steps.
         """
         turn, slot = divmod(number, PLIES_PER_GAME)
         game = turn + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
-        return self.example(game * PLIES_PER_GAME + slot)
+        return self.game("train", game)[slot]
 
-    @lru_cache(maxsize=2048)  # noqa: B019 - equal Positions are values and share the entries
-    def game(self, game: int) -> tuple[Example, ...]:
-        """The examples of one game. Cached, because self-play takes about 17 ms."""
+    def held_out(self, number: int) -> Example:
+        game, slot = divmod(number, PLIES_PER_GAME)
+        return self.game("held-out", game)[slot]
+
+    def _game(self, split: str, game: int) -> list[Example]:
+        """The examples of one game."""
         usable, attempt = list[Ply](), 0
         while len(usable) < PLIES_TO_PICK_FROM:  # short games have too few plies of one split
-            plies = play(self.seed, self.split, game, attempt)
-            usable += [x for x in plies if is_held_out(x.fen) == (self.split == "held-out")]
+            plies = play(self.seed, split, game, attempt)
+            usable += [x for x in plies if is_held_out(x.fen) == (split == "held-out")]
             attempt += 1
-        rng = stream(self.seed, f"pick/{self.split}", game)
+        rng = stream(self.seed, f"pick/{split}", game)
         weights = np.array([PICK_BIAS.get(ply.kind, 1.0) for ply in usable])
         picks = rng.choice(len(usable), PLIES_PER_GAME, replace=False, p=weights / weights.sum())
         examples = []
@@ -172,4 +172,4 @@ class Positions:
             if rng.random() < ILLEGAL_SHARE:
                 uci = illegal_move(fen, rng)
             examples.append(ask(fen, uci, earlier, self.history, index))
-        return tuple(examples)
+        return examples
