@@ -13,7 +13,15 @@ from .learner import Learner
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel
 from .model.hf import hub_folder
-from .model.lora import adapters, add_adapters, disable_adapters, load_trained, merge_adapters
+from .model.lora import (
+    ADAPTER_FILE,
+    adapters,
+    add_adapters,
+    disable_adapters,
+    load_peft,
+    load_trained,
+    merge_adapters,
+)
 from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
@@ -153,18 +161,21 @@ def load_model(
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             say(f"--model {name}: random weights, of the shape in its config.json")
         return Transformer.from_pretrained(folder, matrices, seed=seed)
-    if not checkpoints(run / "checkpoints"):
-        return Transformer.from_pretrained(run / "model.safetensors", matrices)
-    state = load_checkpoint(newest(run / "checkpoints", say))
+    saved = run / "checkpoints"
+    state = load_checkpoint(newest(saved, say)) if checkpoints(saved) else None
     config = config_of_run(run)
     settings, seed = config.model, weights_seed(config.run.seed)
     if settings.lora_rank:
         stored = base_dtype(settings)
         model = load_model(settings.name, task=task, say=say, matrices=stored, seed=seed)
-        model.trim_vocab(min(model.shape.vocab_size, state["shape"]["vocab_size"]))
         add_lora(model, settings)
-        load_trained(model, state["model"])
+        if state:
+            load_trained(model, state["model"])
+        else:
+            load_peft(model, run / ADAPTER_FILE)
         return merge_adapters(model)
+    if not state:
+        return Transformer.from_pretrained(run / "model.safetensors", matrices)
     model = Transformer.empty(ModelShape(**state["shape"]))
     load_trained(model, state["model"])
     return model
