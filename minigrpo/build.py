@@ -22,7 +22,6 @@ from .model.lora import (
     load_trained,
     merge_adapters,
 )
-from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardFunction, RewardScorer, load_rewards
@@ -225,11 +224,10 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
         copied = copy.deepcopy(learner.model).requires_grad_(False)
         model = layers.low_precision_copy(config.speed, copied)
     return FrozenModel(
+        config,
         model,
         tokenizer,
         name="the reference of --kl-coef",
-        packing=PACKINGS[config.speed.packing],
-        temperature=config.sampling.temperature,
         backoff=learner.backoff,
         autocast=learner.autocast,
         offload=config.memory.offload_reference and not shares_weights,
@@ -244,11 +242,10 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     fit_vocab(model, name, tokenizer, warn)
     model = layers.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(
+        config,
         model,
         tokenizer,
         name=name,
-        packing=PACKINGS[config.speed.packing],
-        temperature=config.sampling.temperature,
         backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
         autocast=partial(layers.autocast, config.speed, device),
         offload=config.memory.offload_reference,

@@ -125,10 +125,10 @@ class RolloutBatches:
 
     def _with_advantages(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """The batch with everything that the learner needs."""
-        ref_logp = None
+        ref_logp, temperature = None, self.config.sampling.temperature
         if self.reference:
             with self.timer.phase("reference"):
-                ref_logp = self.reference.logp(batch.completions)
+                ref_logp = self.reference.logp(batch.completions, temperature)
         masks = self.config.loss.overlong == "mask"
         return RolloutBatch(
             examples=batch.examples,

@@ -17,15 +17,7 @@ import numpy as np
 import tyro
 from pydantic import Field
 
-from ..build import (
-    RECORD,
-    Say,
-    config_of_run,
-    make_model,
-    make_scorer,
-    make_task,
-    make_tokenizer,
-)
+from ..build import RECORD, Say, config_of_run, make_model, make_scorer, make_task, make_tokenizer
 from ..config import Config, Group
 from ..evaluate import measure
 from ..runtime import device as layers
