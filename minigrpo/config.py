@@ -273,14 +273,8 @@ class Config(Group):
         return cls._layered(read_toml(path))
 
     @classmethod
-    def from_cli(
-        cls,
-        argv: Sequence[str] | None = None,
-        *,
-        prog: str | None = None,
-        base: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Parse flags, over the settings `base`; on a mistake, print it and exit with code 2."""
+    def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
+        """Parse flags; on a mistake, print what is wrong and exit with code 2."""
         words = list(sys.argv[1:] if argv is None else argv)
         early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         early.add_argument("--config", action="append", default=[])
@@ -288,7 +282,7 @@ class Config(Group):
         early.add_argument("--task")
         early.add_argument("--data")
         given = early.parse_known_args(words)[0]
-        settings = dict(base or {})
+        settings: dict[str, Any] = {}
         for path in given.config:
             settings |= read_toml(path)
         of_task = {key: x for key in ("task", "data") if (x := getattr(given, key)) is not None}

@@ -126,7 +126,7 @@ def test_printable_text_controls_no_terminal() -> None:
 
 
 def config_of(*argv: object) -> Config:
-    return parse(ModelArguments, [str(word) for word in argv], "prog", None)[1]
+    return parse(ModelArguments, [str(word) for word in argv], "prog")[1]
 
 
 def test_settings_are_those_of_the_run_unless_they_are_given(finished_run: Path) -> None:

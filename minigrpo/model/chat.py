@@ -105,14 +105,9 @@ class Chat:
     def turn_end(self) -> str:
         """The special token that the template writes after an assistant's answer, or ""."""
         dialogue = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
-        for before in ([], [{"role": "system", "content": "A"}]):  # some ask for one
-            try:
-                text = self.render([*before, *dialogue], add_generation_prompt=False)
-            except ConfigError:
-                continue
-            rest = text.partition(PROBE)[2].lstrip()
-            return max(filter(rest.startswith, self.special), key=len, default="")
-        return ""
+        text = self.render(dialogue, add_generation_prompt=False)
+        rest = text.partition(PROBE)[2].lstrip()
+        return max(filter(rest.startswith, self.special), key=len, default="")
 
 
 def _raise_exception(message: str) -> None:

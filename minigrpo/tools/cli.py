@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(usage())
+        lines = [f"  {command:<10}  {summary}" for command, summary in COMMANDS.items()]
+        print(
+            "usage: minigrpo COMMAND [flags]; minigrpo COMMAND --help lists them\n",
+            *lines,
+            sep="\n",
+        )
     elif name in COMMANDS:
         run_command(name, rest, prog=f"minigrpo {name}")
     else:
@@ -66,16 +71,6 @@ def fail(text: str) -> NoReturn:
 def printable(text: str) -> str:
     """A text that controls no terminal: only ends of lines and tabs stay as they are."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-def usage() -> str:
-    """What `minigrpo --help` prints: the commands, one per line."""
-    lines = [f"  {name:<10}  {summary}" for name, summary in COMMANDS.items()]
-    hints = [
-        "`minigrpo train` trains the bundled model, without a download.",
-        "`minigrpo COMMAND --help` lists a command's flags.",
-    ]
-    return "\n".join(["usage: minigrpo COMMAND [flags]", "", *lines, "", *hints])
 
 
 def _module(name: str) -> Any:

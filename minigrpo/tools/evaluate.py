@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
 from pydantic import Field
 
-from ..build import RECORD, Say, config_of_run, make_model, make_scorer, make_task, make_tokenizer
+from ..build import RECORD, Say, make_model, make_scorer, make_task, make_tokenizer
 from ..config import Config, Group
 from ..evaluate import measure
 from ..runtime import device as layers
@@ -39,12 +39,9 @@ class ModelArguments(Group):
     """Files of questions; all of them are held out."""
 
 
-Kind = TypeVar("Kind", bound=ModelArguments)
-
-
 def parse(
-    kind: type[Kind], argv: Sequence[str], prog: str, about: str | None
-) -> tuple[Kind, Config]:
+    kind: type, argv: Sequence[str], prog: str, about: str | None = None
+) -> tuple[Any, Config]:
     """The command's own flags, and the settings of the run, or the defaults, with other flags.
 
     Raises ConfigError, and exits for a flag that `minigrpo train` has not either.
@@ -52,13 +49,13 @@ def parse(
     arguments, flags = tyro.cli(
         kind, args=argv, prog=prog, description=about, return_unknown_args=True
     )
-    is_run = (Path(arguments.run) / RECORD).is_file()
-    settings = config_of_run(arguments.run).flat() if is_run else {}
-    if arguments.data:
-        settings |= {"data": arguments.data, "eval_data": ""}
+    record = Path(arguments.run) / RECORD
+    of_run = ["--config", str(record)] if record.is_file() else []
     # a run's adapters are merged when it is loaded; it may be of another machine
-    settings |= {"model": arguments.run, "lora_rank": 0, "device": "auto"}
-    return arguments, Config.from_cli(flags, prog=prog, base=settings)
+    of_run += ["--model", arguments.run, "--lora-rank", "0", "--device", "auto"]
+    if arguments.data:
+        of_run += ["--data", arguments.data, "--eval-data", ""]
+    return arguments, Config.from_cli([*of_run, *flags], prog=prog)
 
 
 def task_for(config: Config, data: str) -> Task:

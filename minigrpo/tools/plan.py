@@ -27,16 +27,19 @@ ASSUMED_PROMPT = 256  # tokens, where the model is not here
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
 ALWAYS = ("weights", "AdamW's moments", "weights in low precision", "reference")
+ROLLOUT = (*ALWAYS, "KV cache", "decoding round")
+UPDATE = (*ALWAYS, "gradients", "activations", "logits")
 
 
-def kept_by_block(config: Config, shape: ModelShape, tokens: float, keys: float) -> float:
+def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
     """Bytes that autograd keeps of one block until its backward pass.
 
     Args:
+        size: bytes of a number in activations.
         tokens: that the block runs.
         keys: that attention gathers for them.
     """
-    size, width, inner = bytes_of(config), shape.width, shape.heads * shape.head_dim
+    width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
     norms = 2 * FLOAT * width * (1 if shape.norm == "layer" else 2)
     norms += 2 * FLOAT * (inner + shape.kv_width) * shape.head_norm
@@ -47,18 +50,14 @@ def kept_by_block(config: Config, shape: ModelShape, tokens: float, keys: float)
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
 
 
-def bytes_of(config: Config) -> int:
-    """Of a number in activations and the KV cache."""
-    return LOW if config.speed.use_amp else FLOAT
-
-
 def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
     """Bytes by part; not all of them are there at the same time, see `peak_of`.
 
     Args:
         prompt: the mean length of a prompt, in tokens.
     """
-    memory, sampling, size = config.memory, config.sampling, bytes_of(config)
+    memory, sampling = config.memory, config.sampling
+    size = LOW if config.speed.use_amp else FLOAT  # of a number in activations and the cache
     group, length = 1 if config.supervised else sampling.group_size, sampling.max_new_tokens
     # what a micro-batch runs
     prompts = memory.micro_batch_size or sampling.prompts_per_step
@@ -66,7 +65,7 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     tokens = prompts * prompt + predictions
     keys = tokens + prompts * group * prompt
     masks = predictions * (prompt + length) * (1 + size * shape.heads / shape.kv_heads)
-    kept = kept_by_block(config, shape, tokens, keys)
+    kept = kept_by_block(shape, size, tokens, keys)
     kept_by_all = kept * shape.layers
     if memory.gradient_checkpointing:
         kept_by_all = kept + FLOAT * shape.width * shape.layers * tokens  # and the blocks' inputs
@@ -101,15 +100,9 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     return parts
 
 
-def peak_of(config: Config, parts: Mapping[str, float]) -> float:
-    """The most bytes at once: in the rollout, or when the backward pass begins, or ends."""
-    micro_batch = config.memory.micro_batch_size
-    rollout = parts.get("KV cache", 0) + parts.get("decoding round", 0)
-    begins = parts["activations"] + parts["logits"]
-    if 0 < micro_batch < config.sampling.prompts_per_step:
-        begins += parts["gradients"]  # of the micro-batches before
-    most = max(rollout, begins, parts["gradients"])
-    return most + sum(parts.get(part, 0) for part in ALWAYS)
+def peak_of(parts: Mapping[str, float]) -> float:
+    """The most bytes at once: in the rollout, or in the backward pass of a micro-batch."""
+    return max(sum(parts.get(name, 0) for name in phase) for phase in (ROLLOUT, UPDATE))
 
 
 def shape_of(config: Config) -> ModelShape:
@@ -141,7 +134,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     shape = shape_of(config)
     prompt = prompt_length(config, shape.context)
     parts = parts_of(config, shape, prompt)
-    peak = peak_of(config, parts) / MIB
+    peak = peak_of(parts) / MIB
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in parts.items() if size]
     console.table("memory of one step", ["", "MiB"], [*rows, ["peak", f"{peak:,.0f}"]])
     longest = config.sampling.max_new_tokens
