@@ -46,9 +46,10 @@ def parse(
 
     Raises ConfigError, and exits for a flag that `minigrpo train` has not either.
     """
-    arguments, flags = tyro.cli(
+    found: tuple[Any, list[str]] = tyro.cli(
         kind, args=argv, prog=prog, description=about, return_unknown_args=True
     )
+    arguments, flags = found
     record = Path(arguments.run) / RECORD
     of_run = ["--config", str(record)] if record.is_file() else []
     # a run's adapters are merged when it is loaded; it may be of another machine
