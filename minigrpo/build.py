@@ -12,8 +12,14 @@ from .learner import Learner
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel
 from .model.hf import hub_folder
-from .model.lora import add_adapters, disable_adapters, load_trained, merge_adapters
-from .model.packing import PACKINGS
+from .model.lora import (
+    ADAPTER_FILE,
+    add_adapters,
+    disable_adapters,
+    load_peft,
+    load_trained,
+    merge_adapters,
+)
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardScorer, load_rewards
@@ -152,16 +158,21 @@ def load_model(
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             say(f"--model {name}: random weights, of the shape in its config.json")
         return Transformer.from_pretrained(folder, matrices, seed=seed)
-    if not checkpoints(run / "checkpoints"):
-        return Transformer.from_pretrained(run / "model.safetensors", matrices)
-    state = load_checkpoint(newest(run / "checkpoints", say))
+    saved = run / "checkpoints"
+    state = load_checkpoint(newest(saved, say)) if checkpoints(saved) else None
     config = config_of_run(run)
     if config.model.lora_rank:
         model = make_model(config, make_tokenizer(config), say=say)
-    else:
-        model = Transformer.empty(ModelShape(**state["run"]["shape"]))
+        if state:
+            load_trained(model, state["model"])
+        else:
+            load_peft(model, run / ADAPTER_FILE)
+        return merge_adapters(model)
+    if not state:
+        return Transformer.from_pretrained(run / "model.safetensors", matrices)
+    model = Transformer.empty(ModelShape(**state["run"]["shape"]))
     load_trained(model, state["model"])
-    return merge_adapters(model)
+    return model
 
 
 def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
@@ -199,11 +210,10 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
         copied = copy.deepcopy(learner.model).requires_grad_(False)
         model = layers.low_precision_copy(config.speed, copied)
     return FrozenModel(
+        config,
         model,
         tokenizer,
         name="the reference of --kl-coef",
-        packing=PACKINGS[config.speed.packing],
-        temperature=config.sampling.temperature,
         backoff=learner.backoff,
         autocast=learner.autocast,
         offload=config.memory.offload_reference and not shares_weights,
@@ -218,11 +228,10 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     fit_vocab(model, name, tokenizer)
     model = layers.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(
+        config,
         model,
         tokenizer,
         name=name,
-        packing=PACKINGS[config.speed.packing],
-        temperature=config.sampling.temperature,
         backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
         autocast=partial(layers.autocast, config.speed, device),
         offload=config.memory.offload_reference,

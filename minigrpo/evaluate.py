@@ -5,6 +5,7 @@ The trainer and `minigrpo evaluate` call `measure`.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,22 +15,23 @@ from .runtime.rng import uniforms
 from .runtime.stats import SAMPLED, Estimate, Graded, estimate, passes
 from .runtime.stats import calibration as calibration
 from .runtime.stats import pass_at_k as pass_at_k
-from .sampling.generate import Sampler
+from .sampling.generate import GREEDY, Sampler
+from .sampling.pick import SamplingParams
 from .task import Task
 from .types import Completions, Example
 
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 
 
-def grade(
+def complete(
     sampler: Sampler,
-    scorer: RewardScorer,
     examples: Sequence[Example],
     *,
     seed: int | None = None,
     num_samples: int = 1,
-) -> Graded:
-    """Complete examples greedily, or `num_samples` times at temperature 1 if a seed is given.
+    params: SamplingParams = GREEDY,
+) -> Completions:
+    """Complete examples greedily, or `num_samples` times by `params` if a seed is given.
 
     The random numbers depend on the seed and the example alone: all evaluations of a run are
     paired.
@@ -40,10 +42,22 @@ def grade(
         u = uniforms(seed, "evaluate", 0, rows, num_samples, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    parts = sampler.complete(examples, num_samples=num_samples, u=u, batch_size=size)
-    completions = Completions.join(list(parts))
+    done = sampler.complete(examples, num_samples=num_samples, u=u, params=params, batch_size=size)
+    return Completions.join(list(done))
+
+
+def grade(
+    sampler: Sampler,
+    scorer: RewardScorer,
+    examples: Sequence[Example],
+    *,
+    params: SamplingParams = GREEDY,
+    **how: Any,
+) -> Graded:
+    """Complete examples and score the texts. `how`: more arguments of `complete`."""
+    completions = complete(sampler, examples, params=params, **how)
     texts = decode(sampler.tokenizer, completions)
-    rewards = scorer.score(examples, texts, completions, temperature=1.0)
+    rewards = scorer.score(examples, texts, completions, params.temperature)
     return Graded(examples, texts, rewards, scorer.success)
 
 

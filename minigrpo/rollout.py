@@ -79,7 +79,8 @@ class RolloutBatches:
         ref_logp = None
         if self.reference:
             with self.timer.phase("reference"):
-                ref_logp = self.reference.logp(batch.completions)
+                temperature = self.config.sampling.temperature
+                ref_logp = self.reference.logp(batch.completions, temperature)
         masks = self.config.loss.overlong == "mask"
         metrics["rollout/rounds"] = float(work["rounds"])
         metrics["rollout/rounds_each"] = work["row_rounds"] / max(1, work["rows"])

@@ -170,14 +170,6 @@ def test_the_end_of_a_turn_is_a_stop(tmp_path: Path, kind: str) -> None:
     assert tokenizer.turn_end == end and tokenizer.stops == {end, tokenizer.eot}
 
 
-def test_a_template_that_asks_for_a_system_message_has_an_end_of_turn() -> None:
-    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
-    special = ["<|im_end|>", "<|im"]
-    assert Chat(strict + SMOLLM, special=special).turn_end() == "<|im_end|>"
-    for template in ("{{ raise_exception('no') }}", "{{ messages[0].content }}<|im_end|>"):
-        assert Chat(template, special=special).turn_end() == ""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_come_from_the_template_alone(tmp_path: Path, kind: str) -> None:
     tokenizer, chat = load(tmp_path, kind)

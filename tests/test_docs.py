@@ -67,8 +67,9 @@ def test_every_command_parses() -> None:
             continue
         assert words[1] in COMMANDS
         if words[1] in TOOLS:
-            tyro.cli(import_module(f"minigrpo.tools.{words[1]}").Arguments, args=words[2:])
-        elif words[1] in ("train", "plan"):
+            own = import_module(f"minigrpo.tools.{words[1]}").Arguments
+            _, words[2:] = tyro.cli(own, args=words[2:], return_unknown_args=True)
+        if words[1] in ("train", "plan", "evaluate", "sample", "export"):
             Config.from_cli(words[2:])
 
 

@@ -46,6 +46,12 @@ def with_adapters(model: Transformer) -> Transformer:
     return model
 
 
+def save(model: Transformer, folder: Path, base: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, write in lora.peft_files(model, base=base).items():
+        write(folder / name)
+
+
 def gradient(model: Transformer, c: Completions, packing: str = "prefix-tree") -> list[Tensor]:
     built = PACKINGS[packing](c)
     logp, _ = model(built.tokens, built)
@@ -177,7 +183,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them
 def test_a_file_has_the_names_and_settings_of_peft(tmp_path: Path) -> None:
     model = Transformer(SHAPES["grouped-query"])
     lora.add_adapters(model, rank=2, alpha=6, targets=["q_proj"])
-    lora.save_peft_folder(model, tmp_path, base="org/name@v1")
+    save(model, tmp_path, base="org/name@v1")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     layers = range(model.shape.layers)
     assert tensors.keys() == {
@@ -202,7 +208,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     targets = {"gpt2": ("c_attn",)}.get(name, ("q_proj", "down_proj")) if few else ()
     lora.add_adapters(ours, rank=4, alpha=8, targets=targets)
     randomise(ours)
-    lora.save_peft_folder(ours, tmp_path / "adapters", base=str(tmp_path / "base"))
+    save(ours, tmp_path / "adapters", base=str(tmp_path / "base"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True).eval()
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from minigrpo import Config
 from minigrpo.model import logprobs
 from minigrpo.model import packing as packing_module
+from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.hf import FAMILIES
 from minigrpo.model.logprobs import token_logprobs
@@ -289,43 +291,29 @@ class InParts:
 
 def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
     tokenizer: Any = None
-    frozen = FrozenModel(
-        model,
-        tokenizer,
-        name="the reference",
-        packing=pack,
-        temperature=0.7,
-        backoff=InParts(),
-        autocast=nullcontext,
-    )
+    options: Any = {"name": "the reference", "backoff": InParts(), "autocast": nullcontext}
+    frozen = FrozenModel(Config.of(), model, tokenizer, **options)
     c = make_completions(0)
     for temperature in (0.7, 1.3):
-        found = frozen.at_temperature(temperature).logp(c)
+        found = frozen.logp(c, temperature)
         assert not found.requires_grad
         torch.testing.assert_close(found, naive(model, c, temperature)[0].detach(), **CLOSE)
-    assert frozen.temperature == 0.7
 
 
 def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transformer) -> None:
     """Such positions have no embedding, or were never trained; the last token needs none."""
     tokenizer: Any = None
-    frozen = FrozenModel(
-        model,
-        tokenizer,
-        name="the reference",
-        packing=pack,
-        temperature=1.0,
-        backoff=OOMBackoff("frozen", "--micro-batch-size", 0),
-        autocast=nullcontext,
-    )
+    backoff = OOMBackoff("frozen", "--micro-batch-size", 0)
+    options: Any = {"name": "the reference", "backoff": backoff, "autocast": nullcontext}
+    frozen = FrozenModel(Config.of(), model, tokenizer, **options)
     for length in (36, 37):
-        texts = frozen.completions([[1] * 5], [[[2] * length, [3]]])
+        texts = to_completions([[1] * 5], [[[2] * length, [3]]])
         assert texts.completion_mask.sum(-1).tolist() == [[length, 1]]
         if length == 36:
-            assert frozen.logp(texts).shape == (1, 2, 36)
+            assert frozen.logp(texts, 1.0).shape == (1, 2, 36)
         else:
             with pytest.raises(ConfigError):
-                frozen.logp(texts)
+                frozen.logp(texts, 1.0)
 
 
 # --- log-probs ------------------------------------------------------------------------------------

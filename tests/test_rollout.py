@@ -56,11 +56,12 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
     assert trainer.reference
-    reference, c = trainer.reference.model, trainer.source.batch(0).completions
-    packing = PACKINGS["repeated"](c)
+    reference, batch = trainer.reference.model, trainer.source.batch(0)
+    packing = PACKINGS["repeated"](batch.completions)
+    assert batch.ref_logp is not None
     for temperature, same in ((0.6, True), (1.0, False)):
         expected = reference(packing.tokens, packing, temperature)[0]
-        assert torch.allclose(trainer.reference.logp(c), expected, rtol=1e-9, atol=1e-11) == same
+        assert torch.allclose(batch.ref_logp, expected, rtol=1e-9, atol=1e-11) == same
 
 
 def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:

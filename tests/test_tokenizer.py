@@ -128,7 +128,6 @@ START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str | int]]] = {
     "tokenizer": ({"eos_token": END}, {}, END, {END}),
     "object": ({"eos_token": {"content": START}}, {}, START, {START}),
-    "older": ({"eos_token": None}, {"special_tokens_map": {"eos_token": END}}, END, {END}),
     "config": ({}, {"config": {"eos_token_id": END}}, TEXT_END, {TEXT_END, END}),
     "generation": (
         {"eos_token": None},

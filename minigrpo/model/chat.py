@@ -7,9 +7,8 @@ a turn ends. A message that spells such a token is refused: it could end its own
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -28,27 +27,29 @@ PROBE = "qxzj"  # a word that is looked for in what a template writes
 GENERATION = re.compile(r"(?<={%)([-+]?\s*)(end)?generation\b")
 
 
-@dataclass(frozen=True)
 class Chat:
-    """A chat template, and the system message of --system. Raises ConfigError for bad jinja2."""
+    """A chat template, and the system message of --system."""
 
-    source: str
-    name: str = "the chat template"  # for errors
-    tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
-    special: Collection[str] = ()  # tokens that only the template may write
-    system: str = ""  # for messages without a system message
-    # sequences of roles of which the template was found to write the messages that matter
-    checked: set[tuple[str, ...]] = field(default_factory=set, init=False, compare=False)
+    def __init__(
+        self,
+        source: str,
+        name: str = "the chat template",
+        tokens: Mapping[str, str] = {},
+        special: Collection[str] = (),
+        system: str = "",
+    ) -> None:
+        """Set jinja2 up as transformers does. Raises ConfigError for bad jinja2.
 
-    def __post_init__(self) -> None:
-        try:
-            _ = self._template
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"{self.name}: {error}") from None
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        """Set up as transformers does."""
+        Args:
+            name: for errors.
+            tokens: bos_token, eos_token, ...
+            special: tokens that only the template may write.
+            system: for messages without a system message.
+        """
+        self.source, self.name, self.tokens = source, name, tokens
+        self.special, self.system = special, system
+        # sequences of roles of which the template was found to write the messages that matter
+        self.checked = set[tuple[str, ...]]()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -56,13 +57,16 @@ class Chat:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
-        source = GENERATION.sub(lambda x: x[1] + ("endif" if x[2] else "if true"), self.source)
-        return environment.from_string(source)
+        plain = GENERATION.sub(lambda x: x[1] + ("endif" if x[2] else "if true"), source)
+        try:
+            self.template = environment.from_string(plain)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of messages, up to where the assistant's answer begins."""
         try:
-            return self._template.render(
+            return self.template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
@@ -91,24 +95,19 @@ class Chat:
 
         Prompts with different questions would be equal, or a system message would do nothing.
         """
-        for number, message in enumerate(messages):
-            if message["role"] in INSTRUCTIONS or number == len(messages) - 1:
-                probe = {**message, "content": PROBE}
-                text = self.render([*messages[:number], probe, *messages[number + 1 :]])
-                if PROBE not in text:
-                    raise ConfigError(f"{self.name}: leaves out messages of {message['role']}")
+        probes = [{**message, "content": f"{PROBE}{n}."} for n, message in enumerate(messages)]
+        text = self.render(probes)
+        for probe in probes:
+            matters = probe["role"] in INSTRUCTIONS or probe is probes[-1]
+            if matters and probe["content"] not in text:
+                raise ConfigError(f"{self.name}: leaves out messages of {probe['role']}")
 
     def turn_end(self) -> str:
         """The special token that the template writes after an assistant's answer, or ""."""
         dialogue = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
-        for before in ([], [{"role": "system", "content": "A"}]):  # some ask for one
-            try:
-                text = self.render([*before, *dialogue], add_generation_prompt=False)
-            except ConfigError:
-                continue
-            rest = text.partition(PROBE)[2].lstrip()
-            return max(filter(rest.startswith, self.special), key=len, default="")
-        return ""
+        text = self.render(dialogue, add_generation_prompt=False)
+        rest = text.partition(PROBE)[2].lstrip()
+        return max(filter(rest.startswith, self.special), key=len, default="")
 
 
 def _raise_exception(message: str) -> None:

@@ -8,9 +8,9 @@ give different tokens from those whose log-probs were recorded.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..types import Completions, ConfigError, Example
 from .chat import Message
@@ -19,11 +19,8 @@ from .tokenizer import Tokenizer
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Right-pad R lists of tokens; return `[R, L]` int64 and their lengths, `[R]` int64."""
-    lengths = np.array([len(row) for row in rows])
-    ids = np.zeros((len(rows), lengths.max()), dtype=np.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = row
-    return torch.from_numpy(ids), torch.from_numpy(lengths)
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(tensors, batch_first=True), torch.tensor([len(row) for row in rows])
 
 
 def to_completions(
@@ -66,20 +63,6 @@ def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
     return [*tokenizer.encode(example.answer), end]
 
 
-def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[int]:
-    name = f"example {example.index} ({example.prompt[:60]!r}...)"
-    try:
-        ids = encode_prompt(tokenizer, example)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if not 0 < len(ids) <= room:
-        raise ConfigError(
-            f"{name}: the prompt has {len(ids)} tokens, must have 1 to {room}: its completion must "
-            "fit into the model's context too"
-        )
-    return ids
-
-
 def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
@@ -89,6 +72,20 @@ def encode_prompts(
     refuses.
     """
     return pad([_prompt_within(room, tokenizer, example) for example in examples])
+
+
+def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[int]:
+    try:
+        ids = encode_prompt(tokenizer, example)
+        if not 0 < len(ids) <= room:
+            raise ConfigError(
+                f"the prompt has {len(ids)} tokens, must have 1 to {room}: its completion must fit "
+                "into the model's context too"
+            )
+    except ConfigError as error:
+        name = f"example {example.index} ({example.prompt[:60]!r}...)"
+        raise ConfigError(f"{name}: {error}") from None
+    return ids
 
 
 def encode_answers(tokenizer: Tokenizer, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
@@ -111,11 +108,11 @@ def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int
 
 def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
     """The texts of completions, `[P][G]`, without the tokens that end them."""
+    lengths = completions.completion_mask.sum(-1).tolist()
+    groups = zip(completions.completion_ids.tolist(), lengths, strict=True)
     return [
-        [tokenizer.decode(ids[kept].tolist()) for ids, kept in zip(*group, strict=True)]
-        for group in zip(
-            completions.completion_ids.numpy(), completions.completion_mask.numpy(), strict=True
-        )
+        [tokenizer.decode(ids[:length]) for ids, length in zip(*group, strict=True)]
+        for group in groups
     ]
 
 

@@ -3,7 +3,6 @@
 The reference of --kl-coef is one, and so is every model that a reward asks.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from ..config import Config
 from ..types import Completions, ConfigError, Example
-from .encoding import encode_prompt, to_completions
-from .packing import Packing
+from .encoding import encode_prompt
+from .packing import PACKINGS
 from .tokenizer import Tokenizer
 from .transformer import Transformer
 
@@ -22,19 +22,16 @@ from .transformer import Transformer
 class FrozenModel:
     """Log-probs under frozen weights, in micro-batches that share prompts and groups.
 
-    Attributes:
-        tokenizer: its own, with its own chat template.
-        temperature: divides its logits.
+    `tokenizer` is its own, with its own chat template.
     """
 
     def __init__(
         self,
+        config: Config,
         model: Transformer,
         tokenizer: Tokenizer,
         *,
         name: str,
-        packing: Callable[[Completions], Packing],
-        temperature: float,
         backoff: Any,
         autocast: Callable[[], AbstractContextManager[object]],
         offload: bool = False,
@@ -48,23 +45,16 @@ class FrozenModel:
             offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
         """
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.device = model.device
+        self.device, self.packing = model.device, PACKINGS[config.speed.packing]
         if offload and self.device.type != "cpu":
             self.model.to("cpu")
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.pin_memory()
-        self.packing, self.temperature = packing, temperature
         self.backoff, self.autocast = backoff, autocast
 
-    def at_temperature(self, temperature: float) -> "FrozenModel":
-        """The same model, whose logits are divided by another temperature."""
-        changed = copy.copy(self)
-        changed.temperature = temperature
-        return changed
-
     @torch.no_grad()
-    def logp(self, completions: Completions) -> Tensor:
-        """`[P, G, S]` log-probs on the host, in nats, 0 where masked.
+    def logp(self, completions: Completions, temperature: float) -> Tensor:
+        """`[P, G, S]` log-probs on the host, in nats, 0 where masked; of logits / temperature.
 
         Prompts and common beginnings of a group run once, as for the policy.
         """
@@ -77,7 +67,7 @@ class FrozenModel:
             logps = []
             for prompts in torch.arange(len(completions)).split(size):
                 packing = self.packing(completions.select(prompts)).to(self.device)
-                inputs = packing.tokens, packing, self.temperature
+                inputs = packing.tokens, packing, temperature
                 with self.autocast():
                     logp, _ = functional_call(self.model, weights, inputs)
                 logps.append(logp.cpu())
@@ -95,10 +85,6 @@ class FrozenModel:
                 f"{self.name}: a text of {longest} tokens is longer than the model's context"
             )
 
-    # --- texts for a model that has another prompt than the policy --------------------------------
-
     def encode_prompt(self, example: Example) -> list[int]:
         """The tokens of an example's prompt, or of its messages by the model's own template."""
         return encode_prompt(self.tokenizer, example)
-
-    completions = staticmethod(to_completions)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..types import ConfigError
@@ -22,6 +23,7 @@ from .logprobs import at_least_fp32
 from .transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class LoRALinear(Linear):
@@ -119,7 +121,14 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({**frozen_weights(model), **state})
 
 
-# --- PEFT -----------------------------------------------------------------------------------------
+# --- files of PEFT --------------------------------------------------------------------------------
+
+
+def peft_names(model: Transformer) -> dict[str, str]:
+    """The names of the adapters' tensors here -> in adapter_model.safetensors."""
+    family = FAMILIES[model.shape.family]
+    prefix = f"base_model.model.{family.prefix}"
+    return {name: f"{prefix}{family.stored_name(name)}.weight" for name in trained_state(model)}
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
@@ -132,11 +141,9 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
     Returns:
         Each file's name, and what writes the file to a path.
     """
-    layers, family = adapters(model), FAMILIES[model.shape.family]
-    first, tensors = next(iter(layers.values())), dict[str, Tensor]()
-    for name, layer in layers.items():
-        stored = f"base_model.model.{family.prefix}{family.stored_name(f'{name}.')}"
-        tensors |= {f"{stored}{part}.weight": getattr(layer, part) for part in ADAPTERS}
+    layers, names = adapters(model), peft_names(model)
+    first = next(iter(layers.values()))
+    tensors = {names[name]: x for name, x in trained_state(model).items()}
     named = HUB_NAME.fullmatch(base)
     settings = {
         "peft_type": "LORA",
@@ -145,20 +152,16 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
         "revision": named[2] if named else None,
         "r": len(first.lora_A),
         "lora_alpha": first.scale * len(first.lora_A),
-        "lora_dropout": 0.0,
-        "bias": "none",
         "target_modules": layer_names(layers),
-        "fan_in_fan_out": bool(family.transposed),
-        "inference_mode": True,
+        "fan_in_fan_out": bool(FAMILIES[model.shape.family].transposed),
     }
     return {
-        "adapter_model.safetensors": partial(write_tensors, tensors),
+        ADAPTER_FILE: partial(write_tensors, tensors),
         "adapter_config.json": lambda path: path.write_text(json.dumps(settings, indent=1)),
     }
 
 
-def save_peft_folder(model: Transformer, folder: Path, *, base: str) -> None:
-    """Write `peft_files` into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, write in peft_files(model, base=base).items():
-        write(folder / name)
+def load_peft(model: Transformer, file: Path) -> None:
+    """Load what `peft_files` wrote into a model with the same adapters."""
+    tensors = load_file(file)
+    load_trained(model, {name: tensors[stored] for name, stored in peft_names(model).items()})

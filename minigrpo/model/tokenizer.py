@@ -13,10 +13,9 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import tokenizers
@@ -27,10 +26,9 @@ from .hf import CONFIG, hub_folder, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-SPECIAL_TOKENS = "special_tokens_map.json"  # of older tokenizers
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
+FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE)
 # short names -> folder, or name on the Hub
 KNOWN = {"chess": str(files("minigrpo.assets") / "chess"), "gpt2": "openai-community/gpt2"}
 
@@ -48,7 +46,6 @@ class Tokenizer:
     turn_end: int  # ends a true answer to messages: as the chat template does, else `eot`
     stops: frozenset[int]  # tokens that end a completion
     chat: Chat | None  # writes prompts from messages
-    lock: Lock = field(default_factory=Lock, init=False, compare=False)
 
     @property
     def n_vocab(self) -> int:
@@ -66,9 +63,8 @@ class Tokenizer:
         What spells a special token is text like any other, unless `special`: in what a chat
         template wrote, it is the token.
         """
-        with self.lock:  # another thread may want it the other way
-            self.engine.encode_special_tokens = not special
-            return self.engine.encode(text, add_special_tokens=False).ids
+        self.engine.encode_special_tokens = not special  # so no two threads may encode at once
+        return self.engine.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without special ones that end it. Bytes not in UTF-8 become U+FFFD.
@@ -110,7 +106,7 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     if sorted(texts) != list(range(len(texts))):
         # a model could sample an id without a token, and would learn from what nobody sees
         raise ConfigError(f"--tokenizer {name}: some ids below the largest have no token")
-    settings = {**read_json(folder / SPECIAL_TOKENS), **read_json(folder / TOKENIZER_CONFIG)}
+    settings = read_json(folder / TOKENIZER_CONFIG)
     named = {  # bos_token, eos_token, ...
         key: token["content"] if isinstance(token, dict) else token
         for key, token in settings.items()
@@ -127,10 +123,10 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     engine.add_special_tokens([text for text in control if text in texts.values()])
     added = engine.get_added_tokens_decoder()
     special = {token.content: number for number, token in added.items() if token.special}
-    eot = engine.token_to_id(named.get("eos_token", END_OF_TEXT))
-    if eot is None and not ends:
+    if (named_end := engine.token_to_id(named.get("eos_token", END_OF_TEXT))) is not None:
+        ends.insert(0, named_end)
+    if not ends:
         raise ConfigError(f"--tokenizer {name}: no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
-    eot = ends[0] if eot is None else eot
 
     source, where = _chat_template(folder, settings), f"the chat template of {name}"
     if chat_template:
@@ -139,7 +135,7 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     if system and not source:
         raise ConfigError(f"--system: --tokenizer {name} has no chat template (--chat-template)")
     chat = Chat(source, where, named, list(special), system) if source else None
-    turn_end = special.get(chat.turn_end(), eot) if chat else eot
+    turn_end = special.get(chat.turn_end(), ends[0]) if chat else ends[0]
     whole, plain = (engine.encode("a", add_special_tokens=on).ids for on in (True, False))
     return Tokenizer(
         name,
@@ -147,9 +143,9 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
         engine,
         special,
         prefix=whole[: whole.index(plain[0])],
-        eot=eot,
+        eot=ends[0],
         turn_end=turn_end,
-        stops=frozenset({*ends, eot, turn_end}),
+        stops=frozenset({*ends, turn_end}),
         chat=chat,
     )
 

@@ -105,7 +105,7 @@ class RLT(SourceTask):
 
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
-        student = batch.model(self.student).at_temperature(batch.temperature)
+        student = batch.model(self.student)
         encode, teacher = student.tokenizer.encode, batch.completions.sampler_logp
         assert teacher is not None
         shown, inside = self._spans(student, batch)
@@ -118,7 +118,8 @@ class RLT(SourceTask):
             read = [row[kept].tolist() for row, kept in zip(ids, tagged, strict=True)]
             read.append(encode("<think></think>"))
             rows.append([[*row, *encode("<solution>"), *solutions[-1]] for row in read])
-        logp = student.logp(to_completions(prompts, rows)).double()  # [P, G + 1, S]
+        completions = to_completions(prompts, rows)
+        logp = student.logp(completions, batch.temperature).double()  # [P, G + 1, S]
         values = {name: np.zeros(teacher.shape[:2]) for name in self.parts}
         for p, group in enumerate(rows):
             ends = [(len(row) - len(solutions[p]), len(row)) for row in group]

@@ -1,32 +1,24 @@
 """Score a model's completions of held-out examples, greedy and sampled, in total and by kind.
 
-minigrpo evaluate RUN_OR_MODEL [--data test.jsonl]
+minigrpo evaluate RUN_OR_MODEL [--data test.jsonl] [flags of minigrpo train]
 
-It measures what the evaluations of a run measure, on more examples. A file of --data is held out
-whole. Intervals are 95 %, over examples; positions of one game are only nearly independent.
+It measures what the evaluations of a run measure, on more examples, with the settings of the run
+unless flags change them. Intervals are 95 %, over examples; positions of one game are only nearly
+independent.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
 from pydantic import Field
 
-from ..build import (
-    RECORD,
-    Say,
-    config_of_run,
-    fit_vocab,
-    load_model,
-    make_scorer,
-    make_task,
-    make_tokenizer,
-)
-from ..config import Config, Group, Texts, Weights, places
+from ..build import RECORD, Say, make_model, make_scorer, make_task, make_tokenizer
+from ..config import Config, Group
 from ..evaluate import measure
 from ..runtime import device as layers
 from ..runtime.console import Console
@@ -38,50 +30,51 @@ from ..tasks.base import load_task
 
 
 class ModelArguments(Group):
-    """The model, and settings that override those of its run."""
+    """What evaluate, sample and export have in common."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """A run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
-    tokenizer: str | None = None
-    """As for minigrpo train, as are the settings below."""
-    chat_template: str | None = None
-    system: str | None = None
-    task: str | None = None
-    task_args: Texts = Field({})
-    data: str | None = None
+    """First: a run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
+    data: str = ""
     """Files of questions; all of them are held out."""
-    max_new_tokens: int | None = None
-    seed: int | None = None
-    device: str = "auto"
-
-    def config(self) -> Config:
-        """The run's settings, or the defaults, with those given here. Raises ConfigError."""
-        is_run = (Path(self.run) / RECORD).is_file()
-        settings = config_of_run(self.run).flat() if is_run else {}
-        given = {name: x for name, x in self.model_dump().items() if x not in (None, {})}
-        if self.data is not None:
-            given["eval_data"] = ""
-        own = {name: x for name, x in given.items() if name in places()}
-        return Config.of(**{**settings, **own, "model": self.run})
-
-    def load_task(self, config: Config) -> Task:
-        """The task, with --data held out whole. Raises ConfigError."""
-        if not self.data:
-            return make_task(config)
-        own = config.task
-        chat, seed = bool(own.system), config.run.seed
-        return load_task(own.name, seed=seed, eval_data=own.data, chat=chat, args=own.task_args)
 
 
-def load_sampler(config: Config, warn: Say, *, speculate: bool) -> Sampler:
+def parse(
+    kind: type, argv: Sequence[str], prog: str, about: str | None = None
+) -> tuple[Any, Config]:
+    """The command's own flags, and the settings of the run, or the defaults, with other flags.
+
+    Raises ConfigError, and exits for a flag that `minigrpo train` has not either.
+    """
+    found: tuple[Any, list[str]] = tyro.cli(
+        kind, args=argv, prog=prog, description=about, return_unknown_args=True
+    )
+    arguments, flags = found
+    record = Path(arguments.run) / RECORD
+    of_run = ["--config", str(record)] if record.is_file() else []
+    # a run's adapters are merged when it is loaded; it may be of another machine
+    of_run += ["--model", arguments.run, "--lora-rank", "0", "--device", "auto"]
+    if arguments.data:
+        of_run += ["--data", arguments.data, "--eval-data", ""]
+    return arguments, Config.from_cli([*of_run, *flags], prog=prog)
+
+
+def task_for(config: Config, data: str) -> Task:
+    """The task of a config, with the files of --data held out whole. Raises ConfigError."""
+    if not data:
+        return make_task(config)
+    own = config.task
+    chat, seed = bool(own.system), config.run.seed
+    return load_task(own.name, seed=seed, eval_data=data, chat=chat, args=own.task_args)
+
+
+def load_sampler(config: Config, warn: Say, *, speculate: bool = False) -> Sampler:
     """The model of a config, ready to sample from. Raises ConfigError."""
     device = layers.pick_device(config.speed.device)
     layers.set_up_process(config.speed, device)
-    tokenizer, name = make_tokenizer(config), config.model.name
-    model = load_model(name, task=config.task.name, say=warn)
-    fit_vocab(model, name, tokenizer)
+    tokenizer = make_tokenizer(config)
+    model = make_model(config, tokenizer, device, warn)
     autocast = partial(layers.autocast, config.speed, device)
-    return Sampler(config, model.to(device), tokenizer, autocast, warn, speculate=speculate)
+    return Sampler(config, model, tokenizer, autocast, warn, speculate=speculate)
 
 
 def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
@@ -96,19 +89,14 @@ def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
 class Arguments(ModelArguments):
     n: Annotated[int, Field(ge=1)] = 2000
     """Held-out examples, or as many as there are."""
-    eval_samples: int | None = None
-    """Completions sampled per example; above 1 it also has pass@k."""
-    rewards: str | None = None
-    """A Python file with more reward functions, as for minigrpo train."""
-    reward_weights: Weights = Field({})
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write the figures here, as JSON."""
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
-    console, config = Console(), arguments.config()
-    task = arguments.load_task(config)
+    arguments, config = parse(Arguments, argv, prog, __doc__)
+    console = Console()
+    task = task_for(config, arguments.data)
     warn_of_known_questions(arguments.run, task, console.warn)
     sampler = load_sampler(config, console.warn, speculate=task.speculate)
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)

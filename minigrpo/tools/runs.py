@@ -5,7 +5,6 @@ killed. What is no number is dropped here, so that nothing else has to look.
 """
 
 import fnmatch
-import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Config
+from ..model.hf import read_json
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD, SUMMARY
 from ..runtime.stats import headline
@@ -84,10 +84,10 @@ def read_run(folder: Path, warn: Warn) -> Run:
         raise ConfigError(f"{folder}: is no run: it has no {missing[0]}")
     config = Config.from_toml(folder / RECORD)
     versions = tomllib.loads((folder / RECORD).read_text(encoding="utf-8")).get("versions", {})
-    summary = json.loads((folder / SUMMARY).read_bytes()) if (folder / SUMMARY).exists() else {}
+    summary = read_json(folder / SUMMARY)
     metrics, evaluations = (_by_step(folder / x, warn) for x in (METRICS, EVALUATIONS))
-    if not (isinstance(versions, dict) and isinstance(summary, dict) and metrics):
-        raise ConfigError(f"{folder}: has no steps yet, or {RECORD} or {SUMMARY} is damaged")
+    if not (isinstance(versions, dict) and metrics):
+        raise ConfigError(f"{folder}: has no steps yet, or {RECORD} is damaged")
     name, status = folder.resolve().name, str(summary.get("status", ""))
     return Run(folder, name, config, metrics, evaluations, status, versions)
 

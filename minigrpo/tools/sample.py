@@ -1,31 +1,29 @@
 """Prompt a model with a text of your own, or show its answers to held-out examples.
 
-minigrpo sample MODEL --prompt "Why is the sky blue?" --temperature 0.7
+minigrpo sample MODEL --prompt "Why is the sky blue?" [flags of minigrpo train]
 minigrpo sample RUN --examples 5 --n 4
+
+It samples with the settings of the run unless flags change them, such as --temperature 0.7.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
-import tyro
 from pydantic import Field
 
 from ..build import make_scorer
-from ..evaluate import size_of
+from ..config import Config
+from ..evaluate import complete, grade, size_of
 from ..model.encoding import decode
 from ..runtime.console import Console
-from ..runtime.rng import uniforms
 from ..runtime.stats import Graded, has_ended
-from ..sampling.generate import GREEDY, Sampler
+from ..sampling.generate import Sampler
 from ..sampling.pick import SamplingParams
 from ..task import Task
-from ..types import Completions, Example
+from ..types import Example
 from .cli import printable
-from .evaluate import ModelArguments, load_sampler
-
-PROMPTS_AT_ONCE = 32
+from .evaluate import ModelArguments, load_sampler, parse, task_for
 
 
 class Arguments(ModelArguments):
@@ -35,37 +33,8 @@ class Arguments(ModelArguments):
     """Send --prompt as it is, without the chat template."""
     examples: Annotated[int, Field(ge=1)] = 3
     """Without --prompt: the number of held-out examples."""
-    n: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Completions to sample per prompt; 0: a single greedy one."""
-    temperature: float | None = None
-    """As for minigrpo train, as are the next; each of them makes --n at least 1."""
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    @property
-    def num_samples(self) -> int:
-        """Completions to sample per prompt; 0: a single greedy one."""
-        distribution = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return self.n or int(any(x is not None for x in distribution))
-
-
-def complete(
-    sampler: Sampler, examples: Sequence[Example], num_samples: int, *, drafts: bool
-) -> Completions:
-    """Greedy completions, or `num_samples` sampled ones per example."""
-    config, u, params = sampler.config, None, GREEDY
-    if num_samples:
-        rows = np.array([example.index for example in examples])
-        longest = config.sampling.max_new_tokens
-        u = uniforms(config.run.seed, "tools/sample", 0, rows, num_samples, longest)
-        params = SamplingParams.of(config.sampling)
-    each = max(1, num_samples)
-    size = max(1, PROMPTS_AT_ONCE // each)
-    parts = sampler.complete(
-        examples, num_samples=each, u=u, params=params, batch_size=size, drafts=drafts
-    )
-    return Completions.join(list(parts))
+    n: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Completions to sample per prompt; 0: the greedy one."""
 
 
 def answer(console: Console, sampler: Sampler, arguments: Arguments) -> None:
@@ -73,10 +42,18 @@ def answer(console: Console, sampler: Sampler, arguments: Arguments) -> None:
     is_chat = sampler.tokenizer.chat is not None and not arguments.raw
     messages = ({"role": "user", "content": arguments.prompt},) if is_chat else ()
     example = Example(arguments.prompt, messages=messages)
-    completions = complete(sampler, [example], arguments.num_samples, drafts=False)
+    completions = complete(sampler, [example], **how(sampler.config, arguments.n))
     ended = has_ended(completions, sampler.stops)[0].tolist()
     for text, is_whole in zip(decode(sampler.tokenizer, completions)[0], ended, strict=True):
         console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
+
+
+def how(config: Config, n: int) -> dict[str, Any]:
+    """The arguments of `complete` for --n."""
+    if not n:
+        return {}
+    params = SamplingParams.of(config.sampling)
+    return {"seed": config.run.seed, "num_samples": n, "params": params}
 
 
 def show(console: Console, task: Task, graded: Graded) -> None:
@@ -95,18 +72,14 @@ def show(console: Console, task: Task, graded: Graded) -> None:
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
-    console, config = Console(), arguments.config()
+    arguments, config = parse(Arguments, argv, prog, __doc__)
+    console = Console()
     if arguments.prompt:  # the task is of no interest, and its files may be gone
         config = config.replace(system="") if arguments.raw else config
-        answer(console, load_sampler(config, console.warn, speculate=False), arguments)
+        answer(console, load_sampler(config, console.warn), arguments)
         return
-    task = arguments.load_task(config)
+    task = task_for(config, arguments.data)
     sampler = load_sampler(config, console.warn, speculate=task.speculate)
-    examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
-    completions = complete(sampler, examples, arguments.num_samples, drafts=True)
-    texts = decode(sampler.tokenizer, completions)
-    temperature = config.sampling.temperature if arguments.num_samples else 1.0
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
-    rewards = scorer.score(examples, texts, completions, temperature)
-    show(console, task, Graded(examples, texts, rewards, scorer.success))
+    examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
+    show(console, task, grade(sampler, scorer, examples, **how(config, arguments.n)))
