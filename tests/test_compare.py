@@ -200,7 +200,7 @@ def test_the_command_draws_runs_of_any_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["a"], ["a", "nowhere"], ["a", "."], ["a", "b", "--plot", "a/metrics.jsonl"]]
+    "argv", [["a", "nowhere"], ["a", "."], ["a", "b", "--plot", "a/metrics.jsonl"]]
 )
 def test_misuse_ends_with_code_2_and_writes_nothing(
     tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch

@@ -12,17 +12,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import tyro
-from pydantic import Field
 
-from ..config import Group
 from ..runtime.console import Console
 from ..runtime.logging import HELD_OUT, read_jsonl
 from ..runtime.stats import SAMPLED, Difference, Estimate, difference, over_seeds
-from .runs import ENDS, Run, differing, draw, is_number, read_run
+from .runs import ENDS, Run, RunArguments, differing, draw, is_number, read_run
 
 Setting = Sequence[Run]  # runs of one setting, by seed
 # of a run: measure -> place in the file and digest of the example -> value
@@ -115,13 +113,11 @@ def row_of(name: str, x: Difference) -> list[str]:
     """The cells of COLUMNS."""
     change = str(Estimate(x.change, x.low, x.high))
     p = "" if math.isnan(x.p) else f"{x.p:.2g}"
-    shown = ("higher" if x.change > 0 else "lower") if x.is_shown else ""
+    shown = "yes" if x.is_shown else ""
     return [name, str(x.n), f"{x.first:.3f}", f"{x.second:.3f}", change, p, shown]
 
 
-class Arguments(Group):
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=2)]
-    """Folders of runs; the others are compared with the first one."""
+class Arguments(RunArguments):
     pool: bool = False
     """Take runs that differ in their seed alone as one setting."""
     plot: Path | None = None

@@ -7,17 +7,15 @@ measures how often chance alone finds something in a healthy run.
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tyro
-from pydantic import Field
 
-from ..config import Group
 from ..runtime.console import Console
 from ..runtime.stats import SAMPLED
 from .runs import Run, read_run
+from .runs import RunArguments as Arguments
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends
 HELD_OUT = "held out"  # the series of the sampled share of right answers in evaluations
@@ -161,11 +159,6 @@ def diagnose(run: Run) -> list[tuple[Rule, str]]:
                 numbers = f"{start(values):.3g} at first, {end(values):.3g} at last"
                 found.append((rule, f"{name}: {numbers}, at most {values.max():.3g}"))
     return found
-
-
-class Arguments(Group):
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
-    """Folders of runs."""
 
 
 def show(console: Console, run: Run) -> None:

@@ -10,17 +10,15 @@ import fnmatch
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from jinja2 import Environment, FileSystemLoader
-from pydantic import Field
 
-from ..config import Config, Group
+from ..config import Config
 from ..runtime.console import Console
 from ..runtime.logging import SAMPLES, Record, read_jsonl
 from .doctor import diagnose
-from .runs import ENDS, Run, Warn, differing, draw, is_number, read_run
+from .runs import ENDS, Run, RunArguments, Warn, differing, draw, is_number, read_run
 
 Figures = dict[str, list[tuple[str, str]]]  # section -> pairs of an SVG and a note
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
@@ -65,9 +63,12 @@ def figures_of(runs: Sequence[Run]) -> Figures:
     settings = {run.name: [run] for run in runs}
     for section, panels in PANELS.items():
         held_out = section == HELD_OUT
-        logs = [run.evaluations if held_out else run.metrics for run in runs]
         names = dict.fromkeys(
-            name for log in logs for record in log for name, value in record.items() if value
+            name
+            for run in runs
+            for record in (run.evaluations if held_out else run.metrics)
+            for name, value in record.items()
+            if value
         )
         for pattern, note in panels.items():
             for name in fnmatch.filter([*names], pattern.replace("SUCCESS", runs[0].success)):
@@ -115,9 +116,7 @@ def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
     )
 
 
-class Arguments(Group):
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
-    """Folders of runs."""
+class Arguments(RunArguments):
     out: Path = Path("report.html")
     """The page."""
 

@@ -11,11 +11,13 @@ from dataclasses import astuple, dataclass, field
 from io import StringIO
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import tyro
+from pydantic import Field
 
-from ..config import Config
+from ..config import Config, Group
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD
 from ..runtime.stats import SAMPLED, Estimate, headline, wilson
@@ -25,6 +27,13 @@ Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is
 Warn = Callable[[str], object]
 MOST_POINTS = 100  # of a curve; points beyond that are averaged with their neighbours
 ENDS = ("", "steps", "held out, at first", "at last", "s/step", "peak MiB")
+
+
+class RunArguments(Group):
+    """What all commands on runs take."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
+    """Folders of runs."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,11 @@ class Run:
 
 def read_run(folder: Path, warn: Warn) -> Run:
     """Read a run's folder. Raises ConfigError if it is none; `warn` hears of damaged lines."""
-    config = Config.from_toml(folder / RECORD)
-    versions = tomllib.loads((folder / RECORD).read_text(encoding="utf-8")).get("versions", {})
     metrics, evaluations = (_by_step(folder / name, warn) for name in (METRICS, EVALUATIONS))
     if not metrics:
-        raise ConfigError(f"{folder}: has no steps yet")
+        raise ConfigError(f"{folder}: is no run, or has no steps yet")
+    config = Config.from_toml(folder / RECORD)
+    versions = tomllib.loads((folder / RECORD).read_text(encoding="utf-8")).get("versions", {})
     return Run(folder, config, metrics, evaluations, versions)
 
 
@@ -122,11 +131,9 @@ def draw(
         points = []
         for part in np.array_split(steps, MOST_POINTS):
             values = [curve[step] for curve in curves for step in part]
-            ends = [x for step in part if step in shares for x in astuple(shares[step])]
+            ends = [x for step in part if step in shares for x in astuple(shares[step])] or values
             if values:
-                points.append(
-                    (part.mean(), np.mean(values), min(ends or values), max(ends or values))
-                )
+                points.append((part.mean(), np.mean(values), min(ends), max(ends)))
         x, y, low, high = np.array(points, dtype=float).reshape(-1, 4).T
         axes.plot(x, y, ".-", color=f"C{number}", label=label)
         axes.fill_between(x, low, high, color=f"C{number}", alpha=0.2)
