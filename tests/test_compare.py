@@ -13,9 +13,7 @@ from minigrpo.config import Config
 from minigrpo.runtime.stats import Difference, mcnemar
 from minigrpo.tools import cli
 from minigrpo.tools.compare import differences, settings_of
-from minigrpo.tools.runs import read_runs
-
-Texts = list[str]
+from minigrpo.tools.runs import read_run
 
 
 def lines(records: Sequence[dict[str, Any]]) -> str:
@@ -55,30 +53,27 @@ def write_run(
     return folder
 
 
-def compared(*runs: Path, pool: bool = False) -> tuple[dict[str, Difference], Texts]:
-    """The tests of the second setting against the first by measure, and the warnings."""
-    warnings: Texts = []
-    settings = settings_of(read_runs(runs, warnings.append), pool, warnings.append)
-    assert len(settings) == 2
-    return differences(*settings), warnings
+def compared(*runs: Path, pool: bool = False) -> dict[str, Difference]:
+    """The tests of the second setting against the first by measure."""
+    first, second = settings_of([read_run(run, print) for run in runs], pool).values()
+    return differences(first, second)
 
 
 def test_examples_are_paired_and_tested_by_mcnemar(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", [1] * 30 + [0] * 30)
     b = write_run(tmp_path / "b", [1] * 29 + [0] + [1] * 12 + [0] * 18, learning_rate=1e-3)
-    tests, warnings = compared(a, b)
+    tests = compared(a, b)
     found = tests["exact_sampled"]
     assert (found.won, found.lost, found.n) == (12, 1, 60)
     assert found.p == mcnemar(1, 12) == pytest.approx(2 * (1 + 13) / 2**13)
     assert found.change == pytest.approx(11 / 60)
     assert found.is_shown
-    assert not warnings
 
 
 def test_few_discordant_examples_show_nothing(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", [1, 0] * 20)
     b = write_run(tmp_path / "b", [1, 0] * 18 + [1] * 4)
-    tests, _ = compared(a, b)
+    tests = compared(a, b)
     assert tests["exact"].p == pytest.approx(0.5)
     assert not tests["exact"].is_shown
 
@@ -86,8 +81,8 @@ def test_few_discordant_examples_show_nothing(tmp_path: Path) -> None:
 def test_only_the_examples_that_both_were_asked_are_compared(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", [1, 0] * 20), write_run(tmp_path / "b", [1, 0] * 10)
     other = write_run(tmp_path / "c", [1, 0] * 20, examples=[f"x{i}" for i in range(40)])
-    assert compared(a, b)[0]["exact"].n == 20
-    assert compared(a, other)[0] == {}
+    assert compared(a, b)["exact"].n == 20
+    assert compared(a, other) == {}
 
 
 def test_rewards_that_are_weighted_differently_are_not_compared(tmp_path: Path) -> None:
@@ -95,9 +90,9 @@ def test_rewards_that_are_weighted_differently_are_not_compared(tmp_path: Path) 
     a = write_run(tmp_path / "a", [1, 0] * 20, similarity=likeness)
     b = write_run(tmp_path / "b", [1, 0] * 20, similarity=likeness, reward_weights="similarity=1")
     c = write_run(tmp_path / "c", [1, 0] * 20, similarity=likeness, seed=1)
-    assert {"exact", "similarity"} <= compared(a, b)[0].keys()
-    assert "reward" not in compared(a, b)[0]
-    assert "reward" in compared(a, c)[0]
+    assert {"exact", "similarity"} <= compared(a, b).keys()
+    assert "reward" not in compared(a, b)
+    assert "reward" in compared(a, c)
 
 
 def seeds(folder: Path, name: str, right: Sequence[Sequence[float]], **settings: Any) -> list[Path]:
@@ -117,7 +112,7 @@ def test_three_seeds_decide_by_their_spread(
     """All examples together would show a difference in both cases."""
     a = seeds(tmp_path, "a", [[1] * 10 + [0] * 40] * 3)
     b = seeds(tmp_path, "b", [[1] * (10 + x) + [0] * (40 - x) for x in won], kl_coef=0.1)
-    tests, _ = compared(*a, *b, pool=True)
+    tests = compared(*a, *b, pool=True)
     found = tests["exact"]
     assert found.is_shown == shown
     assert found.change == pytest.approx(sum(won) / 150)
@@ -128,14 +123,14 @@ def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(tmp_path: P
     """Three differences of one example each have no spread, so their interval has no length."""
     a = seeds(tmp_path, "a", [[1] * 30 + [0] * 34] * 3)
     b = seeds(tmp_path, "b", [[1] * 31 + [0] * 33] * 3, kl_coef=0.1)
-    assert not compared(*a, *b, pool=True)[0]["exact"].is_shown
+    assert not compared(*a, *b, pool=True)["exact"].is_shown
 
 
 def test_seeds_of_unequal_size_count_alike(tmp_path: Path) -> None:
     right = [[1, 0] * 20, [1, 0] * 5, [1, 0] * 20]
     a = seeds(tmp_path, "a", right)
     b = seeds(tmp_path, "b", [right[0], [1] * 10, right[2]], kl_coef=0.1)
-    found = compared(*a, *b, pool=True)[0]["exact"]
+    found = compared(*a, *b, pool=True)["exact"]
     assert (found.first, found.second) == (pytest.approx(0.5), pytest.approx(2 / 3))
 
 
@@ -149,29 +144,51 @@ def test_examples_that_seeds_share_count_once(tmp_path: Path, shared: bool) -> N
             right = [1.0] * num_right + [0.0] * (64 - num_right)
             path = tmp_path / f"{name}-{seed}"
             runs.append(write_run(path, right, examples=names, seed=seed, kl_coef=kl))
-    found = compared(*runs, pool=True)[0]["exact"]
+    found = compared(*runs, pool=True)["exact"]
     assert (found.n, found.won) == ((64, 4) if shared else (128, 8))
     assert found.is_shown == (not shared)
 
 
+def test_seeds_that_share_a_few_examples_by_chance_are_joined(tmp_path: Path) -> None:
+    runs = []
+    for name, right, kl in (("a", [1, 0] * 8, 0.0), ("b", [1, 1] * 8, 0.1)):
+        for seed in range(2):
+            names = ["shared", *(f"{seed}/{i}" for i in range(15))]
+            path = tmp_path / f"{name}-{seed}"
+            runs.append(write_run(path, right, examples=names, seed=seed, kl_coef=kl))
+    assert compared(*runs, pool=True)["exact"].n == 32
+
+
+def test_a_measure_is_compared_where_it_concerns_the_examples_of_both(tmp_path: Path) -> None:
+    """The other examples of each run have no similarity."""
+    runs = [
+        write_run(tmp_path / name, [1, 0] * 8, similarity=[0.5] * n, seed=seed, kl_coef=kl)
+        for name, n, seed, kl in (
+            ("a", 9, 0, 0.0),
+            ("b", 7, 1, 0.0),
+            ("c", 8, 0, 0.1),
+            ("d", 8, 1, 0.1),
+        )
+    ]
+    found = compared(*runs, pool=True)
+    assert (found["exact"].n, found["similarity"].n) == (16, 7)
+
+
 def test_without_pool_each_run_is_a_setting(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "a", [[1, 0], [0, 1], [1, 1]])
-    settings = settings_of(read_runs(runs, print), False, print)
-    assert [setting.name for setting in settings] == ["a-0", "a-1", "a-2"]
+    settings = settings_of([read_run(run, print) for run in runs], False)
+    assert [run.folder for (run,) in settings.values()] == runs
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
-def test_damaged_answers_give_no_test_and_a_warning(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_damaged_answers_give_no_test(tmp_path: Path, damage: str) -> None:
     a, b = write_run(tmp_path / "a", [1, 0]), write_run(tmp_path / "b", [1, 0])
     file = b / "held_out.jsonl"
-    text = file.read_text()
     if damage == "missing":
         file.unlink()
     else:
-        file.write_text(text[20:] if damage == "cut" else text + '{"step": 3}\n')
-    tests, warnings = compared(a, b)
-    assert tests == {}
-    assert warnings
+        file.write_text(file.read_text()[20:])
+    assert compared(a, b) == {}
 
 
 def test_the_command_draws_runs_of_any_name(tmp_path: Path) -> None:
@@ -183,7 +200,7 @@ def test_the_command_draws_runs_of_any_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["a"], ["a", "nowhere"], ["a", "."], ["a", "b", "--plot", "a/metrics.jsonl"]]
+    "argv", [["a", "nowhere"], ["a", "."], ["a", "b", "--plot", "a/metrics.jsonl"]]
 )
 def test_misuse_ends_with_code_2_and_writes_nothing(
     tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from minigrpo.config import Config
-from minigrpo.tools.doctor import RULES, diagnose
-from minigrpo.tools.runs import FEWEST_STEPS, Run
+from minigrpo.tools.doctor import FEWEST_STEPS, RULES, diagnose
+from minigrpo.tools.runs import Run
 
 STEPS = 100
 Metrics = dict[str, np.ndarray]
@@ -27,17 +27,13 @@ HEALTHY: Metrics = {
     "rewards/similarity/mean": between(0.8, 0.9),
     "frac_reward_zero_std": between(0.05, 0.3),
     "completions/clipped_ratio": between(0.0, 0.01),
-    "completions/mean_length": between(50, 52),
     "entropy": between(0.5, 0.4),
     "kl": between(0.001, 0.03),
     "clip_ratio/low_mean": between(0.01, 0.02),
     "clip_ratio/high_mean": between(0.01, 0.02),
-    "grad_norm": between(0.8, 1.2),
     "sampling/logp_difference_mean": between(1e-7, 1e-7),
     "skipped_steps": np.zeros(STEPS),
     "loss": between(0.1, 0.1),
-    "step_time": between(1.0, 1.0),
-    "time/reward": between(0.1, 0.1),
 }
 Evaluated = list[tuple[int, float]]
 EVALUATED = [(0, 0.3), (50, 0.4), (100, 0.5)]
@@ -50,45 +46,33 @@ def made_up(metrics: Metrics, evaluated: Evaluated = EVALUATED, **settings: Any)
         for step in range(steps)
     ]
     evaluations = [{"step": step, "n": 1000, "exact_sampled": x} for step, x in evaluated]
-    return Run(Path("run"), "run", Config.of(**settings), records, evaluations)
+    return Run(Path("run"), Config.of(**settings), records, evaluations)
 
 
 def found_in(run: Run) -> list[str]:
-    return [finding.rule.name for finding in diagnose(run)]
+    return [rule.name for rule, _ in diagnose(run)]
 
 
 rare = np.zeros(STEPS)
 rare[70:] = 2
 ONLY: dict[str, Metrics] = {
     "no signal": {"frac_reward_zero_std": between(0.3, 0.95)},
-    "saturated": {
-        "rewards/exact/mean": np.full(STEPS, 0.99),
-        "rewards/similarity/mean": np.ones(STEPS),
-        "frac_reward_zero_std": between(0.3, 0.95),
-    },
     "silent reward": {"rewards/check/mean": np.zeros(STEPS)},
     "failing reward": {"rewards/exact/failures": rare},
     "cut off": {"completions/clipped_ratio": between(0.1, 0.5)},
-    "shrinking texts": {"completions/mean_length": between(50, 5)},
     "entropy collapse": {"entropy": between(0.5, 0.01)},
     "entropy explosion": {"entropy": between(0.5, 3)},
     "KL runs away": {"kl": np.geomspace(0.001, 5, STEPS)},
     "clipped ratios": {"clip_ratio/high_mean": between(0.1, 0.6)},
-    "clipped gradient": {"grad_norm": between(20, 30)},
     "sampler gap": {"sampling/logp_difference_mean": between(0.01, 0.01)},
-    "stands still": {"reward": between(0.5, 0.5)},
     "skipped steps": {"skipped_steps": rare},
-    "slow rewards": {"time/reward": between(0.5, 0.5)},
     "falls": {},
 }
-EVALUATIONS = {
-    "falls": [(0, 0.3), (50, 0.5), (100, 0.35)],
-    "stands still": [(0, 0.3), (50, 0.31), (100, 0.302)],
-}
+FALLING = [(0, 0.3), (50, 0.5), (100, 0.35)]
 
 
 def faulty(name: str) -> Run:
-    return made_up(HEALTHY | ONLY[name], EVALUATIONS.get(name, EVALUATED))
+    return made_up(HEALTHY | ONLY[name], FALLING if name == "falls" else EVALUATED)
 
 
 def test_every_rule_has_a_case() -> None:
@@ -98,9 +82,9 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("name", ONLY)
 def test_a_rule_finds_its_own_fault_and_no_other_rule_does(name: str) -> None:
     assert found_in(faulty(name)) == [name]
-    (finding,) = diagnose(faulty(name))
-    assert any(character.isdigit() for character in finding.evidence)
-    assert finding.rule.advice
+    ((rule, numbers),) = diagnose(faulty(name))
+    assert any(character.isdigit() for character in numbers)
+    assert rule.advice
 
 
 def test_a_run_of_a_few_steps_is_not_judged_by_its_trend() -> None:
@@ -110,23 +94,16 @@ def test_a_run_of_a_few_steps_is_not_judged_by_its_trend() -> None:
         assert found_in(short) == []
 
 
-@pytest.mark.parametrize(
-    ("reward", "dead", "rules"),
-    [(0.0, 1.0, ["no signal"]), (0.4, 0.9, []), (1.0, 1.0, ["saturated"])],
-)
-def test_a_short_run_without_any_signal_is_told_so(
-    reward: float, dead: float, rules: list[str]
-) -> None:
-    few = np.full(3, reward)
-    metrics = {"reward": few, "rewards/exact/mean": few, "frac_reward_zero_std": np.full(3, dead)}
-    assert found_in(made_up(metrics, [])) == rules
+@pytest.mark.parametrize(("dead", "rules"), [(1.0, ["no signal"]), (0.4, [])])
+def test_a_short_run_without_any_signal_is_told_so(dead: float, rules: list[str]) -> None:
+    assert found_in(made_up({"frac_reward_zero_std": np.full(3, dead)}, [])) == rules
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss": "nll"}])
 def test_metrics_that_are_missing_trigger_nothing(settings: dict[str, Any]) -> None:
     """As in a supervised run, or one whose losses are not finite."""
     records = [{"step": step} for step in range(1, STEPS + 1)]
-    assert diagnose(Run(Path("bare"), "bare", Config.of(**settings), records)) == []
+    assert diagnose(Run(Path("bare"), Config.of(**settings), records)) == []
 
 
 def test_entropy_may_collapse_in_supervised_fine_tuning() -> None:
@@ -156,14 +133,10 @@ def chance(rng: np.random.Generator, shares: list[float], reward: tuple[float, f
         "rewards/exact/mean": rng.binomial(64, np.linspace(*reward, steps)) / 64,
         "frac_reward_zero_std": rng.binomial(8, 0.4, size=steps) / 8,
         "completions/clipped_ratio": rng.binomial(64, 0.05, size=steps) / 64,
-        "completions/mean_length": noisy(60, 45, 0.2),
         "entropy": noisy(0.5, 0.25, 0.3),
         "kl": noisy(0.001, 0.04, 0.5),
         "clip_ratio/low_mean": rng.binomial(1000, 0.05, size=steps) / 1000,
-        "grad_norm": np.abs(noisy(1.0, 2.0, 0.8)),
         "sampling/logp_difference_mean": noisy(1e-6, 1e-6, 0.5),
-        "step_time": noisy(1.0, 1.0, 0.2),
-        "time/reward": noisy(0.1, 0.1, 0.5),
     }
     run = made_up(metrics, [], num_iterations=2)
     evaluations = [
@@ -179,10 +152,3 @@ def test_false_alarms_are_rare_in_healthy_runs() -> None:
     runs = [chance(rng, shares, (0.3, 0.5)) for _ in range(100)]
     alarms = Counter(name for run in runs for name in found_in(run))
     assert sum(alarms.values()) <= 1, alarms
-
-
-def test_a_run_that_learns_nothing_is_told_so() -> None:
-    rng = np.random.default_rng(1)
-    runs = [chance(rng, [0.3] * 5, (0.3, 0.3)) for _ in range(50)]
-    found = [found_in(run) for run in runs]
-    assert sum(names == ["stands still"] for names in found) >= 40

@@ -25,7 +25,7 @@ from minigrpo.runtime.checkpoint import newest as newest_checkpoint
 from minigrpo.runtime.checkpoint import step_of
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
-from minigrpo.tools.compare import differences, settings_of
+from minigrpo.tools.compare import differences
 from minigrpo.tools.doctor import diagnose
 from minigrpo.tools.report import render
 from minigrpo.tools.runs import read_run
@@ -147,8 +147,8 @@ def make_run(folder: Path) -> None:
 def read_the_run(folder: Path) -> None:
     runs = [read_run(folder / "run", print)]
     diagnose(runs[0])
-    render(runs, print)
-    differences(*settings_of([*runs, runs[0]], False, print))
+    render(runs, {}, print)
+    differences(runs, runs)
 
 
 Read = Callable[[Path], None]

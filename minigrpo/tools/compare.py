@@ -8,73 +8,47 @@ runs that differ in their seed alone are one setting, and three seeds or more de
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import tyro
-from pydantic import Field
 
-from ..config import Group
 from ..runtime.console import Console
 from ..runtime.logging import HELD_OUT, read_jsonl
-from ..runtime.stats import SAMPLED, Difference, difference, over_seeds
-from ..types import ConfigError
-from .runs import Run, Warn, differing, is_number, read_runs
+from ..runtime.stats import SAMPLED, Difference, Estimate, difference, over_seeds
+from .runs import ENDS, Run, RunArguments, differing, draw, is_number, read_run
 
-Answers = Sequence[Mapping[str, Any]]  # the lines of held_out.jsonl, one per held-out example
-HOWS = ("sampled", "greedy")
+Setting = Sequence[Run]  # runs of one setting, by seed
+# of a run: measure -> place in the file and digest of the example -> value
+Answers = dict[str, dict[tuple[int, str], float]]
+HOWS = {"sampled": SAMPLED, "greedy": ""}
 LEAST_SEEDS = 3  # from which the seeds decide
 # settings that a comparison of results is not about
 BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
 # settings that say what the reward is
 REWARD = ("task", "task_args", "rewards", "reward_weights")
-COLUMNS = ("", "first", "second", "change", "low", "high", "won/lost", "p")
-ENDS = ("", "steps", "sampled", "to", "greedy", "to", "s/step", "peak MiB")
+COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The runs of one setting, by seed, and the answers of each run's last evaluation."""
-
-    name: str
-    runs: Sequence[Run]
-    answers: Sequence[Answers]
-
-    @property
-    def flat(self) -> dict[str, Any]:
-        """What its results depend on, besides the seed."""
-        flat = self.runs[0].config.flat()
-        return {name: x for name, x in flat.items() if name not in BESIDE}
-
-
-def settings_of(runs: Sequence[Run], pool: bool, warn: Warn) -> list[Setting]:
-    """The settings, in the order of their first runs; without `pool`, each run is one."""
+def settings_of(runs: Sequence[Run], pool: bool) -> Mapping[str, Setting]:
+    """The settings by name, in the order of their first runs; without `pool`, each run is one."""
     groups: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        same = repr(Setting("", [run], []).flat) if pool else str(number)
-        groups.setdefault(same, []).append(run)
-    found = []
+    for run in runs:
+        groups.setdefault(str(flat(run)) if pool else run.name, []).append(run)
+    found = {}
     for group in groups.values():
-        group.sort(key=lambda run: run.config.run.seed)
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        answers = [read_answers(run, warn) for run in group]
-        found.append(Setting(group[0].name + more, group, answers))
+        found[group[0].name + more] = sorted(group, key=lambda run: run.config.run.seed)
     return found
 
 
-def read_answers(run: Run, warn: Warn) -> Answers:
-    """The answers that a run keeps; none, with a warning, if they are not whole."""
-    file = run.folder / HELD_OUT
-    lines = read_jsonl(file, warn) if file.exists() else []
-    whole = [x for x in lines if all(isinstance(x.get(how), dict) for how in HOWS)]
-    if not whole or len(whole) < len(lines):
-        warn(f"{file}: has no answers, or damaged ones, so {run.name} has no paired test")
-        return []
-    return whole
+def flat(run: Run) -> dict[str, Any]:
+    """The settings that a run's results depend on, besides the seed."""
+    return {name: x for name, x in run.config.flat().items() if name not in BESIDE}
 
 
 # --- tests ----------------------------------------------------------------------------------------
@@ -86,32 +60,37 @@ def differences(first: Setting, second: Setting) -> dict[str, Difference]:
     Runs are paired in the order of their seeds. Seeds that were asked the same examples are
     averaged example by example, others are joined. The names are those of eval.jsonl.
     """
-    pairs, tests = [], {}
-    for one, other in zip(first.answers, second.answers, strict=False):
-        n = min(len(one), len(other))
-        if n and asked(one[:n]) == asked(other[:n]):
-            pairs.append((one[:n], other[:n]))
-    join = np.stack if len({asked(one) for one, _ in pairs}) == 1 else np.concatenate
-    same_reward = all(first.flat[name] == second.flat[name] for name in REWARD)
-    for measure in dict.fromkeys(name for one, _ in pairs for name in one[0]["greedy"]):
-        for how in HOWS if same_reward or measure != "reward" else ():
-            values = [[values_of(x, how, measure) for x in pair] for pair in pairs]
-            found = difference(*(join(side) for side in zip(*values, strict=True)))
-            seeds = [x for pair in values if (x := difference(*pair))]
-            if found and len(seeds) == len(pairs):
-                tests[measure + SAMPLED * (how == "sampled")] = decided(found, seeds)
+    pairs = [(answers_of(x), answers_of(y)) for x, y in zip(first, second, strict=False)]
+    asked_alike = len({frozenset[Any]().union(*x.values()) for x, _ in pairs}) == 1
+    join = np.stack if asked_alike else np.concatenate
+    same_reward = all(flat(first[0])[name] == flat(second[0])[name] for name in REWARD)
+    tests = {}
+    for measure in pairs[0][0]:
+        shared = [x[measure].keys() & y[measure].keys() for x, y in pairs]
+        if asked_alike:
+            shared = [set.intersection(*shared)] * len(pairs)
+        if not all(shared) or (measure.removesuffix(SAMPLED) == "reward" and not same_reward):
+            continue
+        values = [
+            np.array([[answers[measure][x] for x in sorted(examples)] for answers in pair])
+            for pair, examples in zip(pairs, shared, strict=True)
+        ]
+        if found := difference(*join(values, axis=1)):
+            tests[measure] = decided(found, [x for each in values if (x := difference(*each))])
     return tests
 
 
-def asked(answers: Answers) -> tuple[str, ...]:
-    """A digest of what each example asks."""
-    return tuple(str(record.get("example")) for record in answers)
-
-
-def values_of(answers: Answers, how: str, measure: str) -> np.ndarray:
-    """`[n]` values of a measure; NaN where it does not concern the example."""
-    found = (record[how].get(measure) for record in answers)
-    return np.array([x if is_number(x) else math.nan for x in found], dtype=float)
+def answers_of(run: Run) -> Answers:
+    """The last answers of a run."""
+    file = run.folder / HELD_OUT
+    found: Answers = defaultdict(dict)
+    for place, answer in enumerate(read_jsonl(file) if file.exists() else ()):
+        for how, ending in HOWS.items():
+            measures = answer.get(how)
+            for measure, x in measures.items() if isinstance(measures, dict) else ():
+                if is_number(x):
+                    found[measure + ending][place, str(answer.get("example"))] = x
+    return found
 
 
 def decided(found: Difference, seeds: Sequence[Difference]) -> Difference:
@@ -130,85 +109,34 @@ def decided(found: Difference, seeds: Sequence[Difference]) -> Difference:
 # --- what is printed ------------------------------------------------------------------------------
 
 
-def ends_of(run: Run) -> list[str]:
-    """The cells of ENDS: a run's first and last evaluation, and the medians of its cost."""
-    ends = [run.evaluations[0], run.evaluations[-1]] if run.evaluations else [{}, {}]
-    names = [run.success + SAMPLED, run.success]
-    shares = [f"{end[name]:.3f}" if name in end else "-" for name in names for end in ends]
-    costs = [run.points(name)[1] for name in ("step_time", "memory/peak_mib")]
-    medians = [f"{median(values):.3g}" if len(values) else "-" for values in costs]
-    return [run.name, str(run.metrics[-1]["step"]), *shares, *medians]
+def row_of(name: str, x: Difference) -> list[str]:
+    """The cells of COLUMNS."""
+    change = str(Estimate(x.change, x.low, x.high))
+    p = "" if math.isnan(x.p) else f"{x.p:.2g}"
+    shown = "yes" if x.is_shown else ""
+    return [name, str(x.n), f"{x.first:.3f}", f"{x.second:.3f}", change, p, shown]
 
 
-def show(console: Console, first: Setting, second: Setting) -> None:
-    """Print whether the first measure shows a difference, and the table of all measures."""
-    if not (tests := differences(first, second)):
-        console.say(
-            f"{second.name} against {first.name}: no paired test, because their last evaluations "
-            "have no held-out examples in common"
-        )
-        return
-    name, found = next(iter(tests.items()))
-    better = "better" if found.change > 0 else "worse"
-    says = f"is {better} than" if found.is_shown else "shows no difference from"
-    console.say(f"{second.name} {says} {first.name} ({name})")
-    rows = []
-    for name, x in tests.items():
-        numbers = [f"{x.first:.3f}", f"{x.second:.3f}", f"{x.change:+.3f}"]
-        ends = ["" if math.isnan(end) else f"{end:+.3f}" for end in (x.low, x.high)]
-        p = "" if math.isnan(x.p) else f"{x.p:.2g}"
-        rows.append([name, *numbers, *ends, f"{x.won}/{x.lost}", p])
-    seeds = f", {len(first.runs)} and {len(second.runs)} runs"
-    console.table(f"{found.n} held-out examples{seeds}, 95 % intervals", COLUMNS, rows)
-
-
-def plot(settings: Sequence[Setting], out: Path) -> None:
-    """Draw the held-out success by step: the mean of a setting's runs, with their range."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'minigrpo[report]'") from None
-    matplotlib.use("Agg")  # draws into files, and needs no display
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for setting in settings:
-        curves = [run.points(run.success + SAMPLED, held_out=True) for run in setting.runs]
-        steps = sorted(set.intersection(*({*curve[0].tolist()} for curve in curves)))
-        values = np.stack([y[np.isin(x, steps)] for x, y in curves])
-        axes.plot(steps, values.mean(axis=0), "o-", label=setting.name)
-        axes.fill_between(steps, values.min(axis=0), values.max(axis=0), alpha=0.2)
-    axes.set(xlabel="step", ylabel=f"{settings[0].runs[0].success}, held out, sampled")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out, dpi=140)
-    plt.close(figure)
-
-
-class Arguments(Group):
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=2)]
-    """Folders of runs; the others are compared with the first one."""
+class Arguments(RunArguments):
     pool: bool = False
     """Take runs that differ in their seed alone as one setting."""
     plot: Path | None = None
-    """Draw the curves of all settings here (PNG, SVG or PDF); needs matplotlib."""
+    """Draw the held-out success of all settings here (PNG, SVG or PDF); needs matplotlib."""
 
 
 def main(argv: Sequence[str], prog: str) -> None:
     arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
-    if arguments.plot and arguments.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot must end with .png, .svg or .pdf, got {arguments.plot}")
     console = Console()
-    runs = read_runs(arguments.runs, console.warn)
-    settings = settings_of(runs, arguments.pool, console.warn)
-    columns = ["", *(setting.name for setting in settings)]
-    software = (dict(setting.runs[0].versions) for setting in settings)
-    rows = differing([setting.flat | x for setting, x in zip(settings, software, strict=True)])
-    console.table("settings and software that differ", columns, rows)
-    ends = [ends_of(run) for setting in settings for run in setting.runs]
-    console.table("held out, first to last evaluation; medians of cost", ENDS, ends)
-    for other in settings[1:]:
-        show(console, settings[0], other)
+    runs = [read_run(folder, console.warn) for folder in arguments.runs]
+    settings = settings_of(runs, arguments.pool)
+    sides = [flat(runs[0]) | dict(runs[0].versions) for runs in settings.values()]
+    console.table("settings and software that differ", ("", *settings), differing(sides))
+    console.table("held out, sampled; medians of cost", ENDS, [run.ends() for run in runs])
+    (first, base), *others = settings.items()
+    for second, setting in others:
+        rows = [row_of(name, x) for name, x in differences(base, setting).items()]
+        found = "example by example, 95 % intervals" if rows else "no held-out examples in common"
+        console.table(f"{second} against {first}: {found}", COLUMNS, rows)
     if arguments.plot:
-        plot(settings, arguments.plot)
+        draw(settings, base[0].success + SAMPLED, arguments.plot, held_out=True)
         console.say(f"wrote {arguments.plot}")

@@ -1,29 +1,39 @@
-"""A run as its folder shows it: settings, metrics per step, evaluations, and how it ended.
+"""Read the folder of a run, and draw its curves; for `report`, `compare` and `doctor`.
 
-`report`, `compare` and `doctor` read runs with this, also while a run is going or after it was
-killed. What is no number is dropped here, so that nothing else has to look.
+A run may be read while it is going, or after it was killed. Values that are not finite numbers are
+dropped here, so that nothing else has to look.
 """
 
-import fnmatch
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
 
 import numpy as np
+import tyro
+from pydantic import Field
 
-from ..config import Config
-from ..model.hf import read_json
+from ..config import Config, Group
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
-from ..runtime.run_dir import RECORD, SUMMARY
-from ..runtime.stats import headline
+from ..runtime.run_dir import RECORD
+from ..runtime.stats import SAMPLED, Estimate, headline, wilson
 from ..types import ConfigError
 
 Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys
 Warn = Callable[[str], object]
-WINDOW = 5  # the start and the end of a run are this part of its steps: a fifth
-FEWEST_STEPS = 20  # a shorter run is not judged by its trends
+MOST_POINTS = 100  # of a curve; points beyond that are averaged with their neighbours
+ENDS = ("", "steps", "held out, at first", "at last", "s/step", "peak MiB")
+
+
+class RunArguments(Group):
+    """What all commands on runs take."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
+    """Folders of runs."""
 
 
 @dataclass(frozen=True)
@@ -31,79 +41,58 @@ class Run:
     """What is known of a run."""
 
     folder: Path
-    name: str
     config: Config
     metrics: Sequence[Record]  # by step
     evaluations: Sequence[Record] = ()  # by step
-    status: str = ""  # how it ended; "" while it is going, or if it was killed
     versions: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
 
     @property
     def success(self) -> str:
         """The measure that evaluations have first: the share of right completions, greedy."""
         return headline(self.evaluations[-1] if self.evaluations else {})
 
-    @property
-    def window(self) -> int:
-        """The steps in the start and in the end; of a short run, both are all of them."""
-        steps = len(self.metrics)
-        return steps if steps < FEWEST_STEPS else steps // WINDOW
-
-    def points(self, name: str, *, held_out: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """`[n]` steps and `[n]` values of a metric, or of a measure of evaluations, where it is."""
+    def curve(self, name: str, *, held_out: bool = False) -> dict[float, float]:
+        """The values of a metric, or of a measure of the evaluations, by step."""
         records = self.evaluations if held_out else self.metrics
-        found = [(record["step"], record[name]) for record in records if name in record]
-        steps, values = np.array(found, dtype=float).reshape(-1, 2).T
-        return steps, values
+        return {record["step"]: record[name] for record in records if name in record}
 
-    def shares(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`[n]` steps, shares of right answers and numbers of examples, by evaluation."""
-        rows = [
-            (record["step"], record[name], record["n"])
-            for record in self.evaluations
-            if 0 <= record.get(name, -1) <= 1 and record.get("n", 0) >= 1
-        ]
-        steps, values, sizes = np.array(rows, dtype=float).reshape(-1, 3).T
-        return steps, values, sizes
+    def shares(self, name: str) -> dict[float, Estimate]:
+        """The share of right answers by step, with Wilson's intervals; {} for other measures."""
+        if name.removesuffix(SAMPLED) != self.success:
+            return {}
+        sizes, values = (self.curve(key, held_out=True) for key in ("n", name))
+        return {
+            step: wilson(x, sizes[step]) if 0 <= x <= 1 and sizes.get(step) else Estimate(x)
+            for step, x in values.items()
+        }
 
-    def names(self, pattern: str) -> list[str]:
-        """The metrics whose names fit a pattern with *, in order of their first occurrence."""
-        found = dict.fromkeys(name for record in self.metrics for name in record)
-        return fnmatch.filter(found, pattern)
-
-    def ends(self, name: str) -> tuple[float, float]:
-        """The mean of a metric over the first and the last fifth of the steps; 0 if it has none."""
-        values = self.points(name)[1]
-        start, end = values[: self.window], values[-self.window :]
-        return float(start.mean()) if len(start) else 0.0, float(end.mean()) if len(end) else 0.0
+    def ends(self) -> list[str]:
+        """The cells of ENDS: first and last sampled evaluation, and the medians of the cost."""
+        shares = [str(share) for share in self.shares(self.success + SAMPLED).values()] or [""]
+        curves = [self.curve(name) for name in ("step_time", "memory/peak_mib")]
+        costs = [f"{median(curve.values() or [math.nan]):.3g}" for curve in curves]
+        return [self.name, str(self.metrics[-1]["step"]), shares[0], shares[-1], *costs]
 
 
 def read_run(folder: Path, warn: Warn) -> Run:
-    """Read a run's folder. Raises ConfigError if it is none; `warn` gets what is odd."""
-    if missing := [name for name in (METRICS, RECORD) if not (folder / name).is_file()]:
-        raise ConfigError(f"{folder}: is no run: it has no {missing[0]}")
+    """Read a run's folder. Raises ConfigError if it is none; `warn` hears of damaged lines."""
+    metrics, evaluations = (_by_step(folder / name, warn) for name in (METRICS, EVALUATIONS))
+    if not metrics:
+        raise ConfigError(f"{folder}: is no run, or has no steps yet")
     config = Config.from_toml(folder / RECORD)
     versions = tomllib.loads((folder / RECORD).read_text(encoding="utf-8")).get("versions", {})
-    summary = read_json(folder / SUMMARY)
-    metrics, evaluations = (_by_step(folder / x, warn) for x in (METRICS, EVALUATIONS))
-    if not (isinstance(versions, dict) and metrics):
-        raise ConfigError(f"{folder}: has no steps yet, or {RECORD} is damaged")
-    name, status = folder.resolve().name, str(summary.get("status", ""))
-    return Run(folder, name, config, metrics, evaluations, status, versions)
-
-
-def read_runs(folders: Sequence[Path], warn: Warn) -> list[Run]:
-    """Read several runs; of folders with one name, the paths are the names."""
-    runs = [read_run(folder, warn) for folder in folders]
-    names = [run.name for run in runs]
-    return [x if names.count(x.name) == 1 else replace(x, name=str(x.folder)) for x in runs]
+    return Run(folder, config, metrics, evaluations, versions)
 
 
 def _by_step(path: Path, warn: Warn) -> list[Record]:
     """The numbers in a log, one record per step, in order; of two with one step the last counts."""
     found = {}
     for line in read_jsonl(path, warn) if path.exists() else ():
-        if type(line.get("step")) is int and is_number(line["step"]):
+        if is_number(line.get("step")):
             found[line["step"]] = {name: x for name, x in line.items() if is_number(x)}
     return [found[step] for step in sorted(found)]
 
@@ -118,3 +107,39 @@ def differing(sides: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     names = dict.fromkeys(name for side in sides for name in side)
     rows = [[name, *(str(side.get(name, "")) for side in sides)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def draw(
+    settings: Mapping[str, Sequence[Run]], name: str, out: Path | StringIO, *, held_out: bool
+) -> None:
+    """Draw a metric by step into a file, or as SVG: for each setting, the mean over its runs.
+
+    The band is the range of the runs and of the steps that a point is made of; for a single run's
+    share of right answers, it is the 95 % interval.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("curves need matplotlib: pip install 'minigrpo[report]'") from None
+    figure = Figure(figsize=(5, 3))
+    axes = figure.add_axes((0.14, 0.15, 0.84, 0.76))
+    for number, (label, runs) in enumerate(settings.items()):
+        curves = [run.curve(name, held_out=held_out) for run in runs]
+        shares = runs[0].shares(name) if held_out and len(runs) == 1 else {}
+        steps = sorted(set.intersection(*map(set, curves)))
+        points = []
+        for part in np.array_split(steps, MOST_POINTS):
+            values = [curve[step] for curve in curves for step in part]
+            ends = [x for step in part if step in shares for x in astuple(shares[step])] or values
+            if values:
+                points.append((part.mean(), np.mean(values), min(ends), max(ends)))
+        x, y, low, high = np.array(points, dtype=float).reshape(-1, 4).T
+        axes.plot(x, y, ".-", color=f"C{number}", label=label)
+        axes.fill_between(x, low, high, color=f"C{number}", alpha=0.2)
+    axes.set(title=name, xlabel="step")
+    axes.grid(alpha=0.3)
+    if len(settings) > 1:
+        axes.legend(framealpha=0.5)
+    with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
+        figure.savefig(out, dpi=200)
