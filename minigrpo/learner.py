@@ -183,7 +183,7 @@ class Learner:
             normalizer=normalizer,
         )
         metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
-        metrics["tokens/run"] = logp.new_full((), len(packing.tokens.ids))
+        metrics["tokens/run"] = logp.new_full((), len(packing.ids))
         if part.completions.sampler_logp is not None:
             metrics |= gap_sums(_old(part, logp), part.completions.sampler_logp, mask)
         return loss, metrics
@@ -196,7 +196,7 @@ class Learner:
         """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.trained
-            logp, entropy = model(packing.tokens, packing, self.config.sampling.temperature)
+            logp, entropy = model(packing, self.config.sampling.temperature)
         return logp, entropy
 
     def autocast(self) -> AbstractContextManager[object]:

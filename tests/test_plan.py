@@ -180,7 +180,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     packing = PACKINGS[config.speed.packing](completions)
 
     def update() -> None:
-        logp, _ = model(packing.tokens, packing)
+        logp, _ = model(packing)
         logp.sum().backward()
 
     parts = parts_of(config, shape, Counts.of(config, completions), on_cpu=True)
@@ -210,7 +210,7 @@ def test_updates_of_gpt2_with_124_million_parameters_are_within_30_percent() -> 
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             packing = PACKINGS["prefix-tree"](completions)
-            model(packing.tokens, packing)[0].sum().backward()
+            model(packing)[0].sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -7,9 +7,10 @@ import copy
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +126,9 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
     return trained
 
 
-def recompute(block: nn.Module, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+def recompute(block: nn.Module, *inputs: Any) -> Tensor:
     """Run a block, and recompute its activations in backward. Nothing in it is random."""
-    return checkpoint(block, x, attend, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def graphs_compiled() -> int:

@@ -24,7 +24,7 @@ from ..build import (
 )
 from ..config import Config
 from ..model.encoding import encode_pairs, encode_prompts
-from ..model.hf import ModelFiles, hub_folder
+from ..model.hf import hub_folder, read_model
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.packing import PACKINGS
 from ..model.transformer import ModelShape, Transformer
@@ -80,11 +80,11 @@ class Counts:
         starts = range(0, len(completions) - size + 1, size)
         parts = [completions.select(torch.arange(a, a + size)) for a in starts]
         packings = [PACKINGS[config.speed.packing](part) for part in parts]
-        packing = max(packings, key=lambda packing: len(packing.tokens.ids))
+        packing = max(packings, key=lambda packing: len(packing.ids))
         rows = packing.completion_rows
         keys = packing.causal_rows.numel() + sum(part.keys.numel() for part in rows)
         pairs = sum(part.visible.numel() for part in rows)
-        found = (len(packing.tokens.ids), len(packing.targets), keys, pairs)
+        found = (len(packing.ids), len(packing.targets), keys, pairs)
         lengths = completions.prompt_len.float(), completions.completion_mask.sum(-1)
         scaled = (prompts / size * number for number in found)
         return cls(float(lengths[0].mean()), float(lengths[1].max()), *scaled)
@@ -97,13 +97,13 @@ def kept_by_block(shape: ModelShape, counts: Counts, *, low: bool, on_cpu: bool)
     """Bytes that autograd keeps of one block until its backward pass."""
     size, width, inner = (LOW if low else FLOAT), shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
-    norms = 2 * FLOAT * width * (1 if shape.norm == "layer" else 2)
+    norms = 2 * FLOAT * width * (1 if shape.is_gpt2 else 2)
     norms += 2 * FLOAT * (inner + shape.kv_width) * shape.head_norm
     # linear layers keep their inputs; autocast makes a copy of a float32 input for each layer
-    into_attention = 3 if low and shape.projections == "separate" else 1
-    into_mlp = 2 if low and shape.mlp == "swiglu" else 1
+    into_attention = 3 if low and not shape.is_gpt2 else 1
+    into_mlp = 2 if low and not shape.is_gpt2 else 1
     # GELU keeps its input, SwiGLU the inputs of SiLU and of the product; then the last layer's
-    inside_mlp = shape.mlp_width * (2 if shape.mlp == "gelu" else 4)
+    inside_mlp = shape.mlp_width * (2 if shape.is_gpt2 else 4)
     linears = size * ((into_attention + into_mlp) * width + inner + inside_mlp)
     number = FLOAT if on_cpu else size  # on a CPU, attention runs in float32
     queries, keys = 2 * inner * number + FLOAT * shape.heads, 2 * shape.kv_width * number
@@ -174,12 +174,12 @@ def shape_of(config: Config) -> ModelShape:
     if name == "scratch":
         return ModelShape(make_tokenizer(config).n_vocab)
     if name == "shipped":
-        return ModelFiles.open(shipped_model(config.task.name)).shape
+        return read_model(shipped_model(config.task.name))[0]
     path = Path(name)
     if (path / RECORD).is_file():
         weights = path / "model.safetensors"  # a run with adapters has none
-        return ModelFiles.open(weights).shape if weights.exists() else shape_of(config_of_run(path))
-    return ModelFiles.open(hub_folder(name, weights=False)).shape
+        return read_model(weights)[0] if weights.exists() else shape_of(config_of_run(path))
+    return read_model(hub_folder(name, weights=False))[0]
 
 
 def counts_of(config: Config, shape: ModelShape, console: Console) -> Counts:

@@ -13,13 +13,13 @@ import tyro
 from pydantic import Field
 
 from ..build import make_scorer
+from ..config import SamplingConfig
 from ..evaluate import size_of
 from ..model.encoding import decode
 from ..runtime.console import Console
 from ..runtime.rng import uniforms
 from ..runtime.stats import has_ended
-from ..sampling.generate import GREEDY, Sampler
-from ..sampling.pick import SamplingParams
+from ..sampling.generate import Sampler
 from ..types import Completions, Example, Graded, Task
 from .cli import printable
 from .evaluate import ModelArguments, load_sampler
@@ -53,16 +53,16 @@ def complete(
     sampler: Sampler, examples: Sequence[Example], num_samples: int, *, drafts: bool
 ) -> Completions:
     """Greedy completions, or `num_samples` sampled ones per example."""
-    config, u, params = sampler.config, None, GREEDY
+    config, u, sampling = sampler.config, None, SamplingConfig()
     if num_samples:
         rows = np.array([example.index for example in examples])
         longest = config.sampling.max_new_tokens
         u = uniforms(config.run.seed, "tools/sample", 0, rows, num_samples, longest)
-        params = SamplingParams.of(config.sampling)
+        sampling = config.sampling
     each = max(1, num_samples)
     size = max(1, PROMPTS_AT_ONCE // each)
     parts = sampler.complete(
-        examples, num_samples=each, u=u, params=params, batch_size=size, drafts=drafts
+        examples, num_samples=each, u=u, sampling=sampling, batch_size=size, drafts=drafts
     )
     return Completions.join(list(parts))
 
