@@ -129,16 +129,13 @@ def summary(logits: Tensor) -> list[float]:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("shards", ["whole", "sharded"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_logits_are_theirs_in_both_styles_of_config_and_back(
-    tmp_path: Path, name: str, shards: str
-) -> None:
+def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, name: str) -> None:
     import transformers
 
     theirs = make_theirs(name)
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if shards == "sharded" else "1GB")
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "sharded")
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if name == "qwen2" else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (name == "qwen2")
     with torch.no_grad():
         expected = theirs(IDS).logits
         ours = Transformer.from_pretrained(tmp_path)
@@ -160,18 +157,6 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert type(back) is type(theirs)
         torch.testing.assert_close(back(IDS).logits, expected, **CLOSE)
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize(
-    "changes", [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}], ids=str
-)
-def test_variants_that_they_can_write_and_we_cannot_compute_are_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    make_theirs("gpt2", **changes).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError):
-        Transformer.from_pretrained(tmp_path)
 
 
 @pytest.mark.peer
@@ -274,18 +259,15 @@ def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> 
 ROPE: Any = {"rope_type": "default", "rope_theta": 100.0}
 REFUSED: dict[str, dict[str, Any]] = {
     "mixture of experts": {"model_type": "qwen3_moe"},
-    "no name": {"model_type": ["llama"]},
     "rope": {"rope_parameters": {**ROPE, "rope_type": "yarn"}},
     "rope, version 4": {"rope_parameters": None, "rope_scaling": {"type": "su"}},
-    "rope, a text": {"rope_parameters": "yarn"},
-    "theta": {"rope_parameters": {**ROPE, "rope_theta": "wide"}},
     "window": {"use_sliding_window": True},
     "window of mistral": {"model_type": "mistral", "sliding_window": 4096},
     "activation": {"hidden_act": "gelu"},
+    "activation of gpt2": {"model_type": "gpt2", "activation_function": "relu"},
     "no size": {"hidden_size": "wide"},
     "heads": {"num_key_value_heads": 3},
     "other size": {"intermediate_size": 40},
-    "more layers": {"num_hidden_layers": 3},
     "left over": {"model_type": "llama"},
     "untied": {"tie_word_embeddings": True},
 }
@@ -319,13 +301,8 @@ def not_finite(state: State) -> None:
     state[Q][3, 2] = torch.nan
 
 
-def too_large(state: State) -> None:
-    state[Q] = state[Q].double()
-    state[Q][0, 0] = 1e300
-
-
 @pytest.mark.parametrize(
-    "change", [gptq, transposed, missing, not_finite, too_large], ids=lambda value: value.__name__
+    "change", [gptq, transposed, missing, not_finite], ids=lambda value: value.__name__
 )
 def test_tensors_that_are_not_the_models_weights_are_refused(
     tmp_path: Path, change: Callable[[State], Any]
@@ -351,7 +328,7 @@ def test_a_stored_head_that_is_tied_is_left_out_unless_it_differs(tmp_path: Path
             assert torch.equal(read.logits(IDS[:, :20] % 12), model.logits(IDS[:, :20] % 12))
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.safetensors", "q4.gguf", ""])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.safetensors", ""])
 def test_weights_that_are_not_read_never_become_random_ones(tmp_path: Path, file: str) -> None:
     if file:
         (write(tmp_path) / "model.safetensors").rename(tmp_path / file)
@@ -408,11 +385,14 @@ def test_an_existing_path_comes_before_the_hub(asked: list[dict[str, Any]], tmp_
     assert hub_folder("./nowhere/at/all") == Path("./nowhere/at/all") and not asked
 
 
-@pytest.mark.parametrize("revision", [None, "v1.0"])
+@pytest.mark.parametrize(
+    ("name", "given", "revision"),
+    [("org/model", None, None), ("org/model@v1.0", None, "v1.0"), ("org/model@v1.0", "0a", "0a")],
+)
 def test_weights_are_fetched_after_the_settings_and_of_the_same_commit(
-    asked: list[dict[str, Any]], revision: str | None
+    asked: list[dict[str, Any]], name: str, given: str | None, revision: str | None
 ) -> None:
-    folder = hub_folder("org/model" + (f"@{revision}" if revision else ""))
+    folder = hub_folder(name, given)
     Transformer.from_pretrained(folder)
     assert [call["revision"] for call in asked] == [revision, folder.name]
     asked.clear()
