@@ -29,7 +29,6 @@ Shapes: P prompts, G completions per prompt, B = P * G rows, T columns, V tokens
 """
 
 import time
-from collections.abc import Callable
 from importlib.resources import files
 
 import torch
@@ -38,7 +37,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
-from minigrpo.model.transformer import PackedTokens, Transformer
+from minigrpo.model.transformer import Transformer
 from minigrpo.task import Task
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.types import Example
@@ -64,25 +63,22 @@ class KVCache:
         self.rows = rows
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [B, heads, columns, head size]
 
-    def layer(self, n: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The model calls `cache.layer(n)(q, k, v)` with a flat list of B * columns tokens."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B * columns, heads, head size]
-            q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
-            if n in self.kv:
-                k, v = torch.cat([self.kv[n][0], k], dim=2), torch.cat([self.kv[n][1], v], dim=2)
-            self.kv[n] = k, v
-            # only the first call has several columns, and they begin the sequence: plain causal
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-            return out.transpose(1, 2).flatten(0, 1)
-
-        return attend
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The model calls it in each layer, with `[B * columns, heads, head size]` each."""
+        q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
+        if layer in self.kv:
+            old_k, old_v = self.kv[layer]
+            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+        self.kv[layer] = k, v
+        # only the first call has several columns, and they begin the sequence: plain causal
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 def next_token_logits(model: Transformer, ids: Tensor, start: int, cache: KVCache) -> Tensor:
     """Next-token logits `[B, V]` after `ids [B, t]`, which are the columns from `start` on."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
-    hidden = model.forward_hidden(PackedTokens(ids.flatten(), positions.flatten()), cache)
+    hidden = model.forward_hidden(ids.flatten(), positions.flatten(), cache.attend)
     return model.lm_head(hidden.unflatten(0, ids.shape)[:, -1])
 
 

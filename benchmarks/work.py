@@ -49,18 +49,7 @@ PRESETS: dict[str, dict[str, float]] = {
     # of the peers benchmark alone: grpo.py's cache knows no grouped queries
     "qwen2.5-0.5b": dict(zip(SIZES, (24, 896, 14, 151936, 128, 2, 4, 64, 0.04, 0), strict=True)),
 }
-QWEN = {
-    "family": "qwen2",
-    "kv_heads": 2,
-    "mlp_width": 4864,
-    "norm": "rms",
-    "norm_eps": 1e-6,
-    "projections": "separate",
-    "mlp": "swiglu",
-    "out_bias": False,
-    "mlp_bias": False,
-    "rope_theta": 1e6,
-}
+QWEN = {"family": "qwen2", "kv_heads": 2, "mlp_width": 4864, "norm_eps": 1e-6, "rope_theta": 1e6}
 FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
 ANSWER_TAIL = 32  # tokens by which made-up answers exceed completions, so proposals never run out
 HELD_OUT = 2**40  # made-up examples from this number on are never trained on

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from .config import SamplingConfig
 from .model.encoding import decode
 from .rewards import RewardScorer
 from .runtime.rng import uniforms
 from .runtime.stats import SAMPLED, Estimate, Graded, estimate, passes
 from .runtime.stats import calibration as calibration
 from .runtime.stats import pass_at_k as pass_at_k
-from .sampling.generate import GREEDY, Sampler
-from .sampling.pick import SamplingParams
+from .sampling.generate import PLAIN, Sampler
 from .task import Task
 from .types import Completions, Example
 
@@ -29,9 +29,9 @@ def complete(
     *,
     seed: int | None = None,
     num_samples: int = 1,
-    params: SamplingParams = GREEDY,
+    sampling: SamplingConfig = PLAIN,
 ) -> Completions:
-    """Complete examples greedily, or `num_samples` times by `params` if a seed is given.
+    """Complete examples greedily, or `num_samples` times by `sampling` if a seed is given.
 
     The random numbers depend on the seed and the example alone: all evaluations of a run are
     paired.
@@ -42,7 +42,9 @@ def complete(
         u = uniforms(seed, "evaluate", 0, rows, num_samples, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    done = sampler.complete(examples, num_samples=num_samples, u=u, params=params, batch_size=size)
+    done = sampler.complete(
+        examples, num_samples=num_samples, u=u, sampling=sampling, batch_size=size
+    )
     return Completions.join(list(done))
 
 
@@ -51,13 +53,13 @@ def grade(
     scorer: RewardScorer,
     examples: Sequence[Example],
     *,
-    params: SamplingParams = GREEDY,
+    sampling: SamplingConfig = PLAIN,
     **how: Any,
 ) -> Graded:
     """Complete examples and score the texts. `how`: more arguments of `complete`."""
-    completions = complete(sampler, examples, params=params, **how)
+    completions = complete(sampler, examples, sampling=sampling, **how)
     texts = decode(sampler.tokenizer, completions)
-    rewards = scorer.score(examples, texts, completions, params.temperature)
+    rewards = scorer.score(examples, texts, completions, sampling.temperature)
     return Graded(examples, texts, rewards, scorer.success)
 
 

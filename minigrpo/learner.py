@@ -189,7 +189,7 @@ class Learner:
             normalizer=normalizer,
         )
         metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
-        metrics["tokens/run"] = logp.new_full((), len(packing.tokens.ids))
+        metrics["tokens/run"] = logp.new_full((), len(packing.ids))
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
@@ -203,7 +203,7 @@ class Learner:
         """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.trained
-            logp, entropy = model(packing.tokens, packing, self.config.sampling.temperature)
+            logp, entropy = model(packing, self.config.sampling.temperature)
         return logp, entropy
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -24,7 +24,6 @@ from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .runtime.stats import has_ended, has_zero_variance
 from .sampling.generate import Sampler
-from .sampling.pick import SamplingParams
 from .types import Completions, Example, RolloutBatch
 
 
@@ -107,7 +106,7 @@ class RolloutBatches:
                 examples,
                 num_samples=sampling.group_size,
                 u=uniforms(config.run.seed, "sample", step, rows, *size),
-                params=SamplingParams.of(sampling),
+                sampling=sampling,
                 batch_size=config.memory.rollout_batch_size,
             )
             completions = Completions.join(list(parts))

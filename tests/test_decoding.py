@@ -15,10 +15,11 @@ from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import decoder as decoding
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.drafts import propose
-from minigrpo.sampling.generate import Generation, assign_slots, generate
+from minigrpo.sampling.generate import assign_slots
 from minigrpo.types import Completions
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
+from .test_sampling import generate
 
 LENGTH, SAMPLES = 20, 3
 STOPS = (EOS, 4)
@@ -68,7 +69,7 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
 ) -> None:
     """Slots at different columns, several tokens at once, some of which are rejected."""
     rng, model = np.random.default_rng(seed), Transformer(SHAPES[shape], seed=1).double()
-    decoder = Decoder(model)
+    decoder, most = Decoder(model), 60
     slots: list[list[int]] = []  # the whole text of each slot that the decoder has run
     starts: list[int] = []  # how long its prompt is
 
@@ -81,7 +82,7 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
         kind = rng.choice(["enter", "step", "step", "reorder"]) if slots else "enter"
         if kind == "enter":
             new = make_completions(int(rng.integers(100)), prompts=int(rng.integers(1, 4)))
-            logits = decoder.prefill(new.prompt_ids, new.prompt_len)
+            logits = decoder.prefill(new.prompt_ids, new.prompt_len, most)
             texts = [
                 ids[:n].tolist() for ids, n in zip(new.prompt_ids, new.prompt_len, strict=True)
             ]
@@ -98,9 +99,9 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
             slots = [text[: len(text) - n] for text, n in zip(texts, dropped, strict=True)]
         else:
             kept = np.flatnonzero(rng.random(len(slots)) < 0.7)
-            copies = np.repeat(kept, rng.integers(1, 4, len(kept)))
+            copies = np.repeat(kept, rng.integers(1, 4, len(kept)))[:most]
             sources, _, _ = assign_slots(copies, np.arange(len(copies)), np.zeros_like(copies))
-            decoder.reorder(sources, len(sources) + int(rng.integers(3)))
+            decoder.reorder(sources, most)
             slots, starts = [slots[i] for i in sources], [starts[i] for i in sources]
         assert len(decoder.prompt_len) == len(np.unique(decoder.prompt_of_slot))
 
@@ -219,7 +220,7 @@ def test_a_proposal_follows_the_match_in_the_draft_that_is_nearest_to_the_own_le
     assert few.tolist() == [[2]]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 16])
+@pytest.mark.parametrize("window", [1, 5])
 def test_a_completion_drafted_with_its_own_text_takes_as_few_rounds_as_the_window_allows(
     model: Transformer, prompts: Completions, window: int
 ) -> None:
@@ -272,17 +273,3 @@ def test_waiting_prompts_take_fewer_rounds_than_batch_after_batch(
     assert together["rounds"] < 0.9 * apart["rounds"]
     assert together["rows"] == apart["rows"] == whole.completion_mask[..., 0].numel()
     assert together["tokens"] == apart["tokens"] and together["row_rounds"] == apart["row_rounds"]
-
-
-@pytest.mark.parametrize("size", [1, 4, 5, 6, 9])
-def test_parts_are_those_of_batch_after_batch(
-    model: Transformer, prompts: Completions, size: int
-) -> None:
-    ids, lengths, u = prompts.prompt_ids, prompts.prompt_len, options()["u"]
-    parts = list(Generation(model, ids, lengths, **options(prompts_at_once=size)).parts())
-    for part, first in zip(parts, range(0, 6, size), strict=True):
-        rows = slice(first, first + size)
-        alone = generate(model, ids[rows], lengths[rows], **options(u=u[rows]))
-        assert torch.equal(part.prompt_ids, ids[rows]) and len(part) == len(alone)
-        assert torch.equal(part.completion_ids, alone.completion_ids)
-        assert torch.equal(part.completion_mask, alone.completion_mask)

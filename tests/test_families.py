@@ -19,7 +19,7 @@ from torch import Tensor
 from minigrpo import Config
 from minigrpo.build import resolve
 from minigrpo.model import hf
-from minigrpo.model.hf import FAMILIES, ModelFiles, hub_folder, read_shape, save_model_folder
+from minigrpo.model.hf import FAMILIES, hub_folder, read_model, read_shape, save_model_folder
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import ConfigError
@@ -58,10 +58,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, scaled and tied": (
         "LlamaConfig",
         {**SIZES, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
-    ),
-    "llama, biased": (
-        "LlamaConfig",
-        {**SIZES, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
     ),
     "mistral": ("MistralConfig", {**SIZES, "sliding_window": None, "head_dim": 16}),
     "qwen2": (
@@ -135,16 +131,13 @@ def summary(logits: Tensor) -> list[float]:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("shards", ["whole", "sharded"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_logits_are_theirs_in_both_styles_of_config_and_back(
-    tmp_path: Path, name: str, shards: str
-) -> None:
+def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, name: str) -> None:
     import transformers
 
     theirs = make_theirs(name)
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if shards == "sharded" else "1GB")
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "sharded")
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if name == "qwen2" else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (name == "qwen2")
     with torch.no_grad():
         expected = theirs(IDS).logits
         ours = Transformer.from_pretrained(tmp_path)
@@ -166,18 +159,6 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert type(back) is type(theirs)
         torch.testing.assert_close(back(IDS).logits, expected, **CLOSE)
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize(
-    "changes", [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}], ids=str
-)
-def test_variants_that_they_can_write_and_we_cannot_compute_are_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    make_theirs("gpt2", **changes).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError):
-        Transformer.from_pretrained(tmp_path)
 
 
 @pytest.mark.peer
@@ -240,7 +221,7 @@ def test_equal_weights_make_equal_files_that_others_may_read(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["gpt2-small", "qwen3-small"])
 def test_a_config_alone_is_random_weights_from_a_seed(name: str) -> None:
     folder = ROOT / "configs" / name
-    shape = ModelFiles.open(folder).shape
+    shape = read_model(folder)[0]
     assert shape.vocab_size == load_tokenizer("chess").n_vocab
     one, same, other = (Transformer.from_pretrained(folder, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.wte.weight, same.wte.weight)
@@ -262,7 +243,7 @@ def test_a_trimmed_vocabulary_has_the_same_logits_for_what_is_left() -> None:
         before = model.logits(ids)
         model.trim_vocab(9)
         assert model.shape.vocab_size == len(model.head_weight) == 9
-        assert torch.equal(model.logits(ids), before[..., :9])
+        torch.testing.assert_close(model.logits(ids), before[..., :9])
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -280,18 +261,15 @@ def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> 
 ROPE: Any = {"rope_type": "default", "rope_theta": 100.0}
 REFUSED: dict[str, dict[str, Any]] = {
     "mixture of experts": {"model_type": "qwen3_moe"},
-    "no name": {"model_type": ["llama"]},
     "rope": {"rope_parameters": {**ROPE, "rope_type": "yarn"}},
     "rope, version 4": {"rope_parameters": None, "rope_scaling": {"type": "su"}},
-    "rope, a text": {"rope_parameters": "yarn"},
-    "theta": {"rope_parameters": {**ROPE, "rope_theta": "wide"}},
     "window": {"use_sliding_window": True},
     "window of mistral": {"model_type": "mistral", "sliding_window": 4096},
     "activation": {"hidden_act": "gelu"},
+    "activation of gpt2": {"model_type": "gpt2", "activation_function": "relu"},
     "no size": {"hidden_size": "wide"},
     "heads": {"num_key_value_heads": 3},
     "other size": {"intermediate_size": 40},
-    "more layers": {"num_hidden_layers": 3},
     "left over": {"model_type": "llama"},
     "untied": {"tie_word_embeddings": True},
 }
@@ -325,13 +303,8 @@ def not_finite(state: State) -> None:
     state[Q][3, 2] = torch.nan
 
 
-def too_large(state: State) -> None:
-    state[Q] = state[Q].double()
-    state[Q][0, 0] = 1e300
-
-
 @pytest.mark.parametrize(
-    "change", [gptq, transposed, missing, not_finite, too_large], ids=lambda value: value.__name__
+    "change", [gptq, transposed, missing, not_finite], ids=lambda value: value.__name__
 )
 def test_tensors_that_are_not_the_models_weights_are_refused(
     tmp_path: Path, change: Callable[[State], Any]
@@ -357,7 +330,7 @@ def test_a_stored_head_that_is_tied_is_left_out_unless_it_differs(tmp_path: Path
             assert torch.equal(read.logits(IDS[:, :20] % 12), model.logits(IDS[:, :20] % 12))
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.safetensors", "q4.gguf", ""])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.safetensors", ""])
 def test_weights_that_are_not_read_never_become_random_ones(tmp_path: Path, file: str) -> None:
     if file:
         (write(tmp_path) / "model.safetensors").rename(tmp_path / file)
@@ -414,11 +387,14 @@ def test_an_existing_path_comes_before_the_hub(asked: list[dict[str, Any]], tmp_
     assert hub_folder("./nowhere/at/all") == Path("./nowhere/at/all") and not asked
 
 
-@pytest.mark.parametrize("revision", [None, "v1.0"])
+@pytest.mark.parametrize(
+    ("name", "given", "revision"),
+    [("org/model", None, None), ("org/model@v1.0", None, "v1.0"), ("org/model@v1.0", "0a", "0a")],
+)
 def test_weights_are_fetched_after_the_settings_and_of_the_same_commit(
-    asked: list[dict[str, Any]], revision: str | None
+    asked: list[dict[str, Any]], name: str, given: str | None, revision: str | None
 ) -> None:
-    folder = hub_folder("org/model" + (f"@{revision}" if revision else ""))
+    folder = hub_folder(name, given)
     Transformer.from_pretrained(folder)
     assert [call["revision"] for call in asked] == [revision, folder.name]
     asked.clear()

@@ -99,10 +99,10 @@ def test_the_gradient_is_the_librarys(
             completions=completions,
             texts=[[]] * len(completions),
             advantages=losses.advantages(rewards),
-            ref_logp=reference(packed.tokens, packed)[0] if kl_coef else None,
+            ref_logp=reference(packed)[0] if kl_coef else None,
         )
         if policy_has_moved:
-            batch = replace(batch, old_logp=old(packed.tokens, packed)[0])
+            batch = replace(batch, old_logp=old(packed)[0])
     learner = Learner(Config.of(loss="grpo", kl_coef=kl_coef, packing=packing), model)
     metrics = learner.gradient(*learner.prepare(batch))
 

@@ -54,7 +54,7 @@ def save(model: Transformer, folder: Path, base: str) -> None:
 
 def gradient(model: Transformer, c: Completions, packing: str = "prefix-tree") -> list[Tensor]:
     built = PACKINGS[packing](c)
-    logp, _ = model(built.tokens, built)
+    logp, _ = model(built)
     weights = torch.arange(logp.numel(), dtype=torch.float64).view(logp.shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     return list(torch.autograd.grad((logp * weights).sum(), trained))
@@ -98,12 +98,12 @@ def test_without_adapters_the_model_is_the_initial_one_and_shares_its_memory(
     model: Transformer,
 ) -> None:
     packing = pack(make_completions(1))
-    before, _ = model(packing.tokens, packing)
+    before, _ = model(packing)
     with_adapters(model)
     reference = sharing_weights(model)
     lora.disable_adapters(reference)
-    assert torch.equal(reference(packing.tokens, packing)[0], before)
-    assert not torch.equal(model(packing.tokens, packing)[0], before)
+    assert torch.equal(reference(packing)[0], before)
+    assert not torch.equal(model(packing)[0], before)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     assert all(a is b for a, b in pairs)
 

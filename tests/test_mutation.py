@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minigrpo.config import Config
-from minigrpo.model.hf import ModelFiles
+from minigrpo.model import hf
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime.checkpoint import newest as newest_checkpoint
 from minigrpo.runtime.checkpoint import step_of
@@ -131,7 +131,7 @@ def make_model(folder: Path) -> None:
 
 
 def read_model(folder: Path) -> None:
-    assert ModelFiles.open(folder).shape.vocab_size > 0
+    assert hf.read_model(folder)[0].vocab_size > 0
 
 
 def read_tokenizer(folder: Path) -> None:

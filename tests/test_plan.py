@@ -174,7 +174,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     packing = PACKINGS[config.speed.packing](made_up(shape, 3, group=6, prompt=30, length=40))
 
     def update() -> None:
-        logp, _ = model(packing.tokens, packing)
+        logp, _ = model(packing)
         logp.sum().backward()
 
     parts = parts_of(config, shape, prompt=30)

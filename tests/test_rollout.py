@@ -60,7 +60,7 @@ def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None
     packing = PACKINGS["repeated"](batch.completions)
     assert batch.ref_logp is not None
     for temperature, same in ((0.6, True), (1.0, False)):
-        expected = reference(packing.tokens, packing, temperature)[0]
+        expected = reference(packing, temperature)[0]
         assert torch.allclose(batch.ref_logp, expected, rtol=1e-9, atol=1e-11) == same
 
 

@@ -11,31 +11,38 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minigrpo import Config
+from minigrpo.config import SamplingConfig
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import stream, uniforms
 from minigrpo.sampling import generate as sampling
 from minigrpo.sampling.decoder import Decoder
-from minigrpo.sampling.generate import Sampler, generate
-from minigrpo.sampling.pick import SamplingParams, pick_token, truncate
+from minigrpo.sampling.generate import Generation, Sampler
+from minigrpo.sampling.pick import pick_token, truncate
 from minigrpo.types import Completions, Example
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
 
 LENGTH = 12
+
+
+def generate(*args: Any, **options: Any) -> Completions:
+    return Completions.join(list(Generation(*args, **options).parts()))
+
+
 CHOICES = {
-    "all": SamplingParams(),
-    "top-k": SamplingParams(top_k=5),
-    "top-p": SamplingParams(top_p=0.8),
-    "both": SamplingParams(top_k=8, top_p=0.6),
-    "min-p": SamplingParams(min_p=0.2),
-    "all three": SamplingParams(top_k=9, top_p=0.9, min_p=0.15),
-    "one": SamplingParams(top_k=1),
-    "more than there are": SamplingParams(top_k=10**6),
+    "all": SamplingConfig(),
+    "top-k": SamplingConfig(top_k=5),
+    "top-p": SamplingConfig(top_p=0.8),
+    "both": SamplingConfig(top_k=8, top_p=0.6),
+    "min-p": SamplingConfig(min_p=0.2),
+    "all three": SamplingConfig(top_k=9, top_p=0.9, min_p=0.15),
+    "one": SamplingConfig(top_k=1),
+    "more than there are": SamplingConfig(top_k=10**6),
 }
 
 
-def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]:
+def naive_truncation(p: list[float], params: SamplingConfig) -> dict[int, float]:
     """The tokens that remain and their probabilities: sort, then top-k, top-p, min-p in turn."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     total, kept, mass = sum(p[i] for i in order), [], 0.0
@@ -49,7 +56,7 @@ def naive_truncation(p: list[float], params: SamplingParams) -> dict[int, float]
 
 
 def naive_completion(
-    model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: SamplingParams
+    model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: SamplingConfig
 ) -> list[tuple[int, float, float]]:
     """Token, log-prob and log of the kept mass at each position, one forward per token."""
     found: list[tuple[int, float, float]] = []
@@ -82,7 +89,9 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
     model = Transformer(SHAPES[shape], seed=seed).double()
     model.head_weight.mul_(draw(1, 6, 20))  # the surer, the more completions are alike
     prompts = make_completions(seed, prompts=4)
-    params = SamplingParams(draw(1.0, 0.6), draw(0, 5), draw(1.0, 0.9), draw(0.0, 0.1))
+    params = SamplingConfig(
+        temperature=draw(1.0, 0.6), top_k=draw(0, 5), top_p=draw(1.0, 0.9), min_p=draw(0.0, 0.1)
+    )
     stops = draw(set(), {EOS}, {EOS, 3, 5, 7})
     u = torch.from_numpy(uniforms(seed, "test", 0, np.arange(4), samples, LENGTH))
     u = draw(u, None)
@@ -110,11 +119,12 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
         num_samples=samples,
         prompts_at_once=draw(0, 1, 3),
         u=u,
-        params=params,
+        sampling=params,
         drafts=draw(drafts, None),
         num_speculative_tokens=draw(0, 1, 4, 20),
     )
-    assert (found.log_kept_mass is not None) == params.truncates
+    plain = SamplingConfig(temperature=params.temperature)
+    assert (found.log_kept_mass is None) == (params == plain)
     assert found.sampler_logp is not None
     tables = [found.completion_ids, found.sampler_logp]
     if found.log_kept_mass is not None:
@@ -134,12 +144,12 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
     prompts = make_completions(0, prompts=6)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH))
     options: dict[str, Any] = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 3, "u": u}
-    params = SamplingParams(0.8, top_k=6)
+    params = SamplingConfig(temperature=0.8, top_k=6)
     ids, lengths = prompts.prompt_ids, prompts.prompt_len
-    sampled = generate(model, ids, lengths, params=params, prompts_at_once=4, **options)
+    sampled = generate(model, ids, lengths, sampling=params, prompts_at_once=4, **options)
     for pack in PACKINGS.values():
         packing = pack(sampled.to("cpu")).to(device)
-        logp, _ = model(packing.tokens, packing, 0.8)
+        logp, _ = model(packing, 0.8)
         torch.testing.assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
     assert sampled.log_kept_mass is not None
     kept = sampled.log_kept_mass[sampled.completion_mask]
@@ -150,7 +160,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
 
 
 @pytest.mark.parametrize("params", CHOICES.values(), ids=CHOICES)
-def test_truncation_is_the_naive_formula(params: SamplingParams) -> None:
+def test_truncation_is_the_naive_formula(params: SamplingConfig) -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(VOCAB, generator=generator, dtype=torch.float64).mul(1.5)
@@ -195,7 +205,7 @@ def test_ties_are_kept_and_the_order_is_top_k_top_p_min_p(
     p: list[float], params: dict[str, Any], kept: list[int]
 ) -> None:
     logp = torch.tensor(p, dtype=torch.float64).log()
-    left = truncate(logp, SamplingParams(**params))
+    left = truncate(logp, SamplingConfig(**params))
     assert left.isfinite().nonzero()[:, 0].tolist() == kept
 
 
@@ -215,12 +225,6 @@ def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
     keys = [(1, "sample", 3), (0, "evaluate", 3), (0, "sample", 4)]
     others = [uniforms(*key, np.array([7]), 4, 6) for key in keys]
     assert all(not np.array_equal(a[:1], other) for other in others)
-
-
-def test_sampling_parameters_are_those_of_the_config() -> None:
-    config = Config.of(temperature=0.7, top_k=5, top_p=0.8, min_p=0.3)
-    assert SamplingParams.of(config.sampling) == SamplingParams(0.7, 5, 0.8, 0.3)
-    assert [params.truncates for params in CHOICES.values()] == [False] + [True] * 7
 
 
 # --- the sampler ----------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ def test_a_sampler_yields_parts_in_order_and_speculates_only_if_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = make_sampler()
-    [whole] = completed(plain)
+    whole = Completions.join(completed(plain))
     windows = list[int]()
     step = Decoder.step
 
@@ -276,13 +280,12 @@ def test_a_sampler_yields_parts_in_order_and_speculates_only_if_told(
         windows.clear()
         sampler = make_sampler(speculate=speculate, num_speculative_tokens=speculated)
         parts = completed(sampler, batch_size=3, drafts=drafts)
-        assert [len(part) for part in parts] == [3, 1]
         joined = Completions.join(parts)
         assert torch.equal(joined.completion_ids, whole.completion_ids)
         assert torch.equal(joined.completion_mask, whole.completion_mask)
         assert {*windows} == {window}
     assert plain.work["rows"] == sampler.work["rows"] == 12
-    [greedy] = plain.complete(EXAMPLES)
+    greedy = Completions.join(list(plain.complete(EXAMPLES)))
     assert greedy.completion_ids.shape[:2] == (4, 1) and plain.work["rows"] == 16
 
 
@@ -290,7 +293,7 @@ def test_a_sampler_yields_parts_in_order_and_speculates_only_if_told(
 def test_running_out_of_memory_halves_the_batch_and_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
-    [whole] = completed(make_sampler())
+    whole = Completions.join(completed(make_sampler()))
     prefill, sizes = Decoder.prefill, list[int]()
 
     def small(self: Decoder, ids: Tensor, *args: Any) -> Tensor:

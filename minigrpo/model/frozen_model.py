@@ -67,7 +67,7 @@ class FrozenModel:
             logps = []
             for prompts in torch.arange(len(completions)).split(size):
                 packing = self.packing(completions.select(prompts)).to(self.device)
-                inputs = packing.tokens, packing, temperature
+                inputs = packing, temperature
                 with self.autocast():
                     logp, _ = functional_call(self.model, weights, inputs)
                 logps.append(logp.cpu())

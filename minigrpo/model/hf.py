@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..types import ConfigError
 from .shape import ModelShape, RopeScaling
@@ -86,7 +86,7 @@ GPT2_SIZES = {
     "layers": "n_layer",
     "width": "n_embd",
     "heads": "n_head",
-    "mlp_width": "n_inner",  # may be missing
+    "mlp_width": "n_inner",
 }
 LLAMA_SIZES = {
     "vocab_size": "vocab_size",
@@ -95,9 +95,10 @@ LLAMA_SIZES = {
     "width": "hidden_size",
     "heads": "num_attention_heads",
     "mlp_width": "intermediate_size",
-    "kv_heads": "num_key_value_heads",  # this and the next may be missing
+    "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
+DERIVED = ("mlp_width", "kv_heads", "head_dim")  # may be missing
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -113,22 +114,21 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _sizes(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
+    sizes = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
+    if min(size for ours, size in sizes.items() if size or ours not in DERIVED) < 1:
+        raise ConfigError(f"{CONFIG}: no model has these sizes: {sizes}")
+    return sizes
 
 
-def _refuse_settings(config: Mapping[str, Any], unsupported: Mapping[str, object]) -> None:
-    """Raise ConfigError for the first name whose value is true."""
-    for name in filter(unsupported.get, unsupported):
-        raise ConfigError(f"{CONFIG}: {name} is {config.get(name)!r}, which is not supported")
+def _require(config: Mapping[str, Any], name: str, *supported: object) -> None:
+    """Raise ConfigError unless a setting is missing or has a supported value."""
+    if name in config and config[name] not in supported:
+        raise ConfigError(f"{CONFIG}: {name} is {config[name]!r}, which is not supported")
 
 
 def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
-    activation = config.get("activation_function", "gelu_new")
-    unsupported = {
-        "activation_function": activation not in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        "scale_attn_by_inverse_layer_idx": config.get("scale_attn_by_inverse_layer_idx"),
-    }
-    _refuse_settings(config, unsupported)
+    _require(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+    _require(config, "scale_attn_by_inverse_layer_idx", False)
     return ModelShape(
         **_sizes(config, GPT2_SIZES),
         norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
@@ -139,47 +139,30 @@ def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
 def _read_llama(config: Mapping[str, Any], family: str) -> ModelShape:
     """Llama and its relatives; transformers 5 writes `rope_parameters`, version 4 two fields."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    config = {**config, **rope, "rope_type": rope_type}
-    unsupported = {
-        "rope_type": rope_type not in ("default", "llama3"),
-        "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
-        "use_sliding_window": config.get("use_sliding_window"),
-        # earlier versions of Mistral have a window, and no field that says whether it is used
-        "sliding_window": family == "mistral" and config.get("sliding_window"),
-    }
-    _refuse_settings(config, unsupported)
+    rope = {"rope_type": rope.get("type", "default"), **rope}
+    config = {**config, **rope}
+    _require(config, "rope_type", "default", "llama3")
+    _require(config, "hidden_act", "silu")
+    _require(config, "use_sliding_window", False)
+    if family == "mistral":  # it has a window, and no field that says whether it is used
+        _require(config, "sliding_window", None)
     scaling = None
-    if rope_type == "llama3":
+    if rope["rope_type"] == "llama3":
         scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
     is_smollm3 = family == "smollm3"
-    layers, unrotated = config["num_hidden_layers"], list[int]()
-    if is_smollm3:  # every fourth layer does not rotate
-        every = config.get("no_rope_layer_interval", 4)
-        rotates = config.get("no_rope_layers") or [n % every for n in range(1, layers + 1)]
-        unrotated = [n for n, rotated in enumerate(rotates) if not rotated]
-    biased = bool(config.get("attention_bias", False))
     return ModelShape(
         **_sizes(config, LLAMA_SIZES),
         family=family,
-        norm="rms",
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        projections="separate",
-        mlp="swiglu",
-        qkv_bias=biased or family == "qwen2",  # which has no field for it
-        out_bias=biased and family != "qwen2",
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        head_norm=family == "qwen3",
         rope_theta=float(config.get("rope_theta") or (2e6 if is_smollm3 else 1e4)),
         rope_scaling=scaling,
-        unrotated=unrotated,
         tied=bool(config.get("tie_word_embeddings", is_smollm3)),
     )
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:
     """The contents of config.json, in words that versions 4 and 5 of transformers read."""
-    sizes = GPT2_SIZES if shape.family == "gpt2" else LLAMA_SIZES
+    sizes = GPT2_SIZES if shape.is_gpt2 else LLAMA_SIZES
     written = {
         "architectures": [FAMILIES[shape.family].architecture],
         "model_type": shape.family,
@@ -188,18 +171,14 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
         # some families have defaults beyond the vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    if shape.family == "gpt2":
+    if shape.is_gpt2:
         # transformers would train with its default of 0.1
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         return {**written, **dropout, "layer_norm_epsilon": shape.norm_eps}
     scaling = shape.rope_scaling
-    if shape.family == "smollm3":
-        written["no_rope_layers"] = [int(n not in shape.unrotated) for n in range(shape.layers)]
     return {
         **written,
         "rms_norm_eps": shape.norm_eps,
-        "attention_bias": shape.qkv_bias and shape.family != "qwen2",
-        "mlp_bias": shape.mlp_bias,
         "rope_theta": shape.rope_theta,
         "rope_scaling": {"rope_type": "llama3", **asdict(scaling)} if scaling else None,
         "sliding_window": None,
@@ -209,52 +188,25 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
 # --- weights --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """A model's shape, and its tensors by their names in files; none beside config.json alone."""
+def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
+    """The shape of a model in a safetensors file or a folder, and its tensors by their names there.
 
-    path: Path
-    shape: ModelShape
-    tensors: Mapping[str, Tensor]  # mapped into memory: a file is read where its values are used
-
-    @classmethod
-    def open(cls, path: Path) -> "ModelFiles":
-        """Open one safetensors file, or a folder. Raises ConfigError."""
-        file = path / WEIGHTS if path.is_dir() else path
-        header, tensors = dict[str, str](), dict[str, Tensor]()
-        for part in _weight_files(file):
-            try:
-                with safe_open(part, framework="pt") as opened:
-                    header |= opened.metadata() or {}
-                tensors |= load_file(part)
-            except SafetensorError as error:
-                raise ConfigError(f"{part}: {error}") from None
-        if SHAPE in header:  # a file of our own
-            return cls(path, ModelShape(**json.loads(header[SHAPE])), tensors)
-        return cls(path, read_shape(read_json(file.with_name(CONFIG))), tensors)
-
-    def load_into(self, model: nn.Module) -> None:
-        """Load the tensors into a Transformer.
-
-        Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
-        """
-        family, state = FAMILIES[self.shape.family], dict[str, Tensor]()
-        names = {family.stored_name(name): name for name in model.state_dict()}
-        for whole_name, tensor in self.tensors.items():
-            name = whole_name.removeprefix(family.prefix)
-            if not BUFFERS.fullmatch(name):
-                transposed = name.endswith(family.transposed)
-                state[names.get(name, name)] = tensor.t() if transposed else tensor
-        head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
-        if head is not None and embedding is not None and torch.equal(head, embedding):
-            del state["lm_head.weight"]  # some store the head although it is tied
+    The tensors are mapped into memory: a file is read where their values are used. A folder with a
+    config.json alone has none. Raises ConfigError.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    header, tensors = dict[str, str](), dict[str, Tensor]()
+    for part in _weight_files(file):
         try:
-            model.load_state_dict(state)
-        except RuntimeError as error:  # which may list thousands of names
-            raise ConfigError(f"{self.path}: {str(error)[:500]}") from None
-        for name, parameter in model.named_parameters():
-            if not all(bool(x.isfinite()) for x in parameter.aminmax()):
-                raise ConfigError(f"{self.path}: {name} has values that are not finite")
+            with safe_open(part, framework="pt") as opened:
+                header |= opened.metadata() or {}
+            tensors |= load_file(part)
+        except SafetensorError as error:
+            raise ConfigError(f"{part}: {error}") from None
+    if SHAPE not in header:
+        return read_shape(read_json(file.with_name(CONFIG))), tensors
+    stored, known = json.loads(header[SHAPE]), {field.name for field in fields(ModelShape)}
+    return ModelShape(**{name: x for name, x in stored.items() if name in known}), tensors
 
 
 def _weight_files(file: Path) -> list[Path]:
@@ -269,6 +221,30 @@ def _weight_files(file: Path) -> list[Path]:
     if others or not (folder / CONFIG).exists():
         raise ConfigError(f"{folder}: has no {WEIGHTS}, only {', '.join(others) or 'other files'}")
     return []
+
+
+def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load the tensors of `read_model` into a Transformer.
+
+    Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
+    """
+    family, state = FAMILIES[model.shape.family], dict[str, Tensor]()
+    names = {family.stored_name(name): name for name in model.state_dict()}
+    for stored, tensor in tensors.items():
+        name = stored.removeprefix(family.prefix)
+        if not BUFFERS.fullmatch(name):
+            transposed = name.endswith(family.transposed)
+            state[names.get(name, name)] = tensor.t() if transposed else tensor
+    head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
+    if head is not None and embedding is not None and torch.equal(head, embedding):
+        del state["lm_head.weight"]  # some store the head although it is tied
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:  # which may list thousands of names
+        raise ConfigError(f"the weights do not fit config.json: {str(error)[:500]}") from None
+    for name, parameter in model.named_parameters():
+        if not all(bool(x.isfinite()) for x in parameter.aminmax()):
+            raise ConfigError(f"{name} in the model's file has values that are not finite")
 
 
 def save_weights(model: Any, path: Path, header: Mapping[str, str] | None = None) -> None:
@@ -309,12 +285,13 @@ def save_model_folder(model: Any, folder: Path) -> None:
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 
 
-def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
+def hub_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """The file or folder that a name stands for; a model on the Hub is fetched if need be.
 
     An existing path comes first. The name of a folder from the Hub is the commit.
 
     Args:
+        revision: the commit, branch or tag of a model on the Hub; None: that of ORG/NAME@REVISION.
         weights: whether they are needed, and not only config.json and the tokenizer.
 
     Raises ConfigError.
@@ -329,7 +306,7 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
             f"{name}: no such folder; pip install 'minigrpo[hub]' to fetch it from the Hub"
         ) from None
     fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
-    folder = Path(fetch(revision=found[2], allow_patterns=["*.json", "*.jinja"]))
+    folder = Path(fetch(revision=revision or found[2], allow_patterns=["*.json", "*.jinja"]))
     if weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")

@@ -1,6 +1,4 @@
-"""Linear layers, with two departures from torch's: frozen weights may be stored in a lower
-precision than their inputs, and under autocast on a CPU the number of rows is rounded up.
-"""
+"""Linear layers whose frozen weights may be stored in a lower precision than their inputs."""
 
 from typing import Any
 
@@ -21,28 +19,10 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`. A weight of another type than `x` must be frozen."""
-    if torch.is_autocast_enabled(x.device.type):
-        on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        return (_in_few_sizes if on_cpu else F.linear)(x, weight, bias)
-    if weight.dtype == x.dtype:
+    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     out: Tensor = _FrozenWeight.apply(x, weight)
     return out if bias is None else out + bias.to(out.dtype)
-
-
-def _in_few_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with rows of zeros that make up a round number.
-
-    oneDNN, which computes in bfloat16, compiles a kernel for each number of rows, and keeps it:
-    with the row counts of packing and sampling, a run would grow by megabytes per step.
-    """
-    shape = x.shape[:-1]
-    rows = shape.numel()
-    step = 1 << max(0, rows.bit_length() - 4)  # at most 1/8 more
-    size = -(-rows // step) * step
-    padded = x.new_zeros(size, x.shape[-1], dtype=torch.get_autocast_dtype("cpu"))
-    padded[:rows] = x.reshape(rows, -1)
-    return F.linear(padded, weight, bias)[:rows].view(*shape, -1)
 
 
 class _FrozenWeight(torch.autograd.Function):

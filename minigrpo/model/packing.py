@@ -26,11 +26,11 @@ first group [1, 2], nothing, [3]; of the second [4, 5], nothing, [6].
     position     0   1   2    3   4   4     0   1    2   3    2
 
 >>> packing = pack(completions)
->>> packing.tokens.ids.tolist()
+>>> packing.ids.tolist()
 [10, 11, 12, 1, 2, 3, 20, 21, 4, 5, 6]
->>> packing.tokens.positions.tolist()
+>>> packing.positions.tolist()
 [0, 1, 2, 3, 4, 4, 0, 1, 2, 3, 2]
->>> len(pack(completions, share=False).tokens.ids)
+>>> len(pack(completions, share=False).ids)
 25
 
 Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
@@ -71,10 +71,46 @@ from torch import Tensor
 
 from ..types import Completions
 from .logprobs import at_least_fp32
-from .transformer import Attend, PackedTokens, rows_of, sdpa
 
 # Two attention calls replace one only if together they compute at most this share of its scores.
 SPLIT_AT = 0.8
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Gather packed tokens into padded rows: `[N, H, E]` and `[B, T]` -> `[B, H, T, E]`.
+
+    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
+    """
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """`rows_of` for tokens that appear in several rows.
+
+    Their gradients are summed in float32 or wider; a bfloat16 sum would lose small terms.
+    """
+    wide = at_least_fp32(x) if x.requires_grad else x
+    return rows_of(wide, rows).to(x.dtype)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
+
+    Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
+    2305.13245). Left to torch, that would store the scores of all heads in most cases. So with a
+    mask, the R queries of a token become rows of the attention to their shared head; without one,
+    keys and values are repeated.
+
+    Args:
+        mask: `[B, 1, R * T, T']`, 0 or -inf.
+    """
+    share = q.shape[1] // k.shape[1]
+    if mask is None:
+        k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    return out.unflatten(2, (share, -1)).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -115,9 +151,10 @@ class CompletionRows:
 
 @dataclass(frozen=True)
 class Packing:
-    """One micro-batch, ready for `Transformer.forward(packing.tokens, packing, temperature)`."""
+    """One micro-batch, ready for `Transformer.forward`."""
 
-    tokens: PackedTokens  # N tokens
+    ids: Tensor  # [N] int64, the packed tokens
+    positions: Tensor  # [N] int64, the position of each in its own text
     sources: Tensor  # [M] packed tokens whose next token is predicted
     targets: Tensor  # [M] that next token
     index: Tensor  # [P, G, S] into the M predictions; 0 where masked
@@ -126,11 +163,9 @@ class Packing:
     completion_rows: tuple[CompletionRows, ...]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
 
-    def layer(self, number: int) -> Attend:
-        return self.attend
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `Attend` has it. Padding is on the right, so causality hides it."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[N, H, E]`, the same in every layer."""
+        # padding is on the right, so causality hides it
         outs = [sdpa(*(rows_of(x, self.causal_rows) for x in (q, k, v)))]
         outs += [rows.attend(q, k, v) for rows in self.completion_rows]
         flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
@@ -140,15 +175,6 @@ class Packing:
         rows = tuple(part.to(device) for part in self.completion_rows)
         moved = {name: x.to(device) for name, x in vars(self).items() if name != "completion_rows"}
         return replace(self, completion_rows=rows, **moved)
-
-
-def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows_of` for tokens that appear in several rows.
-
-    Their gradients are summed in float32 or wider; a bfloat16 sum would lose small terms.
-    """
-    wide = at_least_fp32(x) if x.requires_grad else x
-    return rows_of(wide, rows).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -199,7 +225,8 @@ def pack(completions: Completions, share: bool = True) -> Packing:
     causal_rows = _padded(causal)[0]
     parts = [_completion_rows(part) for part in _split_by_length(added)]
     return Packing(
-        tokens=PackedTokens(torch.tensor(ids), torch.tensor(positions)),
+        ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
         sources=torch.tensor(sources),
         targets=torch.tensor(targets),
         index=torch.from_numpy(index),

@@ -1,118 +1,57 @@
 """A decoder-only transformer on packed tokens: GPT-2, Llama, Qwen and their relatives.
 
 What differs from the textbook: blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and
-call an *attend* function on `(q, k, v)` that determines which tokens attend to which (packing.py
-for training, decoder.py for decoding). So a training forward spends no linear layer on padding, and
-runs shared tokens once. `ModelShape` says which variant of each part a model has.
+call a function `attend` that determines which tokens attend to which (packing.py for training,
+decoder.py for decoding). So a training forward spends no linear layer on padding, and runs shared
+tokens once. `ModelShape` says which variant of each part a model has.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .hf import ModelFiles, save_weights
+from .hf import load_weights, read_model, save_weights
 from .linear import Linear, linear
 from .logprobs import at_least_fp32, token_logprobs
+from .packing import Packing, sdpa
 from .shape import ModelShape, RopeScaling
 
-__all__ = ["ModelShape", "PackedTokens", "RopeScaling", "Transformer"]
+__all__ = ["ModelShape", "RopeScaling", "Transformer"]
 
-# q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed tokens, H heads, K heads of keys and
-# values (K divides H), heads of size E
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class AttentionPattern(Protocol):
-    """How packed tokens attend to each other, layer by layer; `forward_hidden` takes one."""
-
-    def layer(self, number: int) -> Attend: ...
+# The attention of one layer: its number, q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed
+# tokens, H heads of queries, K heads of keys and values (K divides H), heads of size E.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Rotate = Callable[[Tensor], Tensor]
 
 
-class LogprobPacking(AttentionPattern, Protocol):
-    """What `Transformer.forward` needs in addition; packing.py builds it."""
-
-    sources: Tensor  # [M] packed tokens whose next token is predicted
-    targets: Tensor  # [M] that next token
-    index: Tensor  # [P, G, S] into the M predictions
-    mask: Tensor  # [P, G, S] bool
+# --- positions and attention ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PackedTokens:
-    """Tokens of any number of texts, in any order, without padding."""
-
-    ids: Tensor  # [N] int64
-    positions: Tensor  # [N] int64, the position of each token in its own text
-
-    def to(self, device: torch.device | str) -> "PackedTokens":
-        return PackedTokens(self.ids.to(device), self.positions.to(device))
-
-
-# --- attention ----------------------------------------------------------------------------------
-
-
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Gather packed tokens into padded rows: `[N, H, E]` and `[R, T]` -> `[R, H, T, E]`.
-
-    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
-    """
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
-
-    Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
-    2305.13245). Left to torch, that would store the scores of all heads in most cases. So with a
-    mask, the R queries of a token become rows of the attention to their shared head; without one,
-    keys and values are repeated.
-
-    Args:
-        mask: `[B, 1, R * T, T']`, 0 or -inf.
-    """
-    share = q.shape[1] // k.shape[1]
-    if mask is None:
-        k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    return out.unflatten(2, (share, -1)).flatten(1, 2)
-
-
-def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attend(q, k, v)`, always in float32 on a CPU.
+def attention(
+    attend: Callable[..., Tensor], rotate: Rotate | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """`attend` on rotated queries and keys, always in float32 or wider on a CPU.
 
     On a CPU, the backward pass of torch's attention was measured to take three times as long in
     bfloat16.
     """
-    if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+    on_cpu = q.device.type == "cpu"
+    with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
+        if on_cpu:
+            q, k, v = at_least_fp32(q), at_least_fp32(k), at_least_fp32(v)
+        if rotate:
+            q, k = rotate(q), rotate(k)
         return attend(q, k, v)
-    with torch.autocast("cpu", enabled=False):
-        return attend(at_least_fp32(q), at_least_fp32(k), at_least_fp32(v))
 
 
-class Causal:
-    """Plain causal attention within rows `[B, T]`, packed row after row."""
-
-    def __init__(self, batch: int, length: int) -> None:
-        self.shape = (batch, length)
-
-    def layer(self, number: int) -> Attend:
-        return self.attend
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E]
-        return sdpa(q, k, v).transpose(1, 2).flatten(0, 1)
-
-
-def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
+def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotate:
     """A function that rotates `x [N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
 
     The first half of a head is rotated against the second half, as in Llama's files; in float32 or
@@ -128,12 +67,6 @@ def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Callab
         return torch.addcmul(at_least_fp32(x) * cos, swapped, sin).to(x.dtype)
 
     return rotate
-
-
-def rotated(
-    rotate: Callable[..., Tensor], attend: Attend, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    return attend(rotate(q), rotate(k), v)
 
 
 @cache  # made in every forward, they would be copied to the device for every decoded token
@@ -167,7 +100,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
-    return (nn.LayerNorm if shape.norm == "layer" else RMSNorm)(shape.width, shape.norm_eps)
+    return (nn.LayerNorm if shape.is_gpt2 else RMSNorm)(shape.width, shape.norm_eps)
 
 
 class FusedAttention(nn.Module):
@@ -176,8 +109,8 @@ class FusedAttention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.c_attn = Linear(shape.width, 3 * shape.width, bias=shape.qkv_bias)
-        self.c_proj = Linear(shape.width, shape.width, bias=shape.out_bias)
+        self.c_attn = Linear(shape.width, 3 * shape.width)
+        self.c_proj = Linear(shape.width, shape.width)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[N, D]` -> queries, keys and values, `[N, H, E]` each."""
@@ -193,15 +126,15 @@ class SeparateAttention(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.head_dim, has_bias = shape.head_dim, shape.family == "qwen2"
         queries = shape.heads * shape.head_dim
-        self.q_proj = Linear(shape.width, queries, bias=shape.qkv_bias)
-        self.k_proj = Linear(shape.width, shape.kv_width, bias=shape.qkv_bias)
-        self.v_proj = Linear(shape.width, shape.kv_width, bias=shape.qkv_bias)
-        self.o_proj = Linear(queries, shape.width, bias=shape.out_bias)
+        self.q_proj = Linear(shape.width, queries, bias=has_bias)
+        self.k_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
+        self.v_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
+        self.o_proj = Linear(queries, shape.width, bias=False)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if shape.head_norm:  # Qwen3's norms of each head
+        if shape.head_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
@@ -224,8 +157,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.c_fc = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.c_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+        self.c_fc = Linear(shape.width, shape.mlp_width)
+        self.c_proj = Linear(shape.mlp_width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -236,9 +169,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.up_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.down_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=False)
+        self.up_proj = Linear(shape.width, shape.mlp_width, bias=False)
+        self.down_proj = Linear(shape.mlp_width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -254,13 +187,13 @@ class Block(nn.Module):
         super().__init__()
         self.attention = attention  # compile_blocks in device.py replaces it by an uncompiled call
         self.ln_1 = make_norm(shape)
-        self.attn = (FusedAttention if shape.projections == "fused" else SeparateAttention)(shape)
+        self.attn = (FusedAttention if shape.is_gpt2 else SeparateAttention)(shape)
         self.ln_2 = make_norm(shape)
-        self.mlp = (MLP if shape.mlp == "gelu" else GatedMLP)(shape)
+        self.mlp = (MLP if shape.is_gpt2 else GatedMLP)(shape)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: Callable[..., Tensor], rotate: Rotate | None) -> Tensor:
         q, k, v = self.attn.qkv(self.ln_1(x))
-        x = x + self.attn.project(self.attention(attend, q, k, v))
+        x = x + self.attn.project(self.attention(attend, rotate, q, k, v))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -282,7 +215,7 @@ class Transformer(nn.Module):
         # set by device.py for gradient checkpointing: runs a block, recomputed in backward
         self.checkpoint_blocks: Callable[..., Tensor] | None = None
         self.wte = _embedding(shape.vocab_size, shape.width)
-        self.wpe = None if shape.rope_theta else _embedding(shape.context, shape.width)
+        self.wpe = _embedding(shape.context, shape.width) if shape.is_gpt2 else None
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.ln_f = make_norm(shape)
         self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
@@ -328,14 +261,14 @@ class Transformer(nn.Module):
         Weights become float32, or matrices another type. A folder with a config.json alone is
         random weights from `seed`.
         """
-        files = ModelFiles.open(Path(path))
-        if not files.tensors:
-            return cls(files.shape, seed)
-        model = cls.empty(files.shape)
+        shape, tensors = read_model(Path(path))
+        if not tensors:
+            return cls(shape, seed)
+        model = cls.empty(shape)
         for parameter in model.parameters():
             if matrices and parameter.dim() >= 2:
                 parameter.data = torch.empty_like(parameter, dtype=matrices)
-        files.load_into(model)
+        load_weights(model, tensors)
         return model
 
     def trim_vocab(self, number: int) -> None:
@@ -358,20 +291,24 @@ class Transformer(nn.Module):
         """The weights of the output head, `[V, D]`."""
         return self.wte.weight if self.head is None else self.head.weight
 
-    def forward_hidden(self, tokens: PackedTokens, pattern: AttentionPattern) -> Tensor:
-        """Final hidden states `[N, D]` of N packed tokens."""
-        shape, x = self.shape, self.wte(tokens.ids)
-        x = x.to(self.ln_f.weight.dtype)  # frozen embeddings may be in lower precision
+    def forward_hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states `[N, D]` of N packed tokens, of any texts in any order.
+
+        Args:
+            ids: `[N]` int64.
+            positions: `[N]` int64, the position of each token in its own text.
+            attend: which tokens attend to which.
+        """
+        x = self.wte(ids).to(self.ln_f.weight.dtype)  # frozen embeddings may be in lower precision
+        rotate = None
         if self.wpe is not None:
-            x = x + self.wpe(tokens.positions)
+            x = x + self.wpe(positions)
         else:
-            rotate = rotation(shape, tokens.positions, x.dtype)
-        for number, block in enumerate(self.h):
-            attend = pattern.layer(number)
-            if shape.rope_theta and number not in shape.unrotated:
-                attend = partial(rotated, rotate, attend)
-            recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
-            x = recompute(block, x, attend) if recompute else block(x, attend)
+            rotate = rotation(self.shape, positions, x.dtype)
+        recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
+        for layer, block in enumerate(self.h):
+            how = partial(attend, layer), rotate if self.shape.rotates(layer) else None
+            x = recompute(block, x, *how) if recompute else block(x, *how)
         return self.ln_f(x)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -380,14 +317,16 @@ class Transformer(nn.Module):
 
     def logits(self, ids: Tensor) -> Tensor:
         """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.unflatten(0, ids.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E]
+            return sdpa(q, k, v).transpose(1, 2).flatten(0, 1)
+
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        tokens = PackedTokens(ids.flatten(), positions.flatten())
-        hidden = self.forward_hidden(tokens, Causal(*ids.shape))
+        hidden = self.forward_hidden(ids.flatten(), positions.flatten(), attend)
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
-    def forward(
-        self, tokens: PackedTokens, packing: LogprobPacking, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, packing: Packing, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token, and the entropy of its distribution.
 
         The output head runs only on the M packed tokens that predict a completion token.
@@ -396,10 +335,8 @@ class Transformer(nn.Module):
             Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy has
             no gradient.
         """
-        hidden = self.forward_hidden(tokens, packing).index_select(0, packing.sources)
-        logp, entropy = token_logprobs(hidden, self.head_weight, packing.targets, temperature)
-        zero = logp.new_zeros(())
-        return (
-            torch.where(packing.mask, logp[packing.index], zero),
-            torch.where(packing.mask, entropy[packing.index], zero),
-        )
+        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
+        hidden = hidden.index_select(0, packing.sources)
+        found = token_logprobs(hidden, self.head_weight, packing.targets, temperature)
+        logp, entropy = (x[packing.index].where(packing.mask, 0) for x in found)
+        return logp, entropy

@@ -9,8 +9,6 @@ Shapes: P prompts, B slots, W tokens per slot and round, K heads of keys and val
 R heads of queries (H = K * R), heads of size E.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,19 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..model.transformer import Attend, PackedTokens, Transformer, rows_of, sdpa
+from ..model.packing import rows_of, sdpa
+from ..model.transformer import Transformer
 
 BLOCK = 32  # columns by which the cache of new tokens grows
-
-
-@dataclass(frozen=True)
-class Layers:
-    """An attention pattern from one function of the number of the layer, q, k and v."""
-
-    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-    def layer(self, number: int) -> Attend:
-        return partial(self.attend, number)
 
 
 class Decoder:
@@ -39,9 +28,10 @@ class Decoder:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         # keys and values of each layer: of prompts [2, K, P, Lp, E], heads first so that a grid of
-        # slots is a view; of the slots' own tokens [2, rows, K, columns, E], with at least B rows
+        # slots is a view; of the slots' own tokens [2, most_slots, K, columns, E]
         self.prompt_kv: list[Tensor] = []
         self.own_kv: list[Tensor] = []
+        self.most_slots = 0  # before the next prompts
         none = np.zeros(0, dtype=np.int64)
         self._arrange(none, none)
 
@@ -64,12 +54,13 @@ class Decoder:
             for x in (grid.ravel(), place, prompt_len[prompt_of_slot])
         )
 
-    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor) -> Tensor:
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int = 1) -> Tensor:
         """Run new prompts, and add a slot for each, after the others.
 
         Args:
             prompt_ids: `[P', Lp]` int64, right-padded.
             prompt_len: `[P']` int64.
+            num_samples: most slots that a prompt will have.
 
         Returns:
             `[P', V]`, the logits of the first new tokens.
@@ -80,29 +71,29 @@ class Decoder:
         ids = prompt_ids[:, : len(positions)][real]
         # the packed token of each place; padding, which causality hides, repeats the one before
         rows = real.flatten().cumsum(0).sub(1).view(real.shape)
-        attention = Layers(partial(self._attend_in_prompts, real, rows))
-        packed = PackedTokens(ids, positions.expand_as(real)[real])
-        hidden = self.model.forward_hidden(packed, attention)
+        attend = partial(self._attend_in_prompts, real, rows)
+        hidden = self.model.forward_hidden(ids, positions.expand_as(real)[real], attend)
 
         new = len(self.prompt_len) + np.arange(len(lengths))
         self._arrange(np.append(self.prompt_len, lengths), np.append(self.prompt_of_slot, new))
+        self.most_slots += len(lengths) * num_samples
         self._resize(self.own_kv[0].shape[3])
         return self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
 
     def _attend_in_prompts(
-        self, real: Tensor, rows: Tensor, number: int, q: Tensor, k: Tensor, v: Tensor
+        self, real: Tensor, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Causal attention, which also stores keys and values."""
         q, k, v = (rows_of(x, rows) for x in (q, k, v))  # [P', H or K, Lp, E]
         new = torch.stack([k.transpose(0, 1), v.transpose(0, 1)])
-        if number == len(self.prompt_kv):
+        if layer == len(self.prompt_kv):
             self.prompt_kv.append(new)
             self.own_kv.append(k.new_zeros(2, 0, k.shape[1], 0, k.shape[3]))
         else:
-            old = self.prompt_kv[number]
+            old = self.prompt_kv[layer]
             width = max(old.shape[3], new.shape[3])
             both = [pad(x, (0, 0, 0, width - x.shape[3])) for x in (old, new)]
-            self.prompt_kv[number] = torch.cat(both, dim=2)
+            self.prompt_kv[layer] = torch.cat(both, dim=2)
         return sdpa(q, k, v).transpose(1, 2)[real]
 
     def step(self, tokens: Tensor, columns: Tensor, num_columns: int) -> Tensor:
@@ -125,24 +116,23 @@ class Decoder:
         own = torch.arange(num_columns, device=device) <= columns[..., None]
         visible = torch.cat([in_prompt[:, None].expand(-1, width, -1), own], dim=-1)
         # [B, 1, 1, W, Lp + num_columns], one for all layers
-        attention = Layers(partial(self._attend, columns, ~visible[:, None, None]))
+        attend = partial(self._attend, columns, ~visible[:, None, None])
         # proposals may go past the context; they are never kept, but their positions must exist
         positions = (self.starts[:, None] + columns).clamp(max=self.model.shape.context - 1)
-        packed = PackedTokens(tokens.flatten(), positions.flatten())
-        hidden = self.model.forward_hidden(packed, attention)
+        hidden = self.model.forward_hidden(tokens.flatten(), positions.flatten(), attend)
         return self.model.lm_head(hidden).unflatten(0, tokens.shape)
 
     def _attend(
-        self, columns: Tensor, masked: Tensor, number: int, q: Tensor, k: Tensor, v: Tensor
+        self, columns: Tensor, masked: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
         (num_slots, width), heads = columns.shape, k.shape[1]
-        prompt_k, prompt_v = self.prompt_kv[number]
+        prompt_k, prompt_v = self.prompt_kv[layer]
         slots = torch.arange(num_slots, device=q.device)[:, None]
-        for cache, new in zip(self.own_kv[number], (k, v), strict=True):
+        for cache, new in zip(self.own_kv[layer], (k, v), strict=True):
             cache[slots, :, columns] = new.unflatten(0, (-1, width))
         num_columns = masked.shape[-1] - prompt_k.shape[2]
-        own_k, own_v = self.own_kv[number][:, :num_slots, :, :num_columns]
+        own_k, own_v = self.own_kv[layer][:, :num_slots, :, :num_columns]
 
         q = (q * q.shape[-1] ** -0.5).unflatten(0, (-1, width)).unflatten(2, (heads, -1))
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, R * W, E]
@@ -170,33 +160,25 @@ class Decoder:
 
         There will be no more than `most_slots` before the next `prefill`.
         """
-        device, moved = self.model.device, np.flatnonzero(sources != np.arange(len(sources)))
+        self.most_slots, moved = most_slots, np.flatnonzero(sources != np.arange(len(sources)))
         if len(sources) == len(self.prompt_of_slot) and not len(moved):
             return
-        if len(sources) > self.own_kv[0].shape[1]:
-            # spare rows, copies of slot 0, because slots separate one by one
-            spare = min(len(sources), most_slots - len(sources))
-            rows = torch.from_numpy(np.pad(sources, (0, spare))).to(device)
-            for number, layer in enumerate(self.own_kv):
-                self.own_kv[number] = layer.index_select(1, rows)
-        elif len(moved):
-            to, source = (torch.from_numpy(x).to(device) for x in (moved, sources[moved]))
-            for layer in self.own_kv:
-                # all sources are read before any slot is overwritten
-                layer.index_copy_(1, to, layer.index_select(1, source))
+        to, source = (torch.from_numpy(x).to(self.model.device) for x in (moved, sources[moved]))
+        for layer in self.own_kv:
+            # all sources are read before any slot is overwritten
+            layer.index_copy_(1, to, layer.index_select(1, source))
         alive, prompt_of_slot = np.unique(self.prompt_of_slot[sources], return_inverse=True)
         prompt_len = self.prompt_len[alive]
         if len(alive) < len(self.prompt_len):  # drop prompts without slots
-            prompts, width = torch.from_numpy(alive).to(device), int(prompt_len.max(initial=0))
+            prompts, width = torch.from_numpy(alive).to(source.device), prompt_len.max(initial=0)
             self.prompt_kv = [x[:, :, :, :width].index_select(2, prompts) for x in self.prompt_kv]
         self._arrange(prompt_len, prompt_of_slot)
 
     def _resize(self, columns: int) -> None:
-        """Give the cache of new tokens so many columns, and one to two rows per slot.
+        """Give the cache of new tokens so many columns, and `most_slots` rows.
 
         New ones are zeros: attention gives them no weight, but 0 times a NaN is NaN.
         """
-        num_slots = len(self.prompt_of_slot)
-        for number, x in enumerate(self.own_kv):  # so that no more than one exists twice
-            rows = max(num_slots, min(x.shape[1], 2 * num_slots)) - x.shape[1]
-            self.own_kv[number] = pad(x, (0, 0, 0, columns - x.shape[3], 0, 0, 0, rows))
+        for layer, x in enumerate(self.own_kv):  # so that no more than one exists twice
+            more = columns - x.shape[3], self.most_slots - x.shape[1]
+            self.own_kv[layer] = pad(x, (0, 0, 0, more[0], 0, 0, 0, more[1]))

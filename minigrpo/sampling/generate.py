@@ -8,20 +8,19 @@ Completions of a prompt that are equal so far share a *slot*, a place in the dec
 because the model would compute the same logits for all of them. Once they differ, they get slots of
 their own.
 
-Shapes: P prompts with G completions each, R = P * G sequences in all, of which N are running in B
+Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import Config
+from ..config import Config, SamplingConfig
 from ..model.encoding import encode_answers, encode_prompts
 from ..model.logprobs import log_softmax
 from ..model.tokenizer import Tokenizer
@@ -31,12 +30,12 @@ from ..runtime.guard import OOMBackoff
 from ..types import Completions, Example
 from .decoder import Decoder
 from .drafts import propose
-from .pick import SamplingParams, pick_token, truncate
+from .pick import pick_token, truncate
 
 # Waiting prompts enter when there is room for this share of the prompts that are decoded together,
 # because an entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
-GREEDY = SamplingParams()  # with u=None; with u it samples from the model's own distribution
+PLAIN = SamplingConfig()  # the model's own distribution
 
 
 class Generation:
@@ -53,7 +52,7 @@ class Generation:
         num_samples: int = 1,
         prompts_at_once: int = 0,
         u: Tensor | None = None,
-        params: SamplingParams = GREEDY,
+        sampling: SamplingConfig = PLAIN,
         drafts: Tensor | None = None,
         num_speculative_tokens: int = 4,
         work: Counter[str] | None = None,
@@ -63,17 +62,18 @@ class Generation:
             prompt_ids: `[P, Lp]` int64, right-padded.
             prompt_len: `[P]` int64.
             stops: the tokens that end a completion; others end after `max_new_tokens`.
-            prompts_at_once: prompts per part, 0: all. There are never more completions side by side
-                than those of so many prompts. It changes no token.
+            prompts_at_once: there are never more completions side by side than those of so many
+                prompts, 0: of all. It changes no token.
             u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
                 likely token each time.
+            sampling: its temperature, top-k, top-p and min-p.
             drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
                 as the known answer. It changes the number of rounds, not the tokens.
             work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran;
                 `rows`, the number of completions; `row_rounds`, the sum over completions of the
                 rounds that each took.
         """
-        device, self.params = model.device, params
+        device, self.sampling = model.device, sampling
         self.prompt_ids, self.prompt_len = prompt_ids.to(device), prompt_len.to(device)
         self.max_new_tokens, self.num_samples = max_new_tokens, num_samples  # num_samples is G
         self.prompts_at_once = prompts_at_once or len(prompt_ids)
@@ -85,12 +85,13 @@ class Generation:
         size = len(prompt_ids) * num_samples, max_new_tokens + self.window
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.logp = torch.zeros(size, dtype=torch.float32, device=device)
-        self.log_kept_mass = torch.zeros_like(self.logp) if params.truncates else None
+        truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
         self.u = None
         if u is not None:
             u = u.flatten(0, 1)[:, :max_new_tokens].to(device)
             self.u = torch.nn.functional.pad(u, (0, self.window))
-        self.lengths = self.ids.new_zeros(len(self.ids))  # [R] tokens of each completion
+        self.lengths = self.ids.new_zeros(len(self.ids))  # [P * G] tokens of each completion
         self.decoder = Decoder(model)
         self.running = self.lengths[:0]  # [N] unfinished sequences, in ascending order
         self.slot = self.lengths[:0]  # [N] the slot of each
@@ -101,11 +102,10 @@ class Generation:
 
     @torch.no_grad()
     def parts(self) -> Iterator[Completions]:
-        """Yield the prompts in order, in parts, with their completions on the model's device.
+        """Yield the prompts in order as they finish, with their completions on the model's device.
 
         Waiting prompts enter as completions end and make room (continuous batching, as in Orca, Yu
-        et al., OSDI 2022). A prompt enters with all of its completions, and leaves in the part in
-        which it would be if one batch were decoded after the other.
+        et al., OSDI 2022). A prompt enters with all of its completions.
         """
         total, size, done = len(self.prompt_ids), self.prompts_at_once, 0
         while done < total:
@@ -116,14 +116,14 @@ class Generation:
             else:
                 self._run_round()
             self._update_slots()
-            while done < (end := min(done + size, total)) <= self.num_finished:
-                yield self._part(done, end)
-                done = end
+            if done < self.num_finished:
+                yield self._part(done, self.num_finished)
+                done = self.num_finished
 
     def _enter(self, first: int, last: int) -> None:
         """Run waiting prompts, and pick the first token of each of their completions."""
         lengths, samples = self.prompt_len[first:last], self.num_samples
-        logits = self.decoder.prefill(self.prompt_ids[first:last], lengths)
+        logits = self.decoder.prefill(self.prompt_ids[first:last], lengths, samples)
         sequences = torch.arange(first * samples, last * samples, device=logits.device)
         slot = sequences // samples - first
         self._accept(logits[:, None], sequences, slot, self.ids[: len(logits), :0])
@@ -149,8 +149,8 @@ class Generation:
         A pick counts only if the model was run on the picks before it. The first pick always
         counts; each further one counts if all picks before it equal the proposals, `[B, W - 1]`.
         """
-        logp = log_softmax(logits, self.params.temperature)
-        allowed = truncate(logp, self.params)
+        logp = log_softmax(logits, self.sampling.temperature)
+        allowed = truncate(logp, self.sampling)
         rows, offsets = sequences[:, None], torch.arange(logp.shape[1], device=logp.device)
         columns = self.lengths[rows] + offsets  # [N, W]
         picks = pick_token(allowed, None if self.u is None else self.u[rows, columns], slot)
@@ -183,7 +183,9 @@ class Generation:
         sizes = [len(running), len(running), len(chosen)]
         self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
         self.longest = int(lengths_left.max(initial=0))
-        self.num_finished = running[0] // self.num_samples if len(running) else self.num_entered
+        self.num_finished = (
+            int(running[0]) // self.num_samples if len(running) else self.num_entered
+        )
         self.decoder.reorder(sources, len(running))
 
     def _part(self, first: int, last: int) -> Completions:
@@ -222,11 +224,6 @@ def assign_slots(
     return old[order], new[group], chosen[order]
 
 
-def generate(*args: Any, **options: Any) -> Completions:
-    """The completions of all prompts in one piece; the arguments are those of Generation."""
-    return Completions.join(list(Generation(*args, **options).parts()))
-
-
 class Sampler:
     """Completes examples: encodes prompts, and halves the batch when memory runs out."""
 
@@ -260,14 +257,14 @@ class Sampler:
         *,
         num_samples: int = 1,
         u: np.ndarray | None = None,
-        params: SamplingParams = GREEDY,
+        sampling: SamplingConfig = PLAIN,
         batch_size: int = 0,
         drafts: bool = True,
     ) -> Iterator[Completions]:
         """Complete each example `num_samples` times; yield parts of the batch, on the host.
 
         Args:
-            u: `[P, G, S]`, S >= --max-new-tokens; see Generation.
+            u, sampling: see Generation; S >= --max-new-tokens.
             batch_size: prompts decoded together, 0: all. It affects memory and time only.
             drafts: whether the examples have true answers, which may be proposed.
         """
@@ -298,7 +295,7 @@ class Sampler:
                     max_new_tokens=longest,
                     num_samples=num_samples,
                     prompts_at_once=size,
-                    params=params,
+                    sampling=sampling,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
                 ).parts()

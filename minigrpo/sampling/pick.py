@@ -1,8 +1,6 @@
 """How the next token is picked: temperature, top-k, top-p, min-p, one uniform number per token."""
 
 import math
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,25 +8,7 @@ from torch import Tensor
 from ..config import SamplingConfig
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """The distribution that tokens are drawn from. The defaults are the model's own softmax."""
-
-    temperature: float = 1.0  # logits are divided by it
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the fewest most likely tokens that reach this probability; 1: all
-    min_p: float = 0.0  # keep tokens at least this times as likely as the likeliest; 0: all
-
-    @classmethod
-    def of(cls, sampling: SamplingConfig) -> Self:
-        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
+def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
     """Log-probabilities `[..., V]` with -inf for every token that is removed.
 
     First top-k, then top-p (nucleus sampling, Holtzman et al., arXiv 1904.09751) of what top-k
@@ -36,16 +16,16 @@ def truncate(logp: Tensor, params: SamplingParams) -> Tensor:
     tie with the last kept token are kept too. The result is not renormalised: its log-sum-exp is
     the log of the kept mass.
     """
-    if params.top_k and params.top_k < logp.shape[-1]:
-        logp = logp.masked_fill(logp < logp.topk(params.top_k).values[..., -1:], -torch.inf)
-    if params.top_p < 1:
+    if sampling.top_k and sampling.top_k < logp.shape[-1]:
+        logp = logp.masked_fill(logp < logp.topk(sampling.top_k).values[..., -1:], -torch.inf)
+    if sampling.top_p < 1:
         ordered = logp.sort(descending=True).values
         mass = (ordered - ordered.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
         # the first token at which the mass reaches top_p is the last one kept
-        last = (mass < params.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
+        last = (mass < sampling.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
         logp = logp.masked_fill(logp < ordered.gather(-1, last), -torch.inf)
-    if params.min_p > 0:
-        least = logp.amax(-1, keepdim=True) + math.log(params.min_p)
+    if sampling.min_p > 0:
+        least = logp.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logp = logp.masked_fill(logp < least, -torch.inf)
     return logp
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..build import RECORD, add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
 from ..model.encoding import encode_prompts
-from ..model.hf import ModelFiles, hub_folder
+from ..model.hf import hub_folder, read_model
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.transformer import ModelShape, Transformer
 from ..runtime.console import Console
@@ -41,10 +41,10 @@ def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> f
     """
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
-    norms = 2 * FLOAT * width * (1 if shape.norm == "layer" else 2)
+    norms = 2 * FLOAT * width * (1 if shape.is_gpt2 else 2)
     norms += 2 * FLOAT * (inner + shape.kv_width) * shape.head_norm
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
-    inside_mlp = shape.mlp_width * (2 if shape.mlp == "gelu" else 4)
+    inside_mlp = shape.mlp_width * (2 if shape.is_gpt2 else 4)
     linears = size * (2 * width + inner + inside_mlp)
     queries = 2 * size * inner + FLOAT * shape.heads
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
@@ -111,11 +111,11 @@ def shape_of(config: Config) -> ModelShape:
     if name == "scratch":
         return ModelShape(make_tokenizer(config).n_vocab)
     if name == "shipped":
-        return ModelFiles.open(shipped_model(config.task.name)).shape
+        return read_model(shipped_model(config.task.name))[0]
     weights = Path(name) / "model.safetensors"
     if (Path(name) / RECORD).is_file() and not weights.exists():  # of a run with adapters
         return shape_of(config_of_run(name))
-    return ModelFiles.open(hub_folder(name, weights=False)).shape
+    return read_model(hub_folder(name, weights=False))[0]
 
 
 def prompt_length(config: Config, context: int) -> float:

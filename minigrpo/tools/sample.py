@@ -19,7 +19,6 @@ from ..model.encoding import decode
 from ..runtime.console import Console
 from ..runtime.stats import Graded, has_ended
 from ..sampling.generate import Sampler
-from ..sampling.pick import SamplingParams
 from ..task import Task
 from ..types import Example
 from .cli import printable
@@ -52,8 +51,7 @@ def how(config: Config, n: int) -> dict[str, Any]:
     """The arguments of `complete` for --n."""
     if not n:
         return {}
-    params = SamplingParams.of(config.sampling)
-    return {"seed": config.run.seed, "num_samples": n, "params": params}
+    return {"seed": config.run.seed, "num_samples": n, "sampling": config.sampling}
 
 
 def show(console: Console, task: Task, graded: Graded) -> None:
