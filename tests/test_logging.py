@@ -256,7 +256,9 @@ class Recorder(ModuleType):
             raise self.trouble
         self.logged.append((step, list(values)))
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        if self.trouble:
+            raise self.trouble
 
 
 @pytest.fixture(params=["wandb", "trackio"])
@@ -287,17 +289,19 @@ def test_a_tracker_gets_what_tensorboard_gets_and_a_resume_continues_it(
     assert tracker.logged[:2] == [(1, ["train/loss"]), (1, ["eval/exact"])]
 
 
+@pytest.mark.parametrize("steps", [0, 8])
 def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
-    tmp_path: Path, tracker: Recorder
+    tmp_path: Path, tracker: Recorder, steps: int
 ) -> None:
+    """Also if it fails as it is closed."""
     said = list[str]()
     log = log_of(tmp_path, said=said, tracker=tracked(tmp_path, tracker.__name__))
     tracker.trouble = ConnectionError("no network")
-    for step in range(1, 9):
+    for step in range(1, steps + 1):
         log.step(step, {"loss": 1.0})
     log.close()
-    assert len(said) == 1 and len(steps_of(tmp_path / "metrics.jsonl")) == 8
-    assert events(tmp_path, "train/loss") == [*range(1, 9)]
+    assert len(said) == 1 and len(steps_of(tmp_path / "metrics.jsonl")) == steps
+    assert events(tmp_path, "train/loss") == [*range(1, steps + 1)]
 
 
 def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(

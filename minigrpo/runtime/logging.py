@@ -85,12 +85,14 @@ class RunLog:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
         self.write(METRICS, step, [metrics])
-        self._show(step, {x if "/" in x else f"train/{x}": metrics[x] for x in metrics})
+        named = {x if "/" in x else f"train/{x}": metrics[x] for x in metrics}
+        self._charts(lambda chart: chart.log(named, step=step))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation, after its samples: a resume takes it as done."""
         self.write(EVALUATIONS, step, [values])
-        self._show(step, {f"eval/{name}": x for name, x in values.items()})
+        named = {f"eval/{name}": x for name, x in values.items()}
+        self._charts(lambda chart: chart.log(named, step=step))
 
     def write(self, name: str, step: int, records: Iterable[Record], mode: str = "ab") -> None:
         """Write lines to a log; warn of the first that cannot be written."""
@@ -105,18 +107,17 @@ class RunLog:
                 self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
             self.has_warned = True
 
-    def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """Draw values in TensorBoard and the tracker; one that fails gets no more of them."""
+    def close(self) -> None:
+        self._charts(lambda chart: chart.finish())
+
+    def _charts(self, action: Callable[[Any], object]) -> None:
+        """Have TensorBoard and the tracker do something; one that fails is not asked again."""
         for name, chart in list(self.charts.items()):
             try:
-                chart.log(values, step=step)
+                action(chart)
             except Exception as error:
                 del self.charts[name]
-                self.warn(f"step {step}: {name} failed, training continues without it ({error})")
-
-    def close(self) -> None:
-        for chart in self.charts.values():
-            chart.finish()
+                self.warn(f"{name} failed, training continues without it ({error})")
 
 
 def _up_to(step: int, path: Path, warn: Warn) -> list[dict[str, Any]]:
