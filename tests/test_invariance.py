@@ -273,7 +273,7 @@ def test_the_losses_differ_from_one_another() -> None:
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[10], Way("dapo", shape=GROUPED)], ids=name_of)
 @pytest.mark.parametrize(
-    ("low", "tolerance"), [(False, 1e-5), (True, 0.1)], ids=["float32", "bfloat16"]
+    ("low", "tolerance"), [(False, 1e-5), (True, 0.15)], ids=["float32", "bfloat16"]
 )
 def test_in_lower_precision_the_gradient_is_close(way: Way, low: bool, tolerance: float) -> None:
     """The distance is that of the whole gradient, relative to its length."""
