@@ -85,12 +85,7 @@ class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
         config = self.schedule
 
         def factor(step: int) -> float:
-            return learning_rate_at(
-                step,
-                peak=1.0,
-                warmup_steps=config.optimizer.warmup_steps,
-                max_steps=config.run.max_steps,
-            )
+            return learning_rate_at(step, config) / config.optimizer.learning_rate
 
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
         return self.lr_scheduler

@@ -19,13 +19,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from .config import Config
-from .losses import (
-    LOSSES,
-    LossNormalizer,
-    per_local_token,
-    policy_loss,
-    truncated_importance_weights,
-)
+from .losses import LOSSES, LossNormalizer, per_local_token, policy_loss
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
@@ -59,13 +53,7 @@ class Learner:
         self.trained = with_training_layers(config, model)
         self.wrapped = self.dist.wrap(self.trained)
         self.scaler = grad_scaler(config.speed, self.device)
-        self.optimizer = make_optimizer(
-            model,
-            learning_rate=config.optimizer.learning_rate,
-            weight_decay=config.optimizer.weight_decay,
-            fused=config.speed.fused_optimizer,
-            offload=config.memory.offload_optimizer,
-        )
+        self.optimizer = make_optimizer(model, config)
         batch_size = config.memory.micro_batch_size
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
@@ -172,7 +160,8 @@ class Learner:
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
         weights, cap = None, config.sampler_correction
         if cap and completions.behavior_logp is not None:
-            weights = truncated_importance_weights(old_logp, completions.behavior_logp, cap)
+            # truncated importance sampling (Ionides 2008): tokens are not drawn from the policy
+            weights = (old_logp - completions.behavior_logp).exp().clamp(max=cap)
         loss, metrics = policy_loss(
             logp,
             old_logp,
@@ -224,12 +213,7 @@ class Learner:
     # --- update ---------------------------------------------------------------------------------
 
     def _set_learning_rate(self, step: int) -> float:
-        learning_rate = learning_rate_at(
-            step,
-            peak=self.config.optimizer.learning_rate * 0.5**self.guard.halvings,
-            warmup_steps=self.config.optimizer.warmup_steps,
-            max_steps=self.config.run.max_steps,
-        )
+        learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate

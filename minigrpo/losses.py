@@ -286,12 +286,3 @@ def policy_loss(
         term = term + kl_coef * penalty
     weights = spec.reduce(m, normalizer)
     return (weights * term).sum(), metrics
-
-
-def truncated_importance_weights(old_logp: Tensor, behavior_logp: Tensor, cap: float) -> Tensor:
-    """min(exp(old_logp - behavior_logp), cap); any shape (Ionides 2008).
-
-    Factors on the policy term that correct for a sampler whose distribution differs from the
-    policy's.
-    """
-    return (old_logp - behavior_logp).exp().clamp(max=cap)

@@ -82,7 +82,6 @@ class RolloutBatches:
                 ref_logp = self.reference.logp(batch.completions, temperature)
         masks = self.config.loss.overlong == "mask"
         metrics["rollout/rounds"] = float(work["rounds"])
-        metrics["rollout/rounds_each"] = work["row_rounds"] / max(1, work["rows"])
         metrics["rollout/tokens"] = float(work["tokens"])
         return replace(
             batch,

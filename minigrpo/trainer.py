@@ -64,14 +64,8 @@ class Trainer:
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
-        self.sampler = Sampler(
-            config,
-            self.model,
-            self.tokenizer,
-            self.learner.autocast,
-            warn,
-            speculate=self.task.speculate,
-        )
+        how = self.learner.autocast, warn, self.task.speculate
+        self.sampler = Sampler(config, self.model, self.tokenizer, *how)
         self.timer = layers.PhaseTimer(self.device)
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         questions = self.task.questions
@@ -106,15 +100,8 @@ class Trainer:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         log, began = self.log, time.perf_counter()
         self.evaluations = self.dist.on_main(lambda: log.evaluated)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self.console.introduce(
-            self.config,
-            self.device,
-            self.dist.world_size,
-            parameters,
-            self.task,
-            self.scorer.weights,
-        )
+        weights, processes = self.scorer.weights, self.dist.world_size
+        self.console.introduce(self.config, self.model, self.task, weights, processes)
         try:
             with StopRequest(self.console.warn) as request:
                 stopped = self._train(request)

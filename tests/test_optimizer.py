@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from minigrpo.config import Config
 from minigrpo.runtime.optimizer import (
     BETAS,
     FINAL_SHARE,
@@ -16,7 +17,7 @@ from minigrpo.runtime.optimizer import (
     make_optimizer,
 )
 
-OPTIONS: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "fused": False}
+OPTIONS: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "fused_optimizer": False}
 
 
 def model(device: str = "cpu") -> nn.Sequential:
@@ -40,7 +41,7 @@ def test_an_update_is_that_of_the_formula() -> None:
     """Loshchilov and Hutter (2019): decay apart from the moments, for matrices only."""
     made = model()
     before = [p.detach().double() for p in made.parameters()]
-    optimizer = make_optimizer(made, **OPTIONS)
+    optimizer = make_optimizer(made, Config.of(**OPTIONS))
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     made(x).square().sum().backward()
     optimizer.step()
@@ -59,14 +60,15 @@ def test_an_update_is_that_of_the_formula() -> None:
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth_by_a_cosine() -> None:
-    rates = [learning_rate_at(s, peak=2.0, warmup_steps=4, max_steps=105) for s in range(110)]
+    config = Config.of(learning_rate=2.0, warmup_steps=4, max_steps=105)
+    rates = [learning_rate_at(step, config) for step in range(110)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert rates[54] == pytest.approx(2 * (FINAL_SHARE + (1 - FINAL_SHARE) / 2))
     assert rates[29] == pytest.approx(
         2 * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi / 4)) / 2)
     )
     assert rates[104:] == pytest.approx([2 * FINAL_SHARE] * 6)
-    assert learning_rate_at(0, peak=1.0, warmup_steps=0, max_steps=1) == 1.0
+    assert learning_rate_at(0, Config.of(learning_rate=1.0, warmup_steps=0, max_steps=1)) == 1.0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -77,8 +79,8 @@ def test_moments_in_host_memory_give_the_same_weights_and_states(
     if device == "cpu":  # where there is nothing to wait for
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     models = [model(device), model(device)]
-    plain = make_optimizer(models[0], **{**OPTIONS, "fused": fused})
-    groups = make_optimizer(models[1], **OPTIONS).param_groups
+    plain = make_optimizer(models[0], Config.of(**{**OPTIONS, "fused_optimizer": fused}))
+    groups = make_optimizer(models[1], Config.of(**OPTIONS)).param_groups
     names = ("params", "weight_decay")
     offloaded = OffloadedAdamW(
         [{name: group[name] for name in names} for group in groups],
@@ -110,4 +112,7 @@ def test_moments_in_host_memory_give_the_same_weights_and_states(
 
 
 def test_a_model_on_the_host_has_the_plain_optimizer() -> None:
-    assert type(make_optimizer(model(), offload=True, **OPTIONS)) is torch.optim.AdamW
+    assert (
+        type(make_optimizer(model(), Config.of(offload_optimizer=True, **OPTIONS)))
+        is torch.optim.AdamW
+    )

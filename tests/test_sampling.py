@@ -271,22 +271,16 @@ def test_a_sampler_yields_parts_in_order_and_speculates_only_if_told(
         return step(self, tokens, *args)
 
     monkeypatch.setattr(Decoder, "step", watched)
-    for speculate, drafts, speculated, window in (
-        (True, True, 3, 4),
-        (True, True, 0, 1),
-        (True, False, 3, 1),
-        (False, True, 3, 1),
-    ):
+    for speculate, speculated, window in ((True, 3, 4), (True, 0, 1), (False, 3, 1)):
         windows.clear()
         sampler = make_sampler(speculate=speculate, num_speculative_tokens=speculated)
-        parts = completed(sampler, batch_size=3, drafts=drafts)
+        parts = completed(sampler, batch_size=3)
         joined = Completions.join(parts)
         assert torch.equal(joined.completion_ids, whole.completion_ids)
         assert torch.equal(joined.completion_mask, whole.completion_mask)
         assert {*windows} == {window}
-    assert plain.work["rows"] == sampler.work["rows"] == 12
     greedy = Completions.join(list(plain.complete(EXAMPLES)))
-    assert greedy.completion_ids.shape[:2] == (4, 1) and plain.work["rows"] == 16
+    assert greedy.completion_ids.shape[:2] == (4, 1)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

@@ -224,11 +224,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        # GPT-2's scheme, for every family: one standard deviation for all matrices, divided by
-        # sqrt(2 * layers) for the projections into the residual stream; with two departures, the
-        # second for learned positions only. Measured with a GPT-2 on the chess task
-        # at width 128, the loss after 400 supervised steps is 37 nats per example with both, 75
-        # with the first alone and 80 with neither.
+        # GPT-2's scheme for every family, with two departures. After 400 supervised steps of a
+        # GPT-2 on chess, the loss is 37 nats per example with both, 75 with the first, 80 without.
         # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
         shape = self.shape
         std = 0.02 * math.sqrt(768 / shape.width)

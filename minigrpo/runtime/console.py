@@ -9,9 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from ..config import Config
+from ..model.transformer import Transformer
 from ..task import Task
 from .stats import SAMPLED, Estimate, headline
 
@@ -61,17 +60,18 @@ class Console:
     def introduce(
         self,
         config: Config,
-        device: torch.device,
-        processes: int,
-        parameters: int,
+        model: Transformer,
         task: Task,
         weights: Mapping[str, float],
+        processes: int,
     ) -> None:
         """Say what a step is, which layers are on, and what the reward is."""
-        group = 1 if config.supervised else config.sampling.group_size
+        group = f"{config.sampling.group_size} completions"
+        parameters = sum(p.numel() for p in model.parameters()) / 1e6
         self.say(
-            f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x {group} completions "
-            f"per step, on {processes} x {device.type}; {parameters / 1e6:.1f} M parameters"
+            f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x "
+            f"{'1 true answer' if config.supervised else group} per step, on "
+            f"{processes} x {model.device.type}; {parameters:.1f} M parameters"
         )
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}
         on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]

@@ -6,40 +6,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import Config
+
 BETAS = (0.9, 0.98)
 FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
 State = dict[str, Any]
 
 
-def learning_rate_at(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
+def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to FINAL_SHARE of the peak. Steps count from 0."""
+    peak, warmup_steps = config.optimizer.learning_rate, config.optimizer.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
+    progress = (step - warmup_steps) / max(1, config.run.max_steps - 1 - warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return peak * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
 
 
-def make_optimizer(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    fused: bool,
-    offload: bool = False,
-) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW over the parameters that are not frozen. Biases and norms have no weight decay.
 
-    Args:
-        offload: keep the moments in host memory; without effect for a model that is there itself.
+    --offload-optimizer is without effect for a model in host memory.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters, settings = [p for p in model.parameters() if p.requires_grad], config.optimizer
+    decay, offload = settings.weight_decay, config.memory.offload_optimizer
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     kind = OffloadedAdamW if offload and parameters[0].device.type != "cpu" else torch.optim.AdamW
-    return kind(groups, lr=learning_rate, betas=BETAS, fused=fused)
+    return kind(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
 
 
 class OffloadedAdamW(torch.optim.AdamW):

@@ -69,9 +69,7 @@ class Generation:
             sampling: its temperature, top-k, top-p and min-p.
             drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
                 as the known answer. It changes the number of rounds, not the tokens.
-            work: a counter to add to: `rounds` after the prompts; `tokens` that the model ran;
-                `rows`, the number of completions; `row_rounds`, the sum over completions of the
-                rounds that each took.
+            work: a counter to add to: `rounds` after the prompts, and `tokens` that the model ran.
         """
         device, self.sampling = model.device, sampling
         self.prompt_ids, self.prompt_len = prompt_ids.to(device), prompt_len.to(device)
@@ -141,7 +139,7 @@ class Generation:
             tokens = torch.cat([tokens, propose(drafts, ids, lengths, self.window - 1)], dim=1)
         logits = self.decoder.step(tokens, lengths - 1, self.longest - 1 + self.window)
         self._accept(logits, self.running, self.slot, tokens[:, 1:])
-        self.work.update(rounds=1, row_rounds=len(self.running), tokens=tokens.numel())
+        self.work.update(rounds=1, tokens=tokens.numel())
 
     def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
@@ -197,7 +195,6 @@ class Generation:
         if self.log_kept_mass is not None:
             tables.append(self.log_kept_mass[rows])
         grouped = [x[:, : mask.shape[1]].unflatten(0, (-1, self.num_samples)) for x in tables]
-        self.work["rows"] += len(lengths)
         return Completions(self.prompt_ids[first:last], self.prompt_len[first:last], *grouped)
 
 
@@ -259,14 +256,12 @@ class Sampler:
         u: np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         batch_size: int = 0,
-        drafts: bool = True,
     ) -> Iterator[Completions]:
         """Complete each example `num_samples` times; yield parts of the batch, on the host.
 
         Args:
             u, sampling: see Generation; S >= --max-new-tokens.
             batch_size: prompts decoded together, 0: all. It affects memory and time only.
-            drafts: whether the examples have true answers, which may be proposed.
         """
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest
@@ -274,7 +269,7 @@ class Sampler:
         tensors = {"prompt_ids": prompt_ids, "prompt_len": prompt_len}  # one row per example
         if u is not None:
             tensors["u"] = torch.from_numpy(u)
-        if drafts and self.num_speculative_tokens:
+        if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
             tensors["drafts"] = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
         refresh(self.low_precision, self.model)
