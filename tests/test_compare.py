@@ -15,6 +15,8 @@ from minigrpo.tools import cli
 from minigrpo.tools.compare import differences, settings_of
 from minigrpo.tools.runs import read_run
 
+from .tiny import toml
+
 
 def lines(records: Sequence[dict[str, Any]]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
@@ -30,7 +32,7 @@ def write_run(
 ) -> Path:
     """The files of a finished run whose last answers are right (1) or wrong (0)."""
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(Config.of(**settings).as_toml() + '[versions]\na = "1"\n')
+    (folder / "config.toml").write_text(toml(Config.of(**settings), a="1"))
     (folder / "metrics.jsonl").write_text(
         lines([{"step": step, "reward": step / 3, "step_time": 0.5} for step in (1, 2, 3)])
     )

@@ -22,6 +22,7 @@ SOURCE = Path(grpo.__file__).read_text()
 LIBRARY_AS_DATA = {
     "minigrpo.model.tokenizer",
     "minigrpo.model.transformer",
+    "minigrpo.task",
     "minigrpo.tasks.chess_env",
     "minigrpo.types",
 }

@@ -94,7 +94,7 @@ def damaged_json(content: bytes, chance: random.Random) -> bytes:
 
 def make_settings(folder: Path) -> None:
     config = Config.of(task_args={"difficulty": "2x12"}, reward_weights="exact_fen=1", kl_coef=0.1)
-    (folder / "a.toml").write_text(config.as_toml())
+    (folder / "a.toml").write_text(tiny.toml(config))
 
 
 def read_settings(folder: Path) -> None:

@@ -18,6 +18,7 @@ from minigrpo.tools.report import MOST_SAMPLES, changed_settings, figures_of
 from minigrpo.tools.runs import MOST_POINTS, Run, draw, read_run
 
 from .test_compare import lines, write_run
+from .tiny import toml
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}\ud800\x1b[2J"
@@ -93,7 +94,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text(lines([{"step": 1, metric: 0.5}]))
     (run / "eval.jsonl").unlink()
     config = Config.of(group_size=8, task_args={"x": HOSTILE.replace("\ud800", "")})
-    (run / "config.toml").write_text(config.as_toml())
+    (run / "config.toml").write_text(toml(config))
     page = Parsed(page_of(run))
     assert page.number_of("svg") == 1
     assert page.number_of("script") == page.number_of("img") == 0

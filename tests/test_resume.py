@@ -276,7 +276,7 @@ def test_an_error_ends_the_run_with_whole_steps_saved(
 ) -> None:
     """Between two updates of one step the weights belong to no step: nothing is saved."""
     run = make(tmp_path / "run", save_every=100)
-    owner: Any = run.source if where == "batch" else torch.nn.utils
+    owner: Any = run.source if where == "batch" else learner
     function, calls = getattr(owner, where), [0]
 
     def fails(*args: Any, **options: Any) -> Any:

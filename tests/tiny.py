@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from tokenizers import (
     AddedToken,
     Regex,
@@ -16,6 +17,8 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+
+from minigrpo.config import Config
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = [
@@ -193,6 +196,11 @@ TINY: dict[str, Any] = {
 # --- golden values --------------------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def toml(config: Config, **versions: str) -> str:
+    """The config.toml of a run."""
+    return tomli_w.dumps({**config.model_dump(exclude_none=True), "versions": versions})
 
 
 def golden(name: str) -> dict[str, Any]:
