@@ -200,7 +200,7 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
 
     It is a frozen copy. Of a model with adapters it shares all weights, and the adapters are off.
     """
-    if not config.loss.kl_coef:
+    if not config.loss.kl_coef or config.supervised:
         return None
     shares_weights = config.model.lora_rank > 0
     if shares_weights:

@@ -241,8 +241,6 @@ class Config(Group):
         """The config itself. Raises ConfigError for settings that do not go together."""
         if self.sampling.group_size < 2 and not self.supervised:
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
-        if self.supervised and self.loss.kl_coef:
-            raise ConfigError("--kl-coef must be 0 with --loss nll, which samples nothing")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.task.eval_data and not self.task.data:

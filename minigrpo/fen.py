@@ -84,16 +84,8 @@ def is_valid_fen(text: object) -> bool:
         boards = boards << 8 | rank  # a FEN begins with rank 8, so each row shifts earlier rows up
     board, own = _local.board, _local.board.occupied_co
     board.castling_rights, board.ep_square = chess.BB_EMPTY, None
-    (
-        board.pawns,
-        board.knights,
-        board.bishops,
-        board.rooks,
-        board.queens,
-        board.kings,
-        black,
-        white,
-    ) = BOARDS.unpack(boards.to_bytes(BOARDS.size, "little"))
+    *pieces, black, white = BOARDS.unpack(boards.to_bytes(BOARDS.size, "little"))
+    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings = pieces
     own[chess.BLACK], own[chess.WHITE], board.occupied = black, white, black | white
     board.turn = side == "w"
     for right in castling if castling != "-" else "":

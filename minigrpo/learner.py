@@ -172,7 +172,7 @@ class Learner:
             clip_high=config.clip_high,
             ratio_cap=config.ratio_cap,
             ref_logp=part.ref_logp,
-            kl_coef=config.kl_coef,
+            kl_coef=0.0 if part.ref_logp is None else config.kl_coef,
             kl=config.kl,
             token_weights=weights,
             normalizer=normalizer,

@@ -227,7 +227,8 @@ def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], f
 
     def run() -> None:
         try:
-            future.set_result(function.values(*call))
+            # a copy for each text: code may take numbers out of a list in `fields`
+            future.set_result(function.values([copy.deepcopy(x) for x in call[0]], call[1]))
         except BaseException as error:  # sys.exit() too
             future.set_exception(error)
 
@@ -236,12 +237,6 @@ def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], f
 
 
 def split(examples: Sequence[Example], pairs: Sequence[tuple[int, str]], size: int) -> list[Call]:
-    """Calls of `size` texts each, from pairs of a prompt's number and a text.
-
-    Each text has a copy of its example: code may take numbers out of a list in `fields`.
-    """
+    """Calls of `size` texts each, from pairs of a prompt's number and a text."""
     pieces = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-    return [
-        ([copy.deepcopy(examples[p]) for p, _ in piece], [text for _, text in piece])
-        for piece in pieces
-    ]
+    return [([examples[p] for p, _ in piece], [text for _, text in piece]) for piece in pieces]

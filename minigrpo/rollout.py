@@ -150,9 +150,6 @@ class RolloutBatches:
         return everyone[self.dist.rank * share :][:share]
 
 
-BatchSource = SupervisedBatches | RolloutBatches
-
-
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:
     """`[P, G]` rewards, shuffled within each group, so that they say nothing about the texts."""
     draws = [stream(seed, "shuffle", step, example.index) for example in examples]

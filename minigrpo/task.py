@@ -72,7 +72,3 @@ class Task:
     def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         """Measures of an evaluation that are no mean of a part, from the `[n]` values of each."""
         return {}
-
-    def explain(self, example: Example, text: str) -> str:
-        """What is wrong with a completion, in one line, for people who look at samples."""
-        return ""

@@ -25,7 +25,7 @@ from .build import (
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
-from .rollout import BatchSource, RolloutBatches, SupervisedBatches
+from .rollout import RolloutBatches, SupervisedBatches
 from .runtime import device as layers
 from .runtime import samples
 from .runtime.console import Console
@@ -71,7 +71,14 @@ class Trainer:
         questions = self.task.questions
         load = self.learner.load_state_dict
         self.learner.steps_done = self.run_dir.open(load, facts, questions)
-        self.source = self._make_source()
+        examples = ExamplePrefetcher(self.task, config, self.dist)
+        self.source: SupervisedBatches | RolloutBatches
+        if config.supervised:
+            context = self.model.shape.context
+            self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
+        else:
+            parts = self.sampler, self.scorer, self.reference, self.timer, self.dist
+            self.source = RolloutBatches(config, examples, *parts)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
         self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 
@@ -79,15 +86,6 @@ class Trainer:
     def step(self) -> int:
         """The number of steps that are done."""
         return self.learner.steps_done
-
-    def _make_source(self) -> BatchSource:
-        examples = ExamplePrefetcher(self.task, self.config, self.dist)
-        if self.config.supervised:
-            context = self.model.shape.context
-            return SupervisedBatches(examples, self.tokenizer, self.timer, context)
-        return RolloutBatches(
-            self.config, examples, self.sampler, self.scorer, self.reference, self.timer, self.dist
-        )
 
     @cached_property
     def log(self) -> RunLog:
@@ -156,7 +154,7 @@ class Trainer:
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
         log.step(self.step, metrics)
-        samples.log_group(log, batch, self.step, self.tokenizer, self.task)
+        samples.log_group(log, batch, self.step, self.tokenizer)
         return metrics
 
     def _evaluate_if_due(self) -> None:
@@ -179,7 +177,7 @@ class Trainer:
                 seed=run.seed,
                 samples=run.eval_samples,
             )
-            samples.log_held_out(self.log, greedy, drawn, self.step, self.task)
+            samples.log_held_out(self.log, greedy, drawn, self.step)
             return found
 
         found = self.dist.on_main(on_main)

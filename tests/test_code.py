@@ -31,7 +31,6 @@ def problem(number: int, **others: Any) -> dict[str, Any]:
         "task_id": number,
         "test_setup_code": "",
         "test_list": [f"assert add(1) == {number + 1}", f"assert add(-1) == {number - 1}"],
-        "challenge_test_list": [],
         **others,
     }
 
@@ -85,7 +84,7 @@ def test_a_line_that_is_no_problem_is_refused(tmp_path: Path) -> None:
             {"test_setup_code": "import"},
         ),
     ]
-    for changed in (*broken, {"challenge_test_list": [1]}):
+    for changed in broken:
         with pytest.raises(ConfigError):
             read(tmp_path, [problem(700), problem(11, **changed)])
     with pytest.raises(ValueError):
@@ -107,8 +106,7 @@ def test_code_is_the_first_block_or_the_whole_text() -> None:
 
 
 def test_the_parts_are_all_tests_passed_and_the_share_of_them(tmp_path: Path) -> None:
-    challenge = {"challenge_test_list": ["assert add(7) == 707", "assert add(8) == 0"]}
-    task = read(tmp_path, [problem(11), problem(700, **challenge)])
+    task = read(tmp_path, [problem(11), problem(700)])
     examples = [task.train(0), task.held_out(0)]
     texts = [
         ["```python\ndef add(x): return x + 700\n```", "def add(x): return 701", "import"],
@@ -117,11 +115,7 @@ def test_the_parts_are_all_tests_passed_and_the_share_of_them(tmp_path: Path) ->
     table = RewardScorer(task, workers=2).score(examples, texts)
     assert table.parts["passed"].tolist() == [[1, 0, 0], [1, 0, 0]]
     assert table.parts["tests"].tolist() == [[1, 0.5, 0], [1, 0, 0]]
-    # measured and not paid; NaN for the problem without any
-    np.testing.assert_array_equal(table.parts["challenge"], [[0.5, 0, 0], [np.nan] * 3])
     assert table.total.tolist() == [[1.5, 0.25, 0], [1.5, 0, 0]]
-    assert task.explain(examples[0], texts[0][0]) == ""
-    assert task.explain(examples[0], texts[0][1]).endswith("assert add(-1) == 699")
 
 
 def test_a_setup_and_imports_run_before_the_tests() -> None:

@@ -27,7 +27,6 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
 from minigrpo.runtime.run_dir import RunDir
 from minigrpo.runtime.stats import Estimate, Graded
-from minigrpo.task import Task
 from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
@@ -184,11 +183,6 @@ def test_a_log_that_cannot_be_cut_stays_as_it_was(tmp_path: Path) -> None:
 # --- samples --------------------------------------------------------------------------------------
 
 
-class Sums(Task):
-    def explain(self, example: Example, text: str) -> str:
-        return "" if text == example.answer else "wrong sum"
-
-
 def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("chess")
     rows = [[*tokenizer.encode("abc"), tokenizer.eot], tokenizer.encode("4")]
@@ -205,13 +199,13 @@ def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> N
     )
     log = log_of(tmp_path)
     for step in (9, 10):
-        samples.log_group(log, batch, step, tokenizer, Sums())
+        samples.log_group(log, batch, step, tokenizer)
     first, second = read_jsonl(tmp_path / "samples.jsonl")
     assert (first["step"], first["index"], first["kind"], first["truth"]) == (10, 7, "easy", "4")
-    assert first["parts"] == {"exact": 0.0} and first["explained"] and "explained" not in second
+    assert first["parts"] == {"exact": 0.0}
     assert "".join(first["tokens"][:-1]) == "abc" and first["token_ids"] == rows[0]
     assert second["tokens"] == ["4"] and second["advantage"] == second["reward"] == 1.0
-    samples.log_group(RunLog(pytest.fail), batch, 10, tokenizer, Sums())  # of another process
+    samples.log_group(RunLog(pytest.fail), batch, 10, tokenizer)  # of another process
 
 
 def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0) -> Graded:
@@ -223,7 +217,7 @@ def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0)
 def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> None:
     said, greedy = list[str](), graded([[1.0], [np.nan]], [["a"], ["b"]])
     drawn = graded([[1.0, 0.0], [np.nan, 3.0]], [["a", "b"]] * 2, failures=2)
-    samples.log_held_out(log_of(tmp_path, said=said), greedy, drawn, 4, Sums())
+    samples.log_held_out(log_of(tmp_path, said=said), greedy, drawn, 4)
     first, second = read_jsonl(tmp_path / "held_out.jsonl")
     assert first["greedy"] == {"exact": 1.0, "good": 1.0, "reward": 1.0}
     assert first["sampled"] == {"exact": 0.5, "good": 0.5, "reward": 0.5}

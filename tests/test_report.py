@@ -88,7 +88,7 @@ class Parsed(HTMLParser):
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
-    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, explained=HOSTILE, parts={HOSTILE: 1})
+    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1})
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
     metric = f"rewards/{HOSTILE.replace(chr(0xD800), '')}/mean"
     (run / "metrics.jsonl").write_text(lines([{"step": 1, metric: 0.5}]))

@@ -71,9 +71,7 @@ class DistContext:
         """The prompts of a step that belong to this process: an equal, consecutive share."""
         each, left_over = divmod(num_prompts, self.world_size)
         if left_over:
-            raise ConfigError(
-                f"--prompts-per-step must be a multiple of {self.world_size} processes"
-            )
+            raise ConfigError(f"--prompts-per-step must be a multiple of {self.world_size}")
         return range(self.rank * each, (self.rank + 1) * each)
 
     # --- collectives: every process calls them, in the same order ---------------------------------

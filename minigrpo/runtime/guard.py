@@ -98,10 +98,8 @@ def check_weights(largest: float, step: int) -> None:
     A large learning rate can do that to a finite gradient.
     """
     if not math.isfinite(largest):
-        raise Diverged(
-            f"step {step + 1}: the update made weights that are not finite; a smaller "
-            "--learning-rate may help"
-        )
+        said = "the update made weights that are not finite"
+        raise Diverged(f"step {step + 1}: {said}; a smaller --learning-rate may help")
 
 
 # --- out of memory --------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from ..config import Config
 
 BETAS = (0.9, 0.98)
 FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
-State = dict[str, Any]
 
 
 def learning_rate_at(step: int, config: Config) -> float:
@@ -63,7 +62,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         state = self.state.get(parameter, {})
         state.update({name: x.to(device, non_blocking=True) for name, x in state.items()})
 
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # without the tensors: it would move all of them to the device
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -22,7 +22,7 @@ import tomli_w
 import torch
 
 from ..config import Config, places
-from ..model.lora import adapters, peft_files
+from ..model.lora import ADAPTER_FILE, adapters, peft_files
 from ..model.transformer import Transformer
 from ..types import ConfigError, RolloutBatch
 from .checkpoint import (
@@ -43,9 +43,9 @@ from .guard import RunFailed
 from .logging import LOGS, RunLog, start_tracker, to_json
 
 RECORD, SUMMARY, TRAINED_ON = "config.toml", "summary.json", "trained_on.npy"
-WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS = "model.safetensors"
 # a folder with any of these holds a run or a model, which a new run would replace
-WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTERS, TRAINED_ON)
+WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 # the groups of settings that may differ when a run goes on, except for the seed
 MAY_DIFFER = ("speed", "memory", "run")
 

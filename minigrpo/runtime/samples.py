@@ -4,7 +4,6 @@ samples.jsonl: every few steps the whole group of one prompt (`source` is `train
 evaluation the completions of the same held-out prompts (`held_out`). All lines have these keys:
 
     step, source, index, kind, prompt (and messages), truth, completion, parts, reward
-    explained: what is wrong with the completion, where the task can tell
     train: advantage, prompt_tokens (their number), token_ids, tokens (their texts)
     held_out: decoding (greedy or sampled), right (1, 0, or null where that is not known)
 
@@ -23,7 +22,6 @@ import numpy as np
 
 from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
-from ..task import Task
 from ..types import Example, RewardTable, RolloutBatch
 from .logging import HELD_OUT, SAMPLES, Record, RunLog
 from .stats import Graded
@@ -32,9 +30,7 @@ STEPS_BETWEEN = 10
 SHOWN = 32  # prompts per evaluation
 
 
-def log_group(
-    log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer, task: Task
-) -> None:
+def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer) -> None:
     """Every few steps, log the group of the batch's first prompt."""
     if batch.rewards is None or batch.advantages is None or step % STEPS_BETWEEN:
         return
@@ -44,7 +40,7 @@ def log_group(
         records.append(
             {
                 "source": "train",
-                **_scored(task, batch.examples[0], text, batch.rewards, (0, g)),
+                **_scored(batch.examples[0], text, batch.rewards, (0, g)),
                 "advantage": float(batch.advantages[0, g]),
                 "prompt_tokens": int(completions.prompt_len[0]),
                 "token_ids": ids,
@@ -54,7 +50,7 @@ def log_group(
     log.write(SAMPLES, step, records)
 
 
-def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int, task: Task) -> None:
+def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
     """Log the answers of an evaluation, and the completions of its first prompts.
 
     Warns of rewards that failed: eval.jsonl cannot tell their default from a score.
@@ -78,7 +74,7 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int, task: Ta
         )
     for i, example in enumerate(greedy.examples[:SHOWN]):
         for decoding, found in graded.items():
-            scored = _scored(task, example, found.texts[i][0], found.rewards, (i, 0))
+            scored = _scored(example, found.texts[i][0], found.rewards, (i, 0))
             right = float(found.right[i, 0])
             samples.append({"source": "held_out", **scored, "decoding": decoding, "right": right})
     log.write(HELD_OUT, step, answers, mode="wb")  # in place of those of the evaluation before
@@ -102,11 +98,8 @@ def _known(values: Mapping[str, np.ndarray], place: int | tuple[int, int]) -> di
     return {name: float(x[place]) for name, x in values.items() if not np.isnan(x[place])}
 
 
-def _scored(
-    task: Task, example: Example, text: str, rewards: RewardTable, place: tuple[int, int]
-) -> Record:
+def _scored(example: Example, text: str, rewards: RewardTable, place: tuple[int, int]) -> Record:
     """What all records have."""
-    explained = task.explain(example, text)
     return {
         "index": example.index,
         "kind": example.kind,
@@ -116,5 +109,4 @@ def _scored(
         "completion": text,
         "parts": _known(rewards.parts, place),
         "reward": float(rewards.total[place]),
-        **({"explained": explained} if explained else {}),
     }

@@ -15,11 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
+from ..model.chat import INSTRUCTIONS
 from ..task import Task
 from ..task_table import TASKS
 from ..types import ConfigError, Example
-
-INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 
 
 def load_task(

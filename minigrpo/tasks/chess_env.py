@@ -24,10 +24,6 @@ from .self_play import SelfPlay
 MAX_SCORED_CHARS = 200  # of a completion; true ones are shorter
 # RookWorld's files give an illegal move a reward of -1.0, so a sign may be there
 ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")
-FIELDS = (
-    *("board", "side", "castling", "en passant", "halfmove clock", "move number"),
-    *("reward", "terminated", "truncated"),
-)
 
 
 class ChessEnv(SourceTask):
@@ -78,11 +74,3 @@ class ChessEnv(SourceTask):
             "reward_value": float(right[0]),
             "flags": (right[1] + right[2]) / 2,
         }
-
-    def explain(self, example: Example, text: str) -> str:
-        """The fields that are wrong."""
-        written, true = (re.split("[ +]", x) for x in (text, example.answer))
-        if len(written) != len(true):
-            return f"{len(written)} fields, not {len(true)}"
-        fields = zip(FIELDS, written, true, strict=True)
-        return ", ".join(f"{name} {a}, not {b}" for name, a, b in fields if a != b)

@@ -4,7 +4,7 @@
 of its paper (arXiv 2108.07732), and the code is the first block of Python in a completion:
 
     {"task_id": 601, "text": "Write a function to ...", "code": "def ...",
-     "test_list": ["assert f(1) == 2", ...], "test_setup_code": "", "challenge_test_list": []}
+     "test_list": ["assert f(1) == 2", ...], "test_setup_code": ""}
 
 Without it, the questions are one-line functions, described by examples of input and output:
 
@@ -53,11 +53,9 @@ class Code(SourceTask):
     Reward functions, each in [0, 1]:
         passed: all tests of the list pass.
         tests: the share of them that pass.
-        challenge: the share of the challenge tests, which no prompt shows; NaN without any.
-            Measured and not paid.
     """
 
-    parts: Mapping[str, float] = {"passed": 1.0, "tests": 0.5, "challenge": 0.0}
+    parts: Mapping[str, float] = {"passed": 1.0, "tests": 0.5}
     success = "passed"
 
     def __init__(
@@ -73,23 +71,10 @@ class Code(SourceTask):
         self.speculate = not has_files
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        tests = example.fields["test_list"]
-        challenge = example.fields.get("challenge_test_list") or []
-        verdicts = self._verdicts(example, [*tests, *challenge], text)
-        own, others = verdicts[: len(tests)], verdicts[len(tests) :]
-        share = float(np.mean(others)) if others else np.nan
-        return {"passed": float(all(own)), "tests": float(np.mean(own)), "challenge": share}
-
-    def explain(self, example: Example, text: str) -> str:
-        """The first test of the list that a completion does not pass."""
-        tests = example.fields["test_list"]
-        verdicts = self._verdicts(example, tests, text)
-        failed = [test for test, passed in zip(tests, verdicts, strict=True) if not passed]
-        return f"{len(failed)} of {len(tests)} tests fail: {failed[0]}" if failed else ""
-
-    def _verdicts(self, example: Example, tests: Sequence[str], text: str) -> list[bool]:
-        code = example.fields.get("prefix", "") + code_of(text)
-        return run_tests(code, tests, setup_of(example.fields), self.timeout_s)
+        fields = example.fields
+        code = fields.get("prefix", "") + code_of(text)
+        passed = run_tests(code, fields["test_list"], setup_of(fields), self.timeout_s)
+        return {"passed": float(all(passed)), "tests": sum(passed) / len(passed)}
 
     def _one_liner(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"one-liners/{'held-out' if held_out else 'train'}", number)
@@ -143,7 +128,7 @@ def parse_problem(record: dict[str, Any]) -> Row:
     """The row of a line, whose tests are Python."""
     text, code = text_of(record, ("text", "prompt")), text_of(record, ("code",))
     tests = record.get("test_list") or []
-    for source in (*tests, *(record.get("challenge_test_list") or []), setup_of(record)):
+    for source in (*tests, setup_of(record)):
         ast.parse(source)
     if not (isinstance(tests, list) and tests):
         raise ValueError("test_list must be a list of tests, such as assert f(1) == 2")

@@ -204,10 +204,8 @@ class Countdown(SourceTask):
             target, _ = random_attempt(rng, numbers)
             problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
             if is_held_out(problem, PROBLEMS_PER_HELD_OUT) == held_out:
-                kind, fields = (
-                    f"{size} numbers up to {largest}",
-                    {"nums": numbers, "target": target},
-                )
+                fields = {"nums": numbers, "target": target}
+                kind = f"{size} numbers up to {largest}"
                 return self._example(fields, kind, number, random_search(rng, numbers, target))
 
     def _row(self, record: dict[str, Any]) -> Row:

@@ -99,10 +99,6 @@ class RLT(SourceTask):
         if student == "shipped":
             self.student = str(files("minigrpo.assets") / "student.safetensors")
 
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        """Nothing: explanations are scored by their tokens."""
-        return {}
-
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
         student = batch.model(self.student)

@@ -31,11 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         lines = [f"  {command:<10}  {summary}" for command, summary in COMMANDS.items()]
-        print(
-            "usage: minigrpo COMMAND [flags]; minigrpo COMMAND --help lists them\n",
-            *lines,
-            sep="\n",
-        )
+        usage = "usage: minigrpo COMMAND [flags]; minigrpo COMMAND --help lists them\n"
+        print(usage, *lines, sep="\n")
     elif name in COMMANDS:
         run_command(name, rest, prog=f"minigrpo {name}")
     else:

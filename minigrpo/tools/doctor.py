@@ -167,9 +167,8 @@ def show(console: Console, run: Run) -> None:
     for rule, numbers in found:
         console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")
     if not found:
-        console.say(
-            f"doctor: nothing wrong in {len(run.metrics)} steps; trends need {FEWEST_STEPS}"
-        )
+        steps = len(run.metrics)
+        console.say(f"doctor: nothing wrong in {steps} steps; trends need {FEWEST_STEPS}")
 
 
 def main(argv: Sequence[str], prog: str) -> None:

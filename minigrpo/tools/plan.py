@@ -90,9 +90,9 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         "activations": kept_by_all + masks,
         "logits": FLOAT * shape.vocab_size * rows,
     }
-    if config.loss.kl_coef and not (config.model.lora_rank or memory.offload_reference):
-        parts["reference"] = base
     if not config.supervised:
+        if config.loss.kl_coef and not (config.model.lora_rank or memory.offload_reference):
+            parts["reference"] = base
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached

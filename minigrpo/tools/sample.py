@@ -19,7 +19,6 @@ from ..model.encoding import decode
 from ..runtime.console import Console
 from ..runtime.stats import Graded, has_ended
 from ..sampling.generate import Sampler
-from ..task import Task
 from ..types import Example
 from .cli import printable
 from .evaluate import ModelArguments, load_sampler, parse, task_for
@@ -54,7 +53,7 @@ def how(config: Config, n: int) -> dict[str, Any]:
     return {"seed": config.run.seed, "num_samples": n, "sampling": config.sampling}
 
 
-def show(console: Console, task: Task, graded: Graded) -> None:
+def show(console: Console, graded: Graded) -> None:
     """Print prompts, their answers in the data, and each distinct completion with its count."""
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
     for example, texts, right, rewards in rows:
@@ -64,8 +63,6 @@ def show(console: Console, task: Task, graded: Graded) -> None:
             verdict = "right" if right[place] == 1 else "wrong"
             times = f", {count} of {len(texts)}" if len(texts) > 1 else ""
             lines.append(f"completion  {text}   {verdict}, reward {rewards[place]:.3g}{times}")
-            if verdict == "wrong" and (why := task.explain(example, text)):
-                lines.append(f"            {why}")
         console.say(printable("\n".join([*lines, ""])))
 
 
@@ -80,4 +77,4 @@ def main(argv: Sequence[str], prog: str) -> None:
     sampler = load_sampler(config, console.warn, speculate=task.speculate)
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
     examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
-    show(console, task, grade(sampler, scorer, examples, **how(config, arguments.n)))
+    show(console, grade(sampler, scorer, examples, **how(config, arguments.n)))

@@ -28,8 +28,6 @@ def main(argv: Sequence[str], prog: str) -> None:
         sys.exit(f"error: {error}")
     if dist.is_main:
         console, folder = trainer.console, trainer.run_dir.path
-        with suppress(
-            ConfigError
-        ):  # a full disk may have left no metrics; the run is none the worse
+        with suppress(ConfigError):  # a full disk may have left no metrics
             doctor.show(console, read_run(folder, console.warn))
     dist.close()
