@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minigrpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # a ratchet: lower it with every deletion (the aim is 9,000 lines and 58,000 tokens)
-BUDGET = {"lines": 11_600, "tokens": 79_000, "files": 78, "raises": 160, "settings": 66}
+BUDGET = {"lines": 9_800, "tokens": 66_000, "files": 75, "raises": 100, "settings": 66}
 # the files that show a whole step
 STEP = ("trainer", "rollout", "learner", "losses", "types", "model/transformer", "model/packing")
-STEP_LINES = 2_700  # the aim is 2,000
+STEP_LINES = 2_400  # the aim is 2,000
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

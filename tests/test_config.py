@@ -106,7 +106,6 @@ def test_pairs_are_separated_by_commas_before_a_name() -> None:
         {"learning_rate": float("nan")},
         {"loss": "ppo"},
         {"groupsize": 8},
-        {"kl_coef": 0.1, "loss": "nll"},
         {"resume": "auto"},
         {"eval_data": "x.jsonl"},
         {"reward_weights": "similarity"},

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from minigrpo.rewards import RewardFunction, RewardScorer, load_rewards, reward, similarity
 from minigrpo.task import Task, TokenBatch
+from minigrpo.tasks.base import load_task
 from minigrpo.types import Completions, ConfigError, Example, RewardTable
 
 ROOT = Path(__file__).parent.parent
@@ -275,7 +276,8 @@ def test_code_that_changes_its_example_changes_no_other_score(kind: str) -> None
     example = Example("?", fields={"numbers": [1, 2]})
     options = {kind: True} if kind in ("batched", "grouped") else {}
     functions = [] if kind == "task" else [reward(**options)(takes_all)]
-    scorer = RewardScorer(Own() if kind == "task" else Lengths(), functions=functions)
+    task = load_task(Own(), seed=0) if kind == "task" else Lengths()
+    scorer = RewardScorer(task, functions=functions)
     for _ in range(2):
         assert not any(scorer.score([example], [["a", "b"]]).failures.values())
     assert example.fields["numbers"] == [1, 2]

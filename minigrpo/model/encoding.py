@@ -78,10 +78,8 @@ def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[in
     try:
         ids = encode_prompt(tokenizer, example)
         if not 0 < len(ids) <= room:
-            raise ConfigError(
-                f"the prompt has {len(ids)} tokens, must have 1 to {room}: its completion must fit "
-                "into the model's context too"
-            )
+            said = "its completion must fit into the model's context too"
+            raise ConfigError(f"the prompt has {len(ids)} tokens, not 1 to {room}: {said}")
     except ConfigError as error:
         name = f"example {example.index} ({example.prompt[:60]!r}...)"
         raise ConfigError(f"{name}: {error}") from None

@@ -81,9 +81,7 @@ class FrozenModel:
         lengths = completions.prompt_len + completions.completion_mask.sum(-1).amax(-1)
         longest = int(lengths.max()) - 1  # the last token predicts nothing
         if longest > self.model.shape.context:
-            raise ConfigError(
-                f"{self.name}: a text of {longest} tokens is longer than the model's context"
-            )
+            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
 
     def encode_prompt(self, example: Example) -> list[int]:
         """The tokens of an example's prompt, or of its messages by the model's own template."""

@@ -302,9 +302,8 @@ def hub_folder(name: str | Path, revision: str | None = None, *, weights: bool =
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ConfigError(
-            f"{name}: no such folder; pip install 'minigrpo[hub]' to fetch it from the Hub"
-        ) from None
+        needs = "pip install 'minigrpo[hub]' to fetch it from the Hub"
+        raise ConfigError(f"{name}: no such folder; {needs}") from None
     fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
     folder = Path(fetch(revision=revision or found[2], allow_patterns=["*.json", "*.jinja"]))
     if weights:

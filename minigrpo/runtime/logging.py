@@ -153,9 +153,7 @@ def start_tracker(config: Config, folder: Path) -> Any:
             project=project, name=known, config=config.flat(), resume="allow", **options
         )
     except Exception as error:
-        raise ConfigError(
-            f"--track {name} does not start ({error}); it needs pip install 'minigrpo[{name}]' "
-            "and a login"
-        ) from None
+        needs = f"it needs a login, and pip install 'minigrpo[{name}]'"
+        raise ConfigError(f"--track {name} does not start ({error}); {needs}") from None
     file.write_text(known)
     return run

@@ -85,10 +85,11 @@ def load_class_from_file(path: str) -> type:
 
 
 def with_defaults(cls: type) -> type:
-    """A task's class, with the members of `Task` that it lacks, and examples that are numbered.
+    """A task's class, with the members of `Task` that it lacks.
 
-    `index` is the key of an example's random numbers: a task that leaves it at 0 would give all of
-    its prompts the same ones. So it becomes the example's place in the sequence.
+    `index` is the key of an example's random numbers, so here it is the example's place in the
+    sequence: if all were 0, all prompts would get the same ones. Scores see copies of examples,
+    because code may take numbers out of a list in `fields`.
     """
 
     class Whole(cls, Task):  # type: ignore[misc]
@@ -97,6 +98,9 @@ def with_defaults(cls: type) -> type:
 
         def held_out(self, number: int) -> Example:
             return _numbered(super().held_out(number), number)
+
+        def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> Any:
+            return super().score_batch([copy.deepcopy(x) for x in examples], texts)
 
     return Whole
 

@@ -81,9 +81,7 @@ def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
     """Say how many held-out questions the run, or the one that it began from, was trained on."""
     held_out = () if task.questions is None else task.questions[1]
     if known := int(np.isin(held_out, trained_on(Path(run))).sum()):
-        warn(
-            f"{known} of {len(held_out)} held-out questions are among those that it was trained on"
-        )
+        warn(f"{known} of {len(held_out)} held-out questions are among its training data")
 
 
 class Arguments(ModelArguments):

@@ -141,5 +141,8 @@ def draw(
     axes.grid(alpha=0.3)
     if len(settings) > 1:
         axes.legend(framealpha=0.5)
-    with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
-        figure.savefig(out, dpi=200)
+    try:
+        with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
+            figure.savefig(out, dpi=200)
+    except ValueError as error:  # no format that matplotlib knows
+        raise ConfigError(f"{out}: {error}") from None
