@@ -14,8 +14,7 @@ from torch import Tensor
 import grpo
 from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompts
-from minigrpo.runtime import device as layers
-from minigrpo.runtime.device import PhaseTimer
+from minigrpo.runtime.device import PhaseTimer, set_up_process
 from minigrpo.runtime.rng import uniforms
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
@@ -54,7 +53,7 @@ class GrpoPyStep:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        layers.set_up_process(self.config.speed, self.device)
+        set_up_process(self.config.speed, self.device)
         timer, prompts = self.timer, self.config.sampling.prompts_per_step
         timer.take()
         start = time.perf_counter()
@@ -92,7 +91,7 @@ class GrpoPyStep:
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
         """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss."""
-        layers.set_up_process(self.config.speed, self.device)
+        set_up_process(self.config.speed, self.device)
         completions, groups = batch.completions.to(self.device), self.config.sampling.group_size
         starts = completions.prompt_len.repeat_interleave(groups)  # [B]
         columns = completions.prompt_ids.shape[1] + completions.completion_ids.shape[-1]

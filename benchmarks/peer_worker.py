@@ -21,7 +21,7 @@ from minigrpo.build import base_dtype
 from minigrpo.config import Config
 from minigrpo.model.hf import save_model_folder
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime import device as layers
+from minigrpo.runtime.device import set_up_process
 
 from .measure import PeakMemory, synchronize
 from .peers import RANK
@@ -124,7 +124,7 @@ def main() -> None:
         from . import peer_trl  # noqa: F401 - imported before memory is measured, as ours is
     work = Work.of(WorkFlags(**asked["work"]))
     link.device = work.device
-    layers.set_up_process(work.config.speed, work.device)
+    set_up_process(work.config.speed, work.device)
     config = work.config.replace(**asked["flags"], max_steps=SCHEDULE)
     before = held_out_rewards(work, config, work.model, held_out) if held_out else []
     described = work.describe()

@@ -27,7 +27,7 @@ from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rewards import similarity
 from minigrpo.rollout import RolloutBatches
-from minigrpo.runtime import device as layers
+from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.prefetch import ExamplePrefetcher
 from minigrpo.runtime.rng import stream
@@ -134,7 +134,7 @@ class Work:
 
     @classmethod
     def of(cls, flags: WorkFlags) -> "Work":
-        device, sizes = layers.pick_device(flags.device), flags.sizes()
+        device, sizes = pick_device(flags.device), flags.sizes()
         if flags.natural or flags.config:
             settings = {name: x for file in flags.config for name, x in read_toml(file).items()}
             config = Config.of(**{**settings, **sizes}, max_steps=10**6, out_dir="")
@@ -194,7 +194,7 @@ class Step:
         )
         if work.forced:
             self.sampler.stops = frozenset()  # no token ends a completion
-        self.timer, dist = layers.PhaseTimer(self.device), DistContext()
+        self.timer, dist = PhaseTimer(self.device), DistContext()
         self.source = RolloutBatches(
             config,
             ExamplePrefetcher(work.task, config, dist),
@@ -208,7 +208,7 @@ class Step:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        layers.set_up_process(self.config.speed, self.device)  # process-wide: set it again
+        set_up_process(self.config.speed, self.device)  # process-wide: set it again
         self.timer.take()
         start = time.perf_counter()
         self.batch = self.source.batch(number)
@@ -233,7 +233,7 @@ class Step:
 
         Not the loss itself: at a ratio of 1 the advantages cancel, and only rounding remains.
         """
-        layers.set_up_process(self.config.speed, self.device)
+        set_up_process(self.config.speed, self.device)
         with torch.no_grad():
             parts = batch.split(self.config.memory.micro_batch_size or len(batch))
             logps = [self.learner.forward(self.learner.pack(part))[0] for part in parts]

@@ -23,8 +23,8 @@ from .model.lora import (
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardScorer, load_rewards
-from .runtime import device as layers
 from .runtime.checkpoint import checkpoints, load_checkpoint, newest
+from .runtime.device import autocast, low_precision_copy, sharing_weights
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream
 from .task import Task
@@ -204,11 +204,11 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
         return None
     shares_weights = config.model.lora_rank > 0
     if shares_weights:
-        model = layers.sharing_weights(learner.model)
+        model = sharing_weights(learner.model)
         disable_adapters(model)
     else:
         copied = copy.deepcopy(learner.model).requires_grad_(False)
-        model = layers.low_precision_copy(config.speed, copied)
+        model = low_precision_copy(config.speed, copied)
     return FrozenModel(
         config,
         model,
@@ -226,14 +226,14 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     tokenizer = load_tokenizer(own, template or None)
     model = load_model(name, say=warn, matrices=base_dtype(config.model))
     fit_vocab(model, name, tokenizer)
-    model = layers.low_precision_copy(config.speed, model.to(device).requires_grad_(False))
+    model = low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(
         config,
         model,
         tokenizer,
         name=name,
         backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
-        autocast=partial(layers.autocast, config.speed, device),
+        autocast=partial(autocast, config.speed, device),
         offload=config.memory.offload_reference,
     )
 

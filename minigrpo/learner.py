@@ -113,7 +113,7 @@ class Learner:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
         every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        local = LOSSES[self.config.loss.name].reduce is per_local_token
+        local = LOSSES[self.config.loss.name].weights is per_local_token
         if batch.advantages is None or batch.ref_logp is not None or local:
             return every
         return [p for p in every if batch.advantages[p].any()] or [0]
@@ -158,10 +158,10 @@ class Learner:
         completions, mask = part.completions, part.completions.completion_mask
         logp, entropy = self.forward(packing)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        weights, cap = None, config.sampler_correction
+        importance, cap = None, config.sampler_correction
         if cap and completions.behavior_logp is not None:
             # truncated importance sampling (Ionides 2008): tokens are not drawn from the policy
-            weights = (old_logp - completions.behavior_logp).exp().clamp(max=cap)
+            importance = (old_logp - completions.behavior_logp).exp().clamp(max=cap)
         loss, metrics = policy_loss(
             logp,
             old_logp,
@@ -174,7 +174,7 @@ class Learner:
             ref_logp=part.ref_logp,
             kl_coef=0.0 if part.ref_logp is None else config.kl_coef,
             kl=config.kl,
-            token_weights=weights,
+            token_weights=importance,
             normalizer=normalizer,
         )
         metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}

@@ -60,7 +60,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 class LossNormalizer:
     """What a loss divides by: counts over all micro-batches and processes of a step."""
 
-    completions: int | Tensor  # B
+    completions: int | Tensor  # B, also those outside the loss mask
     tokens: int | Tensor  # N, completion tokens in the loss
     max_length: int  # tokens that a completion may have
 
@@ -154,22 +154,22 @@ def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: 
 
 
 def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """(1/B) sum_i (1/n_i) sum_t"""
+    """1 / (B n_i)"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
 
 
 def per_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """(1/N) sum, N over all ranks and micro-batches of the step"""
+    """1 / N, over all ranks and micro-batches of the step"""
     return mask / normalizer.tokens
 
 
 def per_local_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """The mean over the micro-batch's own tokens, times its share of the step's completions"""
+    """1 / (tokens of the micro-batch), times its share of the step's completions"""
     return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / normalizer.completions)
 
 
 def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """sum / (B * max_completion_length)"""
+    """1 / (B max_completion_length)"""
     return mask / (normalizer.completions * normalizer.max_length)
 
 
@@ -179,9 +179,9 @@ class LossSpec:
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], Term]
-    reduce: Callable[[Tensor, LossNormalizer], Tensor]
+    weights: Callable[[Tensor, LossNormalizer], Tensor]
     clip: Clip = Clip()
-    advantage: str = "group_mean"
+    estimator: str = "group_mean"
     scale: str = "group"
 
 
@@ -194,17 +194,18 @@ LOSSES = {
     "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, Clip(3e-4, 4e-4)),  # 2507.18071
     "cispo": LossSpec(token_ratio, cispo, per_token, Clip(cap=5.0)),  # 2506.13585, 2510.13786
     "rloo": LossSpec(
-        sequence_sum_ratio, clipped, per_completion, advantage="leave_one_out", scale="none"
+        sequence_sum_ratio, clipped, per_completion, estimator="leave_one_out", scale="none"
     ),  # 2402.14740
     "maxrl": LossSpec(token_ratio, clipped, per_token, scale="mean"),  # 2602.02710
     "sapo": LossSpec(token_ratio, soft_gate, per_completion),  # 2511.20347
     "gmpo": LossSpec(token_ratio, geometric_mean, per_completion, GMPO_CLIP),  # 2507.20673
-    "nll": LossSpec(token_ratio, negative_logp, per_token),  # the warm start
+    "nll": LossSpec(token_ratio, negative_logp, per_token),  # supervised fine-tuning
 }
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
 # gradient of KL(pi||ref), and k3 that of KL(ref||pi) (arXiv 2506.09477, 2510.01555, 2512.21852).
 # That of k1 has mean 0, so it is not here; with k1_reward, the rollout subtracts it from rewards.
+# `ratio` is the loss's: of a token, or of a sequence under gspo and rloo.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
@@ -256,23 +257,23 @@ def policy_loss(
     normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
 
-    def frozen(x: Tensor, shape: torch.Size = logp.shape) -> Tensor:
-        """`x` without gradient, which would be another objective's."""
+    def checked(x: Tensor, shape: torch.Size = logp.shape) -> Tensor:
+        """`x`, of this shape, without gradient: one through it would be another objective's."""
         if x.shape != shape:
             raise ValueError(f"expected the shape {list(shape)}, got {list(x.shape)}")
         return x.detach()
 
-    m = frozen(mask).to(at_least_fp32)
+    m = checked(mask).to(at_least_fp32)
     # mask before exp, because inf * 0 is NaN in the backward pass
     logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
-    old = logp.detach() if old_logp is None else torch.where(mask, frozen(old_logp), 0.0)
+    old = logp.detach() if old_logp is None else torch.where(mask, checked(old_logp), 0.0)
     ratio = spec.ratio(logp - old, m)
     adv = logp.new_full((), math.nan)  # only nll does without
     if advantages is not None:
-        adv = frozen(advantages, logp.shape[:-1]).to(at_least_fp32)[..., None]
+        adv = checked(advantages, logp.shape[:-1]).to(at_least_fp32)[..., None]
     term, hits = spec.surrogate(ratio, adv, logp, m, clip)
     if token_weights is not None:
-        term = term * torch.where(mask, frozen(token_weights), 0.0)
+        term = term * torch.where(mask, checked(token_weights), 0.0)
 
     by_token = per_token(m, normalizer)
     per_term = per_token if spec.ratio is token_ratio else per_completion
@@ -280,9 +281,9 @@ def policy_loss(
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
     if kl_coef and kl != KL_IN_REWARD:
         assert ref_logp is not None
-        difference = torch.where(mask, frozen(ref_logp), 0.0) - logp
+        difference = torch.where(mask, checked(ref_logp), 0.0) - logp
         penalty = KL_ESTIMATORS[kl](difference, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
-    weights = spec.reduce(m, normalizer)
+    weights = spec.weights(m, normalizer)
     return (weights * term).sum(), metrics

@@ -143,7 +143,7 @@ class RolloutBatches:
         total = self.dist.gather(total)
         scale = spec.scale if loss.scale == "auto" else loss.scale
         if total.isfinite().all():
-            everyone = advantages(total, estimator=spec.advantage, scale=scale).float()
+            everyone = advantages(total, estimator=spec.estimator, scale=scale).float()
         else:
             everyone = torch.full(total.shape, torch.nan)  # the guard skips the step
         share = len(batch)

@@ -26,9 +26,9 @@ from .config import Config
 from .evaluate import measure
 from .learner import Learner
 from .rollout import RolloutBatches, SupervisedBatches
-from .runtime import device as layers
 from .runtime import samples
 from .runtime.console import Console
+from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
 from .runtime.logging import RunLog
@@ -51,8 +51,8 @@ class Trainer:
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         say, warn = self.console.say, self.console.warn
         self.run_dir = RunDir(config, self.dist, self.console)
-        self.device = layers.pick_device(config.speed.device, self.dist.local_rank)
-        layers.set_up_process(config.speed, self.device)
+        self.device = pick_device(config.speed.device, self.dist.local_rank)
+        set_up_process(config.speed, self.device)
 
         self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config))
         self.task = make_task(config)
@@ -64,13 +64,13 @@ class Trainer:
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
-        how = self.learner.autocast, warn, self.task.speculate
-        self.sampler = Sampler(config, self.model, self.tokenizer, *how)
-        self.timer = layers.PhaseTimer(self.device)
+        low, speculate = self.learner.autocast, self.task.speculate
+        self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, speculate)
+        self.timer = PhaseTimer(self.device)
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         questions = self.task.questions
-        load = self.learner.load_state_dict
-        self.learner.steps_done = self.run_dir.open(load, facts, questions)
+        restore = self.learner.load_state_dict  # called if there is a checkpoint to go on from
+        self.learner.steps_done = self.run_dir.open(restore, facts, questions)
         examples = ExamplePrefetcher(self.task, config, self.dist)
         self.source: SupervisedBatches | RolloutBatches
         if config.supervised:
@@ -108,7 +108,7 @@ class Trainer:
                 if not stopped:
                     self._evaluate()
         except BaseException as error:
-            # weights in the middle of an update belong to no step; those that diverged are finite
+            # else the weights are between two updates of a step, or not finite
             if not self.learner.in_update:
                 self.run_dir.save_here(self.step, self.learner.state_dict())
             status = "diverged" if isinstance(error, Diverged) else "failed"
@@ -130,11 +130,11 @@ class Trainer:
         run, stopped = self.config.run, ""
         end = min(run.stop_after or run.max_steps, run.max_steps)
         self._evaluate_if_due()
-        with layers.profiler(run, self.run_dir.path, self.dist.is_main) as profiler:
+        with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
             while self.step < end and not stopped:
                 metrics = self.one_step()
                 self.console.update(self.step, end, metrics, self.evaluations[-1])
-                profiler.step()
+                trace.step()
                 if self.step < run.max_steps:  # the last step is evaluated and saved by `fit`
                     self._evaluate_if_due()
                     if self.step % run.save_every == 0:
@@ -144,17 +144,17 @@ class Trainer:
 
     def one_step(self) -> dict[str, float]:
         """Draw a batch, learn from it, log it; return the metrics. `fit` goes on from there."""
-        log, start = self.log, time.perf_counter()
-        batch = self.source.batch(self.step)
+        log, step, start = self.log, self.step, time.perf_counter()
+        batch = self.source.batch(step)
         with self.timer.phase("update"):
-            learnt = self.learner.learn(batch, self.step)
+            learnt = self.learner.learn(batch, step)
         metrics = self.dist.combine(rollout_metrics(batch, self.sampler.stops)) | learnt
-        peak = torch.tensor(layers.peak_memory_mib(self.device))
+        peak = torch.tensor(peak_memory_mib(self.device))
         metrics["memory/peak_mib"] = float(self.dist.max(peak))
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
-        log.step(self.step, metrics)
-        samples.log_group(log, batch, self.step, self.tokenizer)
+        log.step(step + 1, metrics)
+        samples.log_group(log, batch, step + 1, self.tokenizer)
         return metrics
 
     def _evaluate_if_due(self) -> None:

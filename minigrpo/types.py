@@ -51,7 +51,7 @@ class Completions:
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
     completion_mask: Tensor  # [P, G, S] bool, true up to and including the stop token
-    sampler_logp: Tensor | None = None  # [P, G, S] float32, see RolloutBatch
+    sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, see RolloutBatch
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
 
     def __len__(self) -> int:

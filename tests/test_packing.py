@@ -104,7 +104,7 @@ def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
     for chunked, checkpoints in ((False, None), (True, recompute)):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        model.checkpoint_blocks = checkpoints
+        model.recompute_block = checkpoints
         for build in PACKINGS.values():
             packing = build(c)
             logp, found_entropy = model(packing, 0.7)

@@ -120,20 +120,20 @@ class CompletionRows:
     A row's keys include the shared prefix, which another row has added.
     """
 
-    queries: Tensor  # [R, T] into the packed tokens
-    keys: Tensor  # [R, Lp + K] into the packed tokens: prompt, then completion
-    visible: Tensor  # [R, 1, T, Lp + K] bool: which keys each query may attend to
+    queries: Tensor  # [C, T] places of packed tokens: C rows
+    keys: Tensor  # [C, Lp + I] places: of the prompt, then of the completion's I inputs
+    visible: Tensor  # [C, 1, T, Lp + I] bool: which keys each query may attend to
     # `visible` as additive masks, by dtype and by how many query heads share a head of keys
     masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [N, H, E]`, k and v `[N, K, E]` -> `[R, H, T, E]`."""
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
         share = q.shape[1] // k.shape[1]
         k, v = shared_rows_of(k, self.keys), shared_rows_of(v, self.keys)
         return sdpa(rows_of(q, self.queries), k, v, mask=self._mask(q.dtype, share))
 
     def _mask(self, dtype: torch.dtype, share: int) -> Tensor:
-        """`visible` as 0 or -inf, once for each of `share` queries: `[R, 1, share * T, Lp + K]`.
+        """`visible` as 0 or -inf, for each of R queries of a key head: `[C, 1, R * T, Lp + I]`.
 
         One mask for all layers; else autograd would keep one of each. Rows are padded in memory to
         a multiple of 8, because CUDA's attention would copy others.
@@ -159,7 +159,7 @@ class Packing:
     targets: Tensor  # [M] that next token
     index: Tensor  # [P, G, S] into the M predictions; 0 where masked
     mask: Tensor  # [P, G, S] bool
-    causal_rows: Tensor  # [R, T] into the packed tokens; padding repeats the row's first token
+    causal_rows: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
     completion_rows: tuple[CompletionRows, ...]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
 
@@ -244,7 +244,7 @@ PACKINGS: dict[str, Callable[[Completions], Packing]] = {
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Rows padded on the right with their first entry, `[R, T]`; and `[R]`, their lengths."""
+    """Rows padded on the right with their first entry, `[C, T]`; and `[C]`, their lengths."""
     width = max(map(len, rows))
     padded = [[*row, *[row[0]] * (width - len(row))] for row in rows]
     # NumPy reads nested lists several times as fast as torch
@@ -268,7 +268,7 @@ def _completion_rows(added: Sequence[_AddedRow]) -> CompletionRows:
     queries, num_new = _padded([row.path[-row.num_new :] for row in added])
     # a completion's column 0 follows its prompt; its first query is at this column
     first = num_inputs - num_new
-    columns = first[:, None] + torch.arange(queries.shape[1])  # [R, T] of the queries
+    columns = first[:, None] + torch.arange(queries.shape[1])  # [C, T] of the queries
     sees_prompt = (torch.arange(prompts.shape[1]) < prompt_len[:, None])[:, None]
     sees_own = torch.arange(paths.shape[1]) <= columns[..., None]
     visible = torch.cat([sees_prompt.expand(-1, queries.shape[1], -1), sees_own], dim=-1)

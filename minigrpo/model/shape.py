@@ -60,7 +60,7 @@ class ModelShape:
         return self.family == "gpt2"
 
     @property
-    def head_norm(self) -> bool:
+    def qk_norm(self) -> bool:
         """Whether the query and the key of each head are normalised before they are rotated."""
         return self.family == "qwen3"
 

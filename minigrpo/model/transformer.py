@@ -103,7 +103,7 @@ def make_norm(shape: ModelShape) -> nn.Module:
     return (nn.LayerNorm if shape.is_gpt2 else RMSNorm)(shape.width, shape.norm_eps)
 
 
-class FusedAttention(nn.Module):
+class GPT2Projections(nn.Module):
     """GPT-2's projections: one layer for queries, keys and values."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -121,7 +121,7 @@ class FusedAttention(nn.Module):
         return self.c_proj(x.flatten(1))
 
 
-class SeparateAttention(nn.Module):
+class LlamaProjections(nn.Module):
     """Llama's projections, where several query heads may share keys and values."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -134,7 +134,7 @@ class SeparateAttention(nn.Module):
         self.o_proj = Linear(queries, shape.width, bias=False)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if shape.head_norm:
+        if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
@@ -185,9 +185,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attention = attention  # compile_blocks in device.py replaces it by an uncompiled call
+        self.attention = attention  # device.py keeps it out of compiled blocks
         self.ln_1 = make_norm(shape)
-        self.attn = (FusedAttention if shape.is_gpt2 else SeparateAttention)(shape)
+        self.attn = (GPT2Projections if shape.is_gpt2 else LlamaProjections)(shape)
         self.ln_2 = make_norm(shape)
         self.mlp = (MLP if shape.is_gpt2 else GatedMLP)(shape)
 
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         # set by device.py for gradient checkpointing: runs a block, recomputed in backward
-        self.checkpoint_blocks: Callable[..., Tensor] | None = None
+        self.recompute_block: Callable[..., Tensor] | None = None
         self.wte = _embedding(shape.vocab_size, shape.width)
         self.wpe = _embedding(shape.context, shape.width) if shape.is_gpt2 else None
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -302,7 +302,7 @@ class Transformer(nn.Module):
             x = x + self.wpe(positions)
         else:
             rotate = rotation(self.shape, positions, x.dtype)
-        recompute = self.checkpoint_blocks if torch.is_grad_enabled() else None
+        recompute = self.recompute_block if torch.is_grad_enabled() else None
         for layer, block in enumerate(self.h):
             how = partial(attend, layer), rotate if self.shape.rotates(layer) else None
             x = recompute(block, x, *how) if recompute else block(x, *how)

@@ -173,14 +173,14 @@ class Generation:
         # a single copy to the host and back, because each makes the host wait for the device
         numbers = torch.stack([unfinished.long(), self.running, self.slot, lengths, last])
         on_host = numbers.cpu().numpy()
-        running, slot, lengths_left, last_left = on_host[1:, on_host[0] > 0]
+        running, slot, running_lengths, running_last = on_host[1:, on_host[0] > 0]
         # Sequences of a slot were equal before this round and got the same proposals. So they are
         # equal now if they have the same length and the same last token.
-        sources, slot, chosen = assign_slots(slot, lengths_left, last_left)
+        sources, slot, chosen = assign_slots(slot, running_lengths, running_last)
         joined = torch.from_numpy(np.concatenate([running, slot, running[chosen]]))
         sizes = [len(running), len(running), len(chosen)]
         self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
-        self.longest = int(lengths_left.max(initial=0))
+        self.longest = int(running_lengths.max(initial=0))
         self.num_finished = (
             int(running[0]) // self.num_samples if len(running) else self.num_entered
         )

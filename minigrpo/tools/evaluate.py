@@ -20,8 +20,8 @@ from pydantic import Field
 from ..build import RECORD, Say, make_model, make_scorer, make_task, make_tokenizer
 from ..config import Config, Group
 from ..evaluate import measure
-from ..runtime import device as layers
 from ..runtime.console import Console
+from ..runtime.device import autocast, pick_device, set_up_process
 from ..runtime.logging import to_json
 from ..runtime.run_dir import trained_on
 from ..sampling.generate import Sampler
@@ -69,12 +69,12 @@ def task_for(config: Config, data: str) -> Task:
 
 def load_sampler(config: Config, warn: Say, *, speculate: bool = False) -> Sampler:
     """The model of a config, ready to sample from. Raises ConfigError."""
-    device = layers.pick_device(config.speed.device)
-    layers.set_up_process(config.speed, device)
+    device = pick_device(config.speed.device)
+    set_up_process(config.speed, device)
     tokenizer = make_tokenizer(config)
     model = make_model(config, tokenizer, device, warn)
-    autocast = partial(layers.autocast, config.speed, device)
-    return Sampler(config, model, tokenizer, autocast, warn, speculate=speculate)
+    low = partial(autocast, config.speed, device)
+    return Sampler(config, model, tokenizer, low, warn, speculate=speculate)
 
 
 def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:

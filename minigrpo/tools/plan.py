@@ -42,7 +42,7 @@ def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> f
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
     norms = 2 * FLOAT * width * (1 if shape.is_gpt2 else 2)
-    norms += 2 * FLOAT * (inner + shape.kv_width) * shape.head_norm
+    norms += 2 * FLOAT * (inner + shape.kv_width) * shape.qk_norm
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
     inside_mlp = shape.mlp_width * (2 if shape.is_gpt2 else 4)
     linears = size * (2 * width + inner + inside_mlp)
