@@ -60,7 +60,6 @@ class RandomText(Task):
     """Random prompts and answers of given lengths, one token per character."""
 
     parts: Mapping[str, float] = {"similarity": 1.0}
-    speculate = True
 
     def __init__(self, seed: int, prompt_len: int, answer_len: int) -> None:
         self.seed, self.prompt_len, self.answer_len = seed, prompt_len, answer_len

@@ -1,8 +1,8 @@
-"""minigrpo: Group Relative Policy Optimization. The files beside this one are the algorithm.
+"""minigrpo: Group Relative Policy Optimization. Start with trainer.py.
 
-trainer.py is the place to start. The modules at this level are the algorithm. The packages around
-it are model/ (the model and packing), sampling/ (decoding), tasks/ (prompts and scores), runtime/
-(speed, processes, checkpoints, settings) and tools/ (the commands).
+The modules at this level are the algorithm and its settings. The packages are model/, sampling/,
+tasks/, sandbox/ (other people's code), runtime/ (device, processes, checkpoints, logs) and tools/
+(the commands).
 """
 
 from importlib import import_module

@@ -11,7 +11,7 @@ from .config import Config, ModelConfig
 from .learner import Learner
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel
-from .model.hf import hub_folder
+from .model.hf import WEIGHTS, hub_folder
 from .model.lora import (
     ADAPTER_FILE,
     add_adapters,
@@ -27,12 +27,12 @@ from .runtime.checkpoint import checkpoints, load_checkpoint, newest
 from .runtime.device import autocast, low_precision_copy, sharing_weights
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream
+from .runtime.run_dir import RECORD
 from .task import Task
 from .tasks.base import load_task, shipped_model
 from .types import ConfigError
 
 Say = Callable[[str], object]
-RECORD = "config.toml"  # of a run's folder
 CHESS = "chess"  # the tokenizer of models that bring none
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
 # than the tokenizer has.
@@ -104,6 +104,8 @@ def check_examples(config: Config, task: Task, tokenizer: Tokenizer, context: in
     encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
     if config.supervised:
         encode_pairs(tokenizer, examples, context)
+        if not any(example.answer for example in examples):
+            raise ConfigError("--loss nll learns true answers, and these examples have none")
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -167,11 +169,15 @@ def load_model(
             load_trained(model, state["model"])
         else:
             load_peft(model, run / ADAPTER_FILE)
-        return merge_adapters(model)
-    if not state:
-        return Transformer.from_pretrained(run / "model.safetensors", matrices)
-    model = Transformer.empty(ModelShape(**state["run"]["shape"]))
-    load_trained(model, state["model"])
+        model = merge_adapters(model)
+    elif state:
+        model = Transformer.empty(ModelShape(**state["run"]["shape"]))
+        load_trained(model, state["model"])
+    else:
+        model = Transformer.from_pretrained(run / WEIGHTS)
+    for parameter in model.parameters():
+        if matrices and parameter.dim() >= 2:
+            parameter.data = parameter.data.to(matrices)
     return model
 
 

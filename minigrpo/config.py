@@ -241,6 +241,10 @@ class Config(Group):
         """The config itself. Raises ConfigError for settings that do not go together."""
         if self.sampling.group_size < 2 and not self.supervised:
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
+        default = "mean" if self.loss.name == "maxrl" else "group"
+        scale = default if self.loss.scale == "auto" else self.loss.scale
+        if scale == "mean" and (self.loss.overlong == "punish" or self.loss.kl == "k1_reward"):
+            raise ConfigError("--scale mean (maxrl) divides by rewards, which may not be negative")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.task.eval_data and not self.task.data:

@@ -73,16 +73,8 @@ def measure(
         samples: completions that are sampled per example, besides the greedy one.
 
     Returns:
-        The measures, the greedy completions and the sampled ones. Shares and means have their 95 %
-        interval. The measures are, in this order:
-        n: the number of examples.
-        <success>_sampled, <success>: share of right completions, sampled at temperature 1 and
-            greedy.
-        <part>_sampled, <part>: the mean of each reward function over the examples that it concerns.
-        reward_sampled, reward: their weighted sum.
-        <summary>, <summary>_sampled: the task's summaries, without an interval.
-        pass@1, ..., pass@K: with `samples` K above 1.
-        <success>/<kind>, count/<kind>: greedy <success> and n by kind of question.
+        The measures (docs/tasks.md lists them), the greedy completions and the sampled ones. Shares
+        and means have their 95 % interval, the task's summaries have none.
     """
     size = size_of(task, size)
     examples = [task.held_out(i) for i in range(size)]

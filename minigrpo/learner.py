@@ -246,6 +246,8 @@ class Learner:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         load_trained(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:  # a resume may change the flag
+            group["fused"] = self.config.speed.fused_optimizer
         self.guard = NonFiniteGuard(**state["guard"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

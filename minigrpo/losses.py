@@ -205,11 +205,10 @@ LOSSES = {
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
 # gradient of KL(pi||ref), and k3 that of KL(ref||pi) (arXiv 2506.09477, 2510.01555, 2512.21852).
 # That of k1 has mean 0, so it is not here; with k1_reward, the rollout subtracts it from rewards.
-# `ratio` is the loss's: of a token, or of a sequence under gspo and rloo.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
-    "k3_is": lambda d, ratio: ratio * (d.exp() - d - 1),  # DeepSeek-V3.2, arXiv 2512.02556
+    "k3_is": lambda d, ratio: ratio * (d.exp() - d - 1),  # arXiv 2512.02556; the loss's ratio
 }
 KL_IN_REWARD = "k1_reward"
 

@@ -158,8 +158,5 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
 
 
 def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """0 up to `longest - buffer` tokens, then linearly down to -1 at `longest`.
-
-    DAPO's soft overlong punishment (arXiv 2503.14476).
-    """
+    """DAPO's (arXiv 2503.14476): 0 up to `longest - buffer` tokens, then linearly down to -1."""
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)

@@ -53,7 +53,6 @@ class Trainer:
         self.run_dir = RunDir(config, self.dist, self.console)
         self.device = pick_device(config.speed.device, self.dist.local_rank)
         set_up_process(config.speed, self.device)
-
         self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config))
         self.task = make_task(config)
         self.model = self.dist.on_main_first(

@@ -86,11 +86,6 @@ def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[in
     return ids
 
 
-def encode_answers(tokenizer: Tokenizer, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """`pad` of the true answers."""
-    return pad([encode_answer(tokenizer, example) for example in examples])
-
-
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
     """The prompts with their true answers as completions, one per prompt.
 

@@ -282,19 +282,17 @@ def save_model_folder(model: Any, folder: Path) -> None:
 # --- the Hub --------------------------------------------------------------------------------------
 
 # ORG/NAME or ORG/NAME@REVISION
-HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
 
-def hub_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The file or folder that a name stands for; a model on the Hub is fetched if need be.
+def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
+    """The file or folder that a name stands for; ORG/NAME[@REVISION] is fetched from the Hub.
 
-    An existing path comes first. The name of a folder from the Hub is the commit.
+    An existing path comes first. The name of a folder from the Hub is the commit. Raises
+    ConfigError.
 
     Args:
-        revision: the commit, branch or tag of a model on the Hub; None: that of ORG/NAME@REVISION.
         weights: whether they are needed, and not only config.json and the tokenizer.
-
-    Raises ConfigError.
     """
     found = HUB_NAME.fullmatch(str(name))
     if Path(name).exists() or found is None:
@@ -305,7 +303,7 @@ def hub_folder(name: str | Path, revision: str | None = None, *, weights: bool =
         needs = "pip install 'minigrpo[hub]' to fetch it from the Hub"
         raise ConfigError(f"{name}: no such folder; {needs}") from None
     fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
-    folder = Path(fetch(revision=revision or found[2], allow_patterns=["*.json", "*.jinja"]))
+    folder = Path(fetch(revision=found[2], allow_patterns=["*.json", "*.jinja"]))
     if weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")

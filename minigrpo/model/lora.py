@@ -22,7 +22,6 @@ from .linear import Linear, linear
 from .logprobs import at_least_fp32
 from .transformer import Transformer
 
-ADAPTERS = ("lora_A", "lora_B")
 ADAPTER_FILE = "adapter_model.safetensors"
 
 

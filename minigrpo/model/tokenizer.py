@@ -11,7 +11,6 @@ merged tokens would hide that.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -158,10 +157,3 @@ def _chat_template(folder: Path, settings: Mapping[str, object]) -> str:
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}.get("default", "")
     return str(found)
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer from a folder to another."""
-    for name in FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)

@@ -53,7 +53,7 @@ def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer)
 def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
     """Log the answers of an evaluation, and the completions of its first prompts.
 
-    Warns of rewards that failed: eval.jsonl cannot tell their default from a score.
+    Warns of rewards that failed: eval.jsonl cannot tell a failure's 0 from a score.
     """
     for part, failed in greedy.rewards.failures.items():
         if failed := failed + drawn.rewards.failures[part]:

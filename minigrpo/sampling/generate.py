@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, SamplingConfig
-from ..model.encoding import encode_answers, encode_prompts
+from ..model.encoding import encode_answer, encode_prompts, pad
 from ..model.logprobs import log_softmax
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
@@ -271,7 +271,8 @@ class Sampler:
             tensors["u"] = torch.from_numpy(u)
         if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
-            tensors["drafts"] = encode_answers(self.tokenizer, examples)[0][:, : 2 * longest]
+            answers = [encode_answer(self.tokenizer, example) for example in examples]
+            tensors["drafts"] = pad(answers)[0][:, : 2 * longest]
         refresh(self.low_precision, self.model)
         done, total = 0, len(examples)
         parts: Iterator[Completions] = iter(())  # of the examples from `done` on

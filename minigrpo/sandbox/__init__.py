@@ -20,5 +20,4 @@ around them. It protects a run from what models write by accident, and the rewar
 reinforcement finds. Run code of strangers in a virtual machine.
 """
 
-from .client import close as close
 from .client import run_tests as run_tests

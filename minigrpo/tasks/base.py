@@ -53,7 +53,9 @@ def load_task(
     own = {name: x for name, x in {"seed": seed, "chat": chat}.items() if name in named}
     try:
         return cast(Task, cls(**own, **given))
-    except TypeError as error:  # an argument that it does not take
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # an argument that it does not take
         raise ConfigError(f"--task {task}: {error}") from error
 
 

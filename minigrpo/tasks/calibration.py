@@ -28,7 +28,7 @@ from ..runtime.stats import calibration
 from ..types import Example
 from .base import Generated, SourceTask, is_held_out
 from .data import Files
-from .math import Math
+from .math import HASHES, Math, final_answer
 from .prompts import Prompts
 
 REQUEST = (
@@ -168,6 +168,8 @@ class Calibration(SourceTask):
         if stated is None:
             return dict.fromkeys(self.parts, 0.0)
         answer, confidence = stated
+        if isinstance(self.source, Math) and not final_answer(answer, HASHES):
+            answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
         alone = replace(example, answer=example.fields["true_answer"])
         correct = float(self.source.score(alone, answer)[self.source.success] == 1)
         brier = 1 - (correct - confidence) ** 2

@@ -57,10 +57,13 @@ def flat(run: Run) -> dict[str, Any]:
 def differences(first: Setting, second: Setting) -> dict[str, Difference]:
     """Each measure that both settings have, tested on the held-out examples that they share.
 
-    Runs are paired in the order of their seeds. Seeds that were asked the same examples are
-    averaged example by example, others are joined. The names are those of eval.jsonl.
+    Runs of equal seeds are paired, or if there are none, in the order of their seeds. Seeds that
+    were asked the same examples are averaged example by example, others are joined. The names are
+    those of eval.jsonl.
     """
-    pairs = [(answers_of(x), answers_of(y)) for x, y in zip(first, second, strict=False)]
+    both = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
+    both = both or list(zip(first, second, strict=False))
+    pairs = [(answers_of(x), answers_of(y)) for x, y in both]
     asked_alike = len({frozenset[Any]().union(*x.values()) for x, _ in pairs}) == 1
     join = np.stack if asked_alike else np.concatenate
     same_reward = all(flat(first[0])[name] == flat(second[0])[name] for name in REWARD)

@@ -47,6 +47,11 @@ def sampler_gap(values: Values, run: Run) -> bool:
     return end(values) > (0.05 if run.config.speed.use_amp else 0.001)
 
 
+def silent(values: Values, run: Run) -> bool:
+    """Always 0; where rewards are negative, 0 may be the best."""
+    return not values.any() and min(run.curve("reward").values(), default=0) >= 0
+
+
 def falls(values: Values, run: Run) -> bool:
     """The last evaluation is some 4 standard errors below the best one."""
     shares = list(run.shares(run.success + SAMPLED).values())
@@ -69,7 +74,7 @@ RULES = (
     Rule(
         "silent reward",
         "rewards/*/mean",
-        lambda values, run: not values.any(),
+        silent,
         "A reward function has been 0 for every completion.",
         "Try it on a right answer. If it works, the model needs --loss nll on true answers first.",
     ),
@@ -77,7 +82,7 @@ RULES = (
         "failing reward",
         "rewards/*/failures",
         lambda values, run: values.any(),
-        "A reward function fails on some completions, which then get its default reward.",
+        "A reward function fails on some completions, which then get 0 from it.",
         "The run's warnings name the first error. Mend the function, or raise its timeout_s.",
         fewest=1,
     ),
@@ -124,7 +129,7 @@ RULES = (
         "sampling/logp_difference_mean",
         sampler_gap,
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
-        "Set --temperature, --top-p and --top-k to their defaults, or use --sampler-correction 2.",
+        "Run without --use-amp to see whether that is the cause, or use --sampler-correction 2.",
     ),
     Rule(
         "falls",

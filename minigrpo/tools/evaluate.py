@@ -17,13 +17,13 @@ import numpy as np
 import tyro
 from pydantic import Field
 
-from ..build import RECORD, Say, make_model, make_scorer, make_task, make_tokenizer
+from ..build import Say, make_model, make_scorer, make_task, make_tokenizer
 from ..config import Config, Group
 from ..evaluate import measure
 from ..runtime.console import Console
 from ..runtime.device import autocast, pick_device, set_up_process
 from ..runtime.logging import to_json
-from ..runtime.run_dir import trained_on
+from ..runtime.run_dir import RECORD, trained_on
 from ..sampling.generate import Sampler
 from ..task import Task
 from ..tasks.base import load_task

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..build import make_model, make_tokenizer
 from ..model.hf import read_json, save_model_folder
-from ..model.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, Tokenizer, copy_tokenizer_files
+from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG, Tokenizer
 from ..runtime.console import Console
 from ..runtime.run_dir import TRAINED_ON
 from .evaluate import ModelArguments, parse
@@ -26,7 +26,9 @@ class Arguments(ModelArguments):
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer's files, its chat template, and where `generate` has to stop."""
-    copy_tokenizer_files(tokenizer.source, folder)
+    for name in FILES:
+        if (tokenizer.source / name).is_file():
+            shutil.copyfile(tokenizer.source / name, folder / name)
     if tokenizer.chat:
         (folder / CHAT_TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
     file = folder / GENERATION_CONFIG

@@ -9,13 +9,14 @@ nothing, and Python and torch themselves take some 400 MiB more.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..build import RECORD, add_lora, config_of_run, make_task, make_tokenizer
+from ..build import add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
 from ..model.encoding import encode_prompts
 from ..model.hf import hub_folder, read_model
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.transformer import ModelShape, Transformer
 from ..runtime.console import Console
+from ..runtime.run_dir import RECORD
 from ..tasks.base import shipped_model
 
 MIB = 2**20
