@@ -26,6 +26,7 @@ LAYERS["grouped-query"] = {f"{name}_proj" for name in "qkvo"} | {
     "down_proj",
 }
 TOKENS = torch.arange(VOCAB).view(2, -1)
+ADAPTERS = ("lora_A", "lora_B")  # ends of the names of trained tensors
 
 
 @pytest.fixture(params=SHAPES)
@@ -67,7 +68,7 @@ def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transfor
     randomise(model.double())
     model.logits(TOKENS).square().sum().backward()
     for name, p in model.named_parameters():
-        assert (p.grad is not None) == name.endswith(lora.ADAPTERS)
+        assert (p.grad is not None) == name.endswith(ADAPTERS)
 
 
 def test_the_function_is_the_formula(model: Transformer) -> None:
@@ -138,8 +139,8 @@ def test_adapters_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     model = Transformer.from_pretrained(tmp_path, torch.bfloat16)
     lora.add_adapters(model, rank=2, alpha=4)
     found = {name: x.dtype for name, x in model.named_parameters() if x.dim() == 2}
-    assert {x for n, x in found.items() if n.endswith(lora.ADAPTERS)} == {torch.float32}
-    assert {x for n, x in found.items() if not n.endswith(lora.ADAPTERS)} == {torch.bfloat16}
+    assert {x for n, x in found.items() if n.endswith(ADAPTERS)} == {torch.float32}
+    assert {x for n, x in found.items() if not n.endswith(ADAPTERS)} == {torch.bfloat16}
     merged = lora.merge_adapters(model)
     assert {x.dtype for x in merged.parameters()} == {torch.float32}
 
@@ -162,7 +163,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them
     model: Transformer,
 ) -> None:
     state = copy.deepcopy(lora.trained_state(with_adapters(model)))
-    assert state and all(name.endswith(lora.ADAPTERS) for name in state)
+    assert state and all(name.endswith(ADAPTERS) for name in state)
     expected = model.logits(TOKENS)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -221,7 +222,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     family = FAMILIES[ours.shape.family]
     for layer_name, layer in lora.adapters(ours).items():
         stored = family.prefix + family.stored_name(f"{layer_name}.")
-        for part in lora.ADAPTERS:
+        for part in ADAPTERS:
             other = gradients.pop(f"base_model.model.{stored}{part}.default.weight")
             assert (getattr(layer, part).grad - other).norm() < 1e-4 * other.norm()
     assert not gradients
