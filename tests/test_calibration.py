@@ -151,8 +151,9 @@ def test_other_judges_say_what_is_right(tmp_path: Path) -> None:
     )
     (tmp_path / "sums.jsonl").write_text('{"question": "30+42?", "answer": "It is\\n#### 72"}\n')
     maths = Calibration(0, (), [tmp_path / "sums.jsonl"], judge="math")
-    text = "#### 72 clips<confidence>0.5</confidence>"
-    assert maths.score(maths.held_out(0), text)["correct"] == 1
+    for answer, right in (("#### 72 clips", 1), ("72", 1), ("\\boxed{72}", 1), ("73", 0)):
+        found = maths.score(maths.held_out(0), f"{answer}<confidence>0.5</confidence>")
+        assert found["correct"] == right
 
 
 # --- evaluation -----------------------------------------------------------------------------------

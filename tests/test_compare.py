@@ -107,6 +107,13 @@ def seeds(folder: Path, name: str, right: Sequence[Sequence[float]], **settings:
     return runs
 
 
+def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
+    first = [read_run(x, print) for x in seeds(tmp_path, "a", [[1, 0], [1, 1], [0, 0]])]
+    second = [read_run(x, print) for x in seeds(tmp_path, "b", [[0, 0], [0, 1], [1, 1]])]
+    found = differences(first, second[1:])["exact_sampled"]
+    assert (found.n, found.lost, found.won) == (4, 1, 2)
+
+
 @pytest.mark.parametrize(("won", "shown"), [((10, -2, 9), False), ((10, 9, 11), True)])
 def test_three_seeds_decide_by_their_spread(
     tmp_path: Path, won: tuple[int, ...], shown: bool

@@ -125,6 +125,9 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
     for changes in wrong:
         with pytest.raises(ValueError):
             load_task(Narrow, seed=0, **changes)
+    for args in ({"difficulty": "3"}, {"difficulty": "2x3"}):
+        with pytest.raises(ConfigError):
+            load_task("countdown", seed=0, args=args)
     for task in ("math", Capitals(0)):
         with pytest.raises(ConfigError):
             load_task(task, seed=0, args={"student": "x"})

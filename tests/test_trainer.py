@@ -218,3 +218,25 @@ def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: P
         first, *_, last = trainer.evaluations
         gains.append(last["reward_sampled"] - first["reward_sampled"])
     assert gains[0] > max(0.0, gains[1])
+
+
+def test_a_run_as_base_is_stored_as_base_dtype_says(tmp_path: Path) -> None:
+    train(tmp_path / "first", max_steps=1)
+    base = str(tmp_path / "first")
+    second = make(tmp_path / "second", model=base, lora_rank=2, base_dtype="bfloat16")
+    frozen = [p for p in second.model.parameters() if not p.requires_grad and p.dim() == 2]
+    assert frozen and all(p.dtype == torch.bfloat16 for p in frozen)
+
+
+def test_a_resume_takes_another_flag_of_the_optimizer(tmp_path: Path) -> None:
+    train(tmp_path / "run", max_steps=2, stop_after=1)
+    again = make(tmp_path / "run", max_steps=2, resume="auto", fused_optimizer=False)
+    assert not any(group["fused"] for group in again.learner.optimizer.param_groups)
+
+
+def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"nums": [3, 4], "target": 7}\n' * 3)
+    rows = {"data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows2.jsonl")}
+    (tmp_path / "rows2.jsonl").write_text('{"nums": [3, 5], "target": 8}\n')
+    with pytest.raises(ConfigError):
+        make(tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
