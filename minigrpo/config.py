@@ -324,7 +324,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     here = Path(__file__).parent  # presets lie beside the package in a checkout, inside when built
     presets = {f.stem: f for x in (here, here.parent) for f in x.glob("configs/*.toml")}
     try:
-        contents = tomllib.loads(presets.get(str(path), Path(path)).read_text(encoding="utf-8"))
+        file = presets.get(str(path), Path(path))
+        contents = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = ", ".join(sorted(presets))
         raise ConfigError(f"--config {path}: no such file; presets: {names}") from None
@@ -335,4 +336,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
         settings |= {key if name == "name" else name: x for name, x in table.items()}
+    if str(path) in presets and (shape := file.parents[1] / settings.get("model", "?")).is_dir():
+        settings["model"] = str(shape)  # a preset names configs/gpt2-small
     return settings

@@ -126,7 +126,8 @@ def test_settings_that_cannot_work_are_refused_in_every_way_to_give_them(
 
 def test_every_preset_is_valid_and_found_by_its_name() -> None:
     for preset in ROOT.glob("configs/*.toml"):
-        assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
+        named = Config.from_cli(["--config", preset.stem])
+        assert Config.from_toml(preset).replace(model=named.model.name) == named
 
 
 @pytest.mark.parametrize("text", ["a = ", "[sampling]\ngroup_sise = 2\n", "sampling = 3\n", "\x00"])
@@ -135,3 +136,11 @@ def test_a_file_that_is_no_settings_is_refused(text: str, tmp_path: Path) -> Non
     file.write_text(text)
     with pytest.raises(ConfigError):
         Config.from_toml(file)
+
+
+def test_a_preset_finds_its_shape_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (Path(Config.from_toml("chess-sft").model.name) / "config.json").is_file()
+    assert Config.from_toml("qwen2.5-0.5b").model.name == "Qwen/Qwen2.5-0.5B-Instruct"

@@ -89,9 +89,8 @@ def load_class_from_file(path: str) -> type:
 def with_defaults(cls: type) -> type:
     """A task's class, with the members of `Task` that it lacks.
 
-    `index` is the key of an example's random numbers, so here it is the example's place in the
-    sequence: if all were 0, all prompts would get the same ones. Scores see copies of examples,
-    because code may take numbers out of a list in `fields`.
+    `index`, the key of an example's random numbers, is its place in the sequence. Scores see copies
+    of examples, because code may take numbers out of a list in `fields`.
     """
 
     class Whole(cls, Task):  # type: ignore[misc]

@@ -2,9 +2,8 @@
 
 Every part is a closed form of the model's shape and of the tokens in a step, so no weights are
 fetched. It is the worst case: completions share nothing but their prompt, and are as long as
---max-new-tokens allows. The step is that of one process on a GPU. On a CPU, offloading frees
-nothing, and Python and torch themselves take some 400 MiB more. Models that rewards ask are not
-counted.
+--max-new-tokens allows. The step is that of one process on a GPU. Not counted: models that rewards
+ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading moves there.
 """
 
 from collections.abc import Mapping, Sequence
