@@ -196,7 +196,7 @@ class Step:
         self.timer, dist = PhaseTimer(self.device), DistContext()
         self.source = RolloutBatches(
             config,
-            ExamplePrefetcher(work.task, config, dist),
+            ExamplePrefetcher(work.task, config.sampling.prompts_per_step, 10**6, dist),
             self.sampler,
             make_scorer(config, work.task, work.tokenizer, work.device),
             make_reference(config, self.learner, work.tokenizer),

@@ -20,6 +20,7 @@ from .model.lora import (
     load_trained,
     merge_adapters,
 )
+from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardScorer, load_rewards
@@ -216,9 +217,9 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
         copied = copy.deepcopy(learner.model).requires_grad_(False)
         model = low_precision_copy(config.speed, copied)
     return FrozenModel(
-        config,
         model,
         tokenizer,
+        packing=PACKINGS[config.speed.packing],
         name="the reference of --kl-coef",
         backoff=learner.backoff,
         autocast=learner.autocast,
@@ -234,9 +235,9 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     fit_vocab(model, name, tokenizer)
     model = low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(
-        config,
         model,
         tokenizer,
+        packing=PACKINGS[config.speed.packing],
         name=name,
         backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
         autocast=partial(autocast, config.speed, device),

@@ -70,7 +70,8 @@ class Trainer:
         questions = self.task.questions
         restore = self.learner.load_state_dict  # called if there is a checkpoint to go on from
         self.learner.steps_done = self.run_dir.open(restore, facts, questions)
-        examples = ExamplePrefetcher(self.task, config, self.dist)
+        per_step, last = config.sampling.prompts_per_step, config.run.max_steps
+        examples = ExamplePrefetcher(self.task, per_step, last, self.dist)
         self.source: SupervisedBatches | RolloutBatches
         if config.supervised:
             context = self.model.shape.context

@@ -187,7 +187,9 @@ class Counting(Task):
 
 def prefetcher(task: Task, **options: Any) -> ExamplePrefetcher:
     config = Config.of(prompts_per_step=4, max_steps=12)
-    return ExamplePrefetcher(task, config, DistContext(**options))
+    return ExamplePrefetcher(
+        task, config.sampling.prompts_per_step, config.run.max_steps, DistContext(**options)
+    )
 
 
 def test_each_process_has_its_share_of_each_step_in_any_order() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from minigrpo import Config
 from minigrpo.model import logprobs
 from minigrpo.model import packing as packing_module
 from minigrpo.model.encoding import to_completions
@@ -282,7 +281,7 @@ class InParts:
 def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
     tokenizer: Any = None
     options: Any = {"name": "the reference", "backoff": InParts(), "autocast": nullcontext}
-    frozen = FrozenModel(Config.of(), model, tokenizer, **options)
+    frozen = FrozenModel(model, tokenizer, packing=pack, **options)
     c = make_completions(0)
     for temperature in (0.7, 1.3):
         found = frozen.logp(c, temperature)
@@ -295,7 +294,7 @@ def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transform
     tokenizer: Any = None
     backoff = OOMBackoff("frozen", "--micro-batch-size", 0)
     options: Any = {"name": "the reference", "backoff": backoff, "autocast": nullcontext}
-    frozen = FrozenModel(Config.of(), model, tokenizer, **options)
+    frozen = FrozenModel(model, tokenizer, packing=pack, **options)
     for length in (36, 37):
         texts = to_completions([[1] * 5], [[[2] * length, [3]]])
         assert texts.completion_mask.sum(-1).tolist() == [[length, 1]]

@@ -14,9 +14,9 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from minigrpo import Config
 from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
+from minigrpo.model.packing import pack
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.task import TokenBatch
@@ -48,7 +48,7 @@ class AllAtOnce:
 
 def student(tokenizer: Any = CHESS, model: Transformer = STUDENT) -> FrozenModel:
     options: Any = {"name": "student", "backoff": AllAtOnce(), "autocast": nullcontext}
-    return FrozenModel(Config.of(), model, tokenizer, **options)
+    return FrozenModel(model, tokenizer, packing=pack, **options)
 
 
 def batch_of(

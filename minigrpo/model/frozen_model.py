@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..config import Config
 from ..types import Completions, ConfigError, Example
 from .encoding import encode_prompt
-from .packing import PACKINGS
+from .packing import Packing
 from .tokenizer import Tokenizer
 from .transformer import Transformer
 
@@ -27,10 +26,10 @@ class FrozenModel:
 
     def __init__(
         self,
-        config: Config,
         model: Transformer,
         tokenizer: Tokenizer,
         *,
+        packing: Callable[[Completions], Packing],
         name: str,
         backoff: Any,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -39,13 +38,14 @@ class FrozenModel:
         """`model` must not be trained elsewhere, except for adapters that are off in it.
 
         Args:
+            packing: a value of PACKINGS.
             name: how errors name it.
             backoff: `run(function, total)` calls `function(size)` with as many of `total` prompts
                 at a time as fit into memory.
             offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
         """
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.device, self.packing = model.device, PACKINGS[config.speed.packing]
+        self.device, self.packing = model.device, packing
         if offload and self.device.type != "cpu":
             self.model.to("cpu")
             for parameter in self.model.parameters():

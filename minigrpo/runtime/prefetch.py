@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..config import Config
 from ..task import Task
 from ..types import Example
 from .distributed import DistContext
@@ -15,9 +14,8 @@ MOST_STEPS = 2**20  # of a longer run, a number may serve twice
 class ExamplePrefetcher:
     """Makes the examples of the next steps in a thread, so that no step waits for self-play."""
 
-    def __init__(self, task: Task, config: Config, dist: DistContext) -> None:
-        self.task, self.per_step = task, config.sampling.prompts_per_step
-        self.last_step = config.run.max_steps
+    def __init__(self, task: Task, per_step: int, last_step: int, dist: DistContext) -> None:
+        self.task, self.per_step, self.last_step = task, per_step, last_step
         self.share = dist.share(self.per_step)
         self.thread = ThreadPoolExecutor(1, "examples")
         self.made: dict[int, Future[list[Example]]] = {}
