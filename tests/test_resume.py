@@ -182,11 +182,12 @@ def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_i
 ) -> None:
     run, calm = tmp_path / "run", make(tmp_path / "calm", max_steps=300, eval_every=0)
     settings = {**OPTIONS, "max_steps": 300, "eval_every": 0, "model": tmp_path / "model"}
-    settings |= {"out_dir": run, "reward_weights": "similarity=1"}
+    settings |= {"out_dir": run, "reward_weights": "similarity=1", "save_every": 1000}
     flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
     command = [sys.executable, "train.py", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while len(checkpoints(run / "checkpoints")) < 2 and process.poll() is None:
+    log = run / "metrics.jsonl"
+    while not (log.exists() and log.stat().st_size) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -30,6 +30,7 @@ from minigrpo.runtime.checkpoint import (
     load_checkpoint,
     newest,
     save_checkpoint,
+    write_text,
 )
 from minigrpo.runtime.console import Console
 from minigrpo.runtime.distributed import DistContext
@@ -413,6 +414,31 @@ def test_what_is_not_finite_is_never_saved(
         with pytest.raises(ValueError):
             save_checkpoint(tmp_path, 1, state)
         assert not any(tmp_path.iterdir())
+
+
+def test_names_change_after_their_contents_are_on_the_disk_and_are_then_flushed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may keep a rename and lose what was written before it."""
+    flushed, unflushed, replace = set[tuple[int, ...]](), set[int](), os.replace
+
+    def fsync(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        flushed.add((found.st_ino, found.st_size, found.st_mtime_ns))
+        unflushed.discard(found.st_ino)
+
+    def checked(source: Path, target: Path) -> None:
+        for path in (source, *source.rglob("*")):
+            found = path.stat()
+            assert (found.st_ino, found.st_size, found.st_mtime_ns) in flushed, path
+        replace(source, target)
+        unflushed.add(target.parent.stat().st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", checked)
+    save_checkpoint(tmp_path, 1, {"step": 1})
+    write_text(tmp_path / "config.toml", "a = 1")
+    assert len(flushed) >= 4 and not unflushed
 
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, [9]), (2, [7, 9]), (5, [1, 3, 5, 7, 9])])

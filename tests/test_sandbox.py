@@ -76,6 +76,14 @@ for fd in range(64):
         except OSError: pass
 def f(x): return 7
 """,
+    "answers without the key": """
+import os
+for answer in ('true', 'true', '2', '3', 'true'):  # the program, the setup, and TESTS
+    for fd in range(64):
+        try: os.write(fd, f'["list", [{answer}]]\\n'.encode() * 2)
+        except OSError: pass
+def f(x): return 7
+""",
     "closes every descriptor": "import os\nos.closerange(0, 256)\ndef f(x): return x + 1",
     "stdin": "def f(x): return int(input()) + 1",
     "looks for the tests": """
