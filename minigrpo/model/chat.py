@@ -19,7 +19,6 @@ from ..types import ConfigError
 
 Message = Mapping[str, Any]  # role, content, and what else the template knows
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
-# This is the date that Llama 3.2's template falls back to.
 TODAY = datetime(2024, 7, 26)
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 PROBE = "qxzj"  # a word that is looked for in what a template writes

@@ -87,8 +87,7 @@ def disable_adapters(model: nn.Module) -> None:
 def merge_adapters(model: Transformer) -> Transformer:
     """Make a model with adapters a plain one that computes the same, in place, in float32.
 
-    Sums are in float64, so that all machines round them alike: a run that starts from merged
-    weights then finds the same ones wherever it is resumed.
+    Sums are in float64, so that all machines round them alike.
     """
     for name, layer in adapters(model).items():
         plain = Linear(layer.in_features, layer.out_features, device="meta")

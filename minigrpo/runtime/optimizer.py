@@ -42,8 +42,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     Weights and gradients stay where they are, so a float32 model takes 8 bytes per parameter of the
     device instead of 16. AdamW itself steps, with one parameter at a time, whose moments are on the
-    device meanwhile. So the weights are the same to the bit, and a checkpoint does not show which
-    of the two wrote it.
+    device meanwhile. So the weights are the same to the bit.
     """
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -14,8 +14,7 @@ import numpy as np
 def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
     """An independent generator for (seed, name, up to three counters), good for 2**64 draws.
 
-    Philox's key is a hash of seed and name, and the counters are the high words of its 256-bit
-    counter. Python's own `hash()` would not do, because it differs between processes.
+    Philox's key is a hash of seed and name, and the counters are the high words of its counter.
     """
     key = np.frombuffer(
         hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype=np.uint64

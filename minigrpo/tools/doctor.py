@@ -1,8 +1,7 @@
 """Tell what is wrong with a run, and what to do about it: `minigrpo doctor RUN`.
 
-It also works while the run is going. The rules are the table RULES: a series of the run's logs, a
-test of its values, a sentence that is printed if the test holds, and advice. tests/test_doctor.py
-measures how often chance alone finds something in a healthy run.
+It also works while the run is going. The rules are the table RULES. tests/test_doctor.py measures
+how often chance alone finds something in a healthy run.
 """
 
 import fnmatch
@@ -52,6 +51,15 @@ def silent(values: Values, run: Run) -> bool:
     return not values.any() and min(run.curve("reward").values(), default=0) >= 0
 
 
+def solved(run: Run) -> bool:
+    """Nine of ten held-out answers are right: equal rewards and a low entropy are so too."""
+    return max((x.value for x in run.shares(run.success + SAMPLED).values()), default=0) > 0.9
+
+
+def collapses(values: Values, run: Run) -> bool:
+    return end(values) < 0.2 * start(values) and not (run.config.supervised or solved(run))
+
+
 def falls(values: Values, run: Run) -> bool:
     """The last evaluation is some 4 standard errors below the best one."""
     shares = list(run.shares(run.success + SAMPLED).values())
@@ -64,11 +72,10 @@ RULES = (
     Rule(
         "no signal",
         "frac_reward_zero_std",
-        lambda values, run: end(values) > 0.8,
+        lambda values, run: end(values) > 0.8 and not solved(run),
         "Most groups teach nothing, because all of their completions have equal rewards.",
         "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
-        "with partial credit; --loss nll first if the model never gets anything right. If every "
-        "reward is at its maximum, these prompts have nothing left to teach.",
+        "with partial credit; --loss nll first if the model never gets anything right.",
         fewest=1,
     ),
     Rule(
@@ -97,7 +104,7 @@ RULES = (
     Rule(
         "entropy collapse",
         "entropy",
-        lambda values, run: end(values) < 0.2 * start(values) and not run.config.supervised,
+        collapses,
         "Entropy has collapsed: the model writes nearly the same text each time.",
         "Lower --learning-rate, raise --clip-high (0.28, DAPO) with several --num-iterations, or "
         "stop at the best evaluation.",

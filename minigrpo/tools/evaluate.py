@@ -3,8 +3,7 @@
 minigrpo evaluate RUN_OR_MODEL [--data test.jsonl] [flags of minigrpo train]
 
 It measures what the evaluations of a run measure, on more examples, with the settings of the run
-unless flags change them. Intervals are 95 %, over examples; positions of one game are only nearly
-independent.
+unless flags change them. Intervals are 95 %, over examples.
 """
 
 from collections.abc import Sequence

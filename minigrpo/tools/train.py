@@ -1,7 +1,6 @@
 """Train a model: `minigrpo train [flags]`, or `python train.py [flags]` in a checkout.
 
-Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`. If torchrun has set
-WORLD_SIZE, this process joins the others.
+Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`.
 """
 
 import sys
