@@ -321,14 +321,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
     The table `versions` of a run's own config.toml is skipped. Raises ConfigError.
     """
-    here = Path(__file__).parent  # presets lie beside the package in a checkout, inside when built
-    presets = {f.stem: f for x in (here, here.parent) for f in x.glob("configs/*.toml")}
+    folders = Path(__file__).parents[:2]  # beside the package in a checkout, inside when built
+    presets = {f.stem: f for folder in folders for f in sorted(folder.glob("configs/*.toml"))}
     try:
         file = presets.get(str(path), Path(path))
         contents = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        names = ", ".join(sorted(presets))
-        raise ConfigError(f"--config {path}: no such file; presets: {names}") from None
+        raise ConfigError(f"--config {path}: no such file; presets: {', '.join(presets)}") from None
     except ValueError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     contents.pop("versions", None)
@@ -336,6 +335,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
         settings |= {key if name == "name" else name: x for name, x in table.items()}
-    if str(path) in presets and (shape := file.parents[1] / settings.get("model", "?")).is_dir():
-        settings["model"] = str(shape)  # a preset names configs/gpt2-small
+    if str(path) in presets and not Path(model := settings.get("model", ".")).exists():
+        if (beside := file.parents[1] / model).is_dir():  # configs/gpt2-small, from elsewhere
+            settings["model"] = str(beside)
     return settings

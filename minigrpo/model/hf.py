@@ -105,8 +105,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError."""
     family = str(config.get("model_type"))
     if family not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise ConfigError(f"{CONFIG}: model_type is {family}, supported are {supported}")
+        raise ConfigError(f"{CONFIG}: model_type {family} is not one of {', '.join(FAMILIES)}")
     try:
         return _read_gpt2(config) if family == "gpt2" else _read_llama(config, family)
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
@@ -139,24 +138,25 @@ def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
 def _read_llama(config: Mapping[str, Any], family: str) -> ModelShape:
     """Llama and its relatives; transformers 5 writes `rope_parameters`, version 4 two fields."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_type": rope.get("type", "default"), **rope}
-    config = {**config, **rope}
+    config = {**config, "rope_type": rope.get("type", "default"), **rope}
     _require(config, "rope_type", "default", "llama3")
     _require(config, "hidden_act", "silu")
     _require(config, "use_sliding_window", False)
+    if family == "smollm3":  # every fourth layer does not rotate: see ModelShape.rotates
+        layers = config["num_hidden_layers"]
+        _require(config, "no_rope_layers", None, ([1, 1, 1, 0] * layers)[:layers])
     if family == "mistral":  # it has a window, and no field that says whether it is used
         _require(config, "sliding_window", None)
     scaling = None
-    if rope["rope_type"] == "llama3":
+    if config["rope_type"] == "llama3":
         scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
-    is_smollm3 = family == "smollm3"
     return ModelShape(
         **_sizes(config, LLAMA_SIZES),
         family=family,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(config.get("rope_theta") or (2e6 if is_smollm3 else 1e4)),
+        rope_theta=float(config.get("rope_theta") or (2e6 if family == "smollm3" else 1e4)),
         rope_scaling=scaling,
-        tied=bool(config.get("tie_word_embeddings", is_smollm3)),
+        tied=bool(config.get("tie_word_embeddings", family == "smollm3")),
     )
 
 

@@ -52,7 +52,7 @@ def silent(values: Values, run: Run) -> bool:
 
 
 def solved(run: Run) -> bool:
-    """Nine of ten held-out answers are right: equal rewards and a low entropy are so too."""
+    """Nine of ten held-out answers are right, so equal rewards and a low entropy are expected."""
     return max((x.value for x in run.shares(run.success + SAMPLED).values()), default=0) > 0.9
 
 
