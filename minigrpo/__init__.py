@@ -8,14 +8,16 @@ tasks/, sandbox/ (other people's code), runtime/ (device, processes, checkpoints
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["Config", "Task", "Trainer", "Transformer", "reward"]
+__all__ = ["Config", "Example", "Task", "Trainer", "Transformer", "reward", "train"]
 
 if TYPE_CHECKING:
+    from .api import train
     from .config import Config
     from .model.transformer import Transformer
     from .rewards import reward
     from .task import Task
     from .trainer import Trainer
+    from .types import Example
 else:
     _MODULES = {
         "Config": "config",
@@ -23,6 +25,8 @@ else:
         "Transformer": "model.transformer",
         "reward": "rewards",
         "Task": "task",
+        "Example": "types",
+        "train": "api",
     }
 
     def __getattr__(name: str) -> object:

@@ -1,9 +1,12 @@
 """Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 import copy
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,18 +26,20 @@ from .model.lora import (
 from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
-from .rewards import RewardScorer, load_rewards
+from .rewards import RewardFunction, RewardScorer, load_rewards
 from .runtime.checkpoint import checkpoints, load_checkpoint, newest
 from .runtime.device import autocast, low_precision_copy, sharing_weights
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream
 from .runtime.run_dir import RECORD
 from .task import Task
-from .tasks.base import load_task, shipped_model
+from .tasks.base import Data, load_task, shipped_model
 from .types import ConfigError
 
 Say = Callable[[str], object]
+PYTHON = "python:"  # begins a setting that stands for an object of the caller's
 CHESS = "chess"  # the tokenizer of models that bring none
+CHESS_FILES = (".pgn", ".pgn.gz", ".txt")  # --task auto: what only chess-env reads
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
 # than the tokenizer has.
 MOST_PADDING = 8
@@ -50,15 +55,78 @@ def config_of_run(run: str | Path) -> Config:
     return Config.from_toml(Path(run) / RECORD)
 
 
+# --- what a caller gives as objects ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Python objects in place of names and files. None: the setting of this name counts."""
+
+    model: Transformer | None = None
+    data: Data | None = None  # rows
+    eval_data: Data | None = None
+    task: Any = None  # a class, or an object
+    rewards: Sequence[RewardFunction] | None = None
+
+    @classmethod
+    def of(cls, **given: Any) -> "Objects":
+        """Iterables of rows become lists, and plain functions reward functions."""
+        for name in ("data", "eval_data"):
+            if given.get(name) is not None:
+                given[name] = [dict(row) for row in given[name]]
+        if functions := given.pop("rewards", None):
+            functions = [functions] if callable(functions) else functions
+            own = [x if isinstance(x, RewardFunction) else RewardFunction(x) for x in functions]
+            given["rewards"] = own
+        return cls(**given)
+
+    def settings(self) -> dict[str, str]:
+        """A text for each object, which a resumed run compares as the setting of this name."""
+        found = {}
+        for field in fields(self):
+            if (value := getattr(self, field.name)) is None:
+                continue
+            if field.name == "rewards":
+                text = ",".join(function.name for function in value)
+            elif isinstance(value, list):
+                text = hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
+            else:
+                text = getattr(value, "__name__", type(value).__name__)
+            found[field.name] = PYTHON + text
+        return found
+
+    def get(self, config: Config, name: str) -> Any:
+        """The object of this name, or else the setting. Raises ConfigError if both are missing."""
+        if (value := getattr(self, name)) is not None:
+            return value
+        setting = config.flat()[name]
+        if setting.startswith(PYTHON):
+            flag = name.replace("_", "-")
+            said = "an object of the script that began this run: run the script again, or give"
+            raise ConfigError(f"--{flag} {setting}: {said} --{flag} a name or a file")
+        return setting
+
+    def functions(self, config: Config) -> Sequence[RewardFunction]:
+        """The caller's reward functions, or those of --rewards."""
+        found = self.get(config, "rewards")
+        return load_rewards(found) if isinstance(found, str) and found else found
+
+
+NO_OBJECTS = Objects()
+
 # --- tokenizer and task ---------------------------------------------------------------------------
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, objects: Objects = NO_OBJECTS) -> Config:
     """The config with what names stand for now, so that a resumed run gets the same files.
 
     --model ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer
-    and chat template.
+    and chat template; --task auto becomes a task. Objects get a text that stands for them.
     """
+    config = resolve_task(config.replace(**objects.settings()), objects)
+    if objects.model is not None:
+        own = CHESS if config.model.tokenizer == "auto" else config.model.tokenizer
+        return config.replace(tokenizer=own)
     name, tokenizer, template = config.model.name, config.model.tokenizer, ""
     folder = hub_folder(name, weights=False)
     if folder != Path(name):
@@ -67,6 +135,22 @@ def resolve(config: Config) -> Config:
         tokenizer, template = own_tokenizer(name)
     template = config.model.chat_template or template
     return config.replace(model=name, tokenizer=tokenizer, chat_template=template)
+
+
+def resolve_task(config: Config, objects: Objects = NO_OBJECTS) -> Config:
+    """What --task auto is: `prompts` for rows, else `chess-env`.
+
+    With reward functions of the caller's, nothing that is built in is paid.
+    """
+    task = config.task
+    if task.name != "auto":
+        return config
+    functions = objects.functions(config)
+    if task.data and not task.data.endswith(CHESS_FILES):
+        args = {"judge": "none"} if functions else {}
+        return config.replace(task="prompts", task_args={**args, **task.task_args})
+    weights = {function.name: function.weight for function in functions}
+    return config.replace(task="chess-env", reward_weights=task.reward_weights or weights)
 
 
 def own_tokenizer(model: str) -> tuple[str, str]:
@@ -84,16 +168,16 @@ def make_tokenizer(config: Config) -> Tokenizer:
     return load_tokenizer(model.tokenizer, model.chat_template or None, config.task.system)
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, objects: Objects = NO_OBJECTS) -> Task:
     """The task of --task, --data and --eval-data. Raises ConfigError."""
-    task = config.task
+    config = resolve_task(config, objects)
     return load_task(
-        task.name,
+        objects.get(config, "task"),
         seed=config.run.seed,
-        data=task.data,
-        eval_data=task.eval_data,
-        chat=bool(task.system),
-        args=task.task_args,
+        data=objects.get(config, "data"),
+        eval_data=objects.get(config, "eval_data"),
+        chat=bool(config.task.system),
+        args=config.task.task_args,
     )
 
 
@@ -113,11 +197,18 @@ def check_examples(config: Config, task: Task, tokenizer: Tokenizer, context: in
 
 
 def make_model(
-    config: Config, tokenizer: Tokenizer, device: torch.device | str = "cpu", say: Say = nothing
+    config: Config,
+    tokenizer: Tokenizer,
+    device: torch.device | str = "cpu",
+    say: Say = nothing,
+    objects: Objects = NO_OBJECTS,
 ) -> Transformer:
     """The model that --model names, with --lora-rank, on a device. Raises ConfigError."""
     settings, seed = config.model, config.run.seed
-    if settings.name == "scratch":
+    given = objects.get(config, "model")
+    if isinstance(given, Transformer):
+        model = given
+    elif given == "scratch":
         model = Transformer(ModelShape(tokenizer.n_vocab), seed)
     else:
         stored = base_dtype(settings) if settings.lora_rank else None  # trained ones are float32
@@ -249,7 +340,12 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
 
 
 def make_scorer(
-    config: Config, task: Task, tokenizer: Tokenizer, device: torch.device, warn: Say = nothing
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    warn: Say = nothing,
+    objects: Objects = NO_OBJECTS,
 ) -> RewardScorer:
     """The scorer of the task's reward functions and those of --rewards.
 
@@ -258,7 +354,7 @@ def make_scorer(
     scorer = RewardScorer(
         task,
         weights=config.task.reward_weights,
-        functions=load_rewards(config.task.rewards) if config.task.rewards else [],
+        functions=objects.functions(config),
         workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
         warn=warn,
         tokenizer=tokenizer,
@@ -266,5 +362,5 @@ def make_scorer(
     )
     learns = any(scorer.weights.values()) or config.loss.overlong == "punish"
     if not (learns or config.supervised):
-        raise ConfigError("--reward-weights: all weights are 0, so nothing would be learnt")
+        raise ConfigError("no reward: give --rewards functions, or a --reward-weights above 0")
     return scorer

@@ -53,8 +53,8 @@ class Group(BaseModel):
 class TaskConfig(Group):
     """What the model is asked, and how its answers are scored."""
 
-    name: Annotated[str, tyro.conf.arg(name="task")] = "chess-env"
-    """A task of docs/tasks.md (chess-env, prompts, math, code, ..) or a Python file (FILE.py)."""
+    name: Annotated[str, tyro.conf.arg(name="task")] = "auto"
+    """One of docs/tasks.md (math, code, ..) or FILE.py; auto: prompts for rows, else chess-env."""
     task_args: Texts = {}
     """Settings of this task alone, such as difficulty=2x12,3x12 (docs/tasks.md)."""
     data: str = ""

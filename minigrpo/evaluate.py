@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .config import SamplingConfig
+from .config import Config, SamplingConfig
+from .model.chat import Message
 from .model.encoding import decode
 from .rewards import RewardScorer
 from .runtime.rng import uniforms
-from .runtime.stats import SAMPLED, Estimate, Graded, estimate, passes
+from .runtime.stats import SAMPLED, Estimate, Graded, estimate, has_ended, passes
 from .runtime.stats import calibration as calibration
 from .runtime.stats import pass_at_k as pass_at_k
 from .sampling.generate import PLAIN, Sampler
@@ -46,6 +47,28 @@ def complete(
         examples, num_samples=num_samples, u=u, sampling=sampling, batch_size=size
     )
     return Completions.join(list(done))
+
+
+def drawing(config: Config, n: int) -> dict[str, Any]:
+    """The arguments with which `complete` draws n completions, or for 0 the greedy one."""
+    if not n:
+        return {}
+    return {"seed": config.run.seed, "num_samples": n, "sampling": config.sampling}
+
+
+def ask(
+    sampler: Sampler, prompt: str | Sequence[Message], n: int = 1, *, raw: bool = False
+) -> tuple[list[str], list[bool]]:
+    """n completions of a prompt, or for 0 the greedy one; and which of them ended by themselves.
+
+    A text is a user's message if the model has a chat template, unless it is `raw`.
+    """
+    messages = () if isinstance(prompt, str) else tuple(prompt)
+    if isinstance(prompt, str) and sampler.tokenizer.chat and not raw:
+        messages = ({"role": "user", "content": prompt},)
+    example = Example("" if messages else str(prompt), messages=messages)
+    done = complete(sampler, [example], **drawing(sampler.config, n))
+    return decode(sampler.tokenizer, done)[0], has_ended(done, sampler.stops)[0].tolist()
 
 
 def grade(
@@ -89,7 +112,7 @@ def measure(
     found |= passes(drawn.right)
     kinds = np.array([example.kind for example in examples])
     for kind in filter(None, map(str, np.unique(kinds))):
-        found[f"{success}/{kind}"] = estimate(greedy.right[kinds == kind])
+        found[f"{success}/{kind}"] = estimate(greedy.measures[success][kinds == kind])
         found[f"count/{kind}"] = Estimate(float((kinds == kind).sum()))
     stay = (success, success + SAMPLED)  # the headline, whatever it is
     found = {name: x for name, x in found.items() if name in stay or not math.isnan(x.value)}

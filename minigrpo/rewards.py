@@ -8,6 +8,7 @@ programs or network calls side by side.
 """
 
 import copy
+import inspect
 import runpy
 import threading
 import time
@@ -49,9 +50,19 @@ class RewardFunction:
     success: bool = False
     timeout_s: float = 10.0
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
+        arguments = ["batch"] if self.tokens else ["examples" if self.batched else "example"]
+        arguments += [] if self.tokens else ["texts" if self.batched or self.grouped else "text"]
+        try:
+            inspect.signature(self.function).bind(*arguments)
+        except TypeError as error:
+            wanted = ", ".join(arguments)
+            raise ConfigError(f"reward {self.name}: must take ({wanted}): {error}") from None
+
     @property
     def name(self) -> str:
-        return self.function.__name__
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)

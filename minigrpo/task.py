@@ -30,7 +30,8 @@ class Task:
     """
 
     parts: Mapping[str, float] = {}  # reward function -> weight in the total
-    success: str = EXACT  # the part that is 1 for a right completion; EXACT needs no part
+    # the part that is 1 for a right completion; EXACT and REWARD (nothing is right) need no part
+    success: str = EXACT
     num_held_out: int | None = None  # distinct evaluation examples; None: endless
     about: str = ""  # what the examples are and how they are scored, printed when a run starts
     token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives

@@ -7,6 +7,7 @@ weights. build.py makes the parts; speed layers, checkpoints and logs are in run
 """
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from .build import (
+    Objects,
     check_examples,
     make_model,
     make_reference,
@@ -38,15 +40,30 @@ from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
 from .sampling.generate import Sampler
 
+Callback = Callable[[int, Mapping[str, float]], object]
+
 
 class Trainer:
     """A run, built from its config. Bad input is found here, before `fit` starts to work."""
 
     def __init__(
-        self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
+        self,
+        config: Config,
+        *,
+        dist: DistContext | None = None,
+        quiet: bool = False,
+        callbacks: Sequence[Callback] = (),
+        **objects: Any,
     ) -> None:
-        """Raises ConfigError, one line that names the setting or the file."""
-        self.config = config = resolve(config)
+        """
+        Args:
+            callbacks: called by the main process after each step with (step, metrics).
+            objects: see `build.Objects`: a model, rows, a task, rewards.
+
+        Raises ConfigError, one line that names the setting or the file.
+        """
+        given, self.callbacks = Objects.of(**objects), callbacks
+        self.config = config = resolve(config, given)
         self.dist = dist or DistContext()
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         say, warn = self.console.say, self.console.warn
@@ -54,12 +71,12 @@ class Trainer:
         self.device = pick_device(config.speed.device, self.dist.local_rank)
         set_up_process(config.speed, self.device)
         self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config))
-        self.task = make_task(config)
+        self.task = make_task(config, given)
         self.model = self.dist.on_main_first(
-            lambda: make_model(config, self.tokenizer, self.device, say)
+            lambda: make_model(config, self.tokenizer, self.device, say, given)
         )
         check_examples(config, self.task, self.tokenizer, self.model.shape.context)
-        self.scorer = make_scorer(config, self.task, self.tokenizer, self.device, warn)
+        self.scorer = make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
@@ -134,6 +151,8 @@ class Trainer:
             while self.step < end and not stopped:
                 metrics = self.one_step()
                 self.console.update(self.step, end, metrics, self.evaluations[-1])
+                for callback in self.callbacks if self.dist.is_main else ():
+                    callback(self.step, metrics)
                 trace.step()
                 if self.step < run.max_steps:  # the last step is evaluated and saved by `fit`
                     self._evaluate_if_due()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 Data = TypeVar("Data", bound="Completions | RolloutBatch")
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
+REWARD = "reward"  # the success where nothing says what is right: the weighted sum
 
 
 class ConfigError(ValueError):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import EXACT, Completions, Example, RewardTable, RolloutBatch
+from ..types import EXACT, REWARD, Completions, Example, RewardTable, RolloutBatch
 from .rng import stream
 
 SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
@@ -71,11 +71,14 @@ class Graded:
     examples: Sequence[Example]  # [n]
     texts: Sequence[Sequence[str]]  # [n][K]
     rewards: RewardTable  # [n, K]
-    success: str  # the part that says which are right; EXACT, if it is no part: equal to the answer
+    # the part that says which are right; EXACT, if it is no part: equal to the answer; REWARD: none
+    success: str
 
     @property
     def right(self) -> np.ndarray:
         """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
+        if self.success == REWARD:
+            return np.full_like(self.rewards.total, np.nan)
         if (scores := self.rewards.parts.get(self.success)) is not None:
             return np.where(np.isnan(scores), np.nan, scores == 1)
         pairs = zip(self.examples, self.texts, strict=True)
@@ -84,9 +87,9 @@ class Graded:
 
     @property
     def measures(self) -> dict[str, np.ndarray]:
-        """The `[n, K]` values of all measures that are means; the success comes first."""
+        """The `[n, K]` values of all measures that are means; the headline comes first."""
         parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        return {self.success: self.right, **parts, "reward": self.rewards.total}
+        return {self.success: self.right, **parts} | {REWARD: self.rewards.total}
 
 
 # --- intervals ------------------------------------------------------------------------------------

@@ -20,13 +20,15 @@ from ..task import Task
 from ..task_table import TASKS
 from ..types import ConfigError, Example
 
+Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows themselves
+
 
 def load_task(
     task: str | type | object,
     *,
     seed: int,
-    data: str = "",
-    eval_data: str = "",
+    data: Data = "",
+    eval_data: Data = "",
     chat: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> Task:
@@ -36,10 +38,10 @@ def load_task(
 
     Args:
         task: a key of TASKS, a Python file with one task, a class, or an object that is made.
-        data, eval_data: files, separated by commas.
+        data, eval_data: files, separated by commas, or the rows themselves.
         chat: whether --system makes prompts the messages of a user.
     """
-    given = {"data": paths(data), "eval_data": paths(eval_data)}
+    given = {"data": sources(data), "eval_data": sources(eval_data)}
     given = {name: value for name, value in given.items() if value} | dict(args or {})
     if not isinstance(task, str | type):
         if given:
@@ -59,9 +61,11 @@ def load_task(
         raise ConfigError(f"--task {task}: {error}") from error
 
 
-def paths(names: str) -> list[Path]:
-    """The files of --data or --eval-data."""
-    return [Path(name.strip()) for name in names.split(",") if name.strip()]
+def sources(data: Data) -> list[Any]:
+    """The files of --data or --eval-data; rows themselves are one source."""
+    if not isinstance(data, str):
+        return [data]
+    return [Path(name.strip()) for name in data.split(",") if name.strip()]
 
 
 def class_of(task: str | type) -> type:
@@ -146,7 +150,10 @@ def question_of(messages: Sequence[Mapping[str, str]]) -> str:
     asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
     if len(asked) == 1 and asked[0]["role"] == "user":
         return asked[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+    return "\n".join(
+        f"{message['role']}: {message['content'] or message.get('tool_calls', '')}"
+        for message in asked
+    )
 
 
 def tagged_answer(text: str) -> str | None:

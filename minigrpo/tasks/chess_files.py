@@ -42,6 +42,8 @@ class ChessFiles(Rows):
         """The rows in a random order, because the positions of one game are alike."""
         rows = list[Row]()
         for path in files:
+            if not isinstance(path, Path):
+                raise ValueError("needs files, not rows")
             is_pgn = path.name.endswith((".pgn", ".pgn.gz"))
             records: Iterator[Any] = games(path) if is_pgn else lines(path)
             for number, record in enumerate(records, 1):

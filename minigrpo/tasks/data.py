@@ -1,13 +1,15 @@
-"""Questions from JSONL files: how lines are read, which are held out, in which order they come.
+"""Questions from JSONL files or Python: how rows are read, which are held out, in which order.
 
 `--data` is trained on, and `--eval-data` is held out whole. Without the latter a tenth of the
 questions of `--data` is held out, by a hash of the question. A question counts once in an
 evaluation, however often it is in a file and whatever else its lines say.
 """
 
+import copy
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +24,9 @@ from .base import fingerprint, is_held_out, question_of
 
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a line has
 ANSWERS = ("answer", "completion", "solution")
-Files = Sequence[Path]
+CHATS = ("messages", "prompt", "completion")  # keys of lists of messages, in order
+Record = Mapping[str, Any]  # a row as it was given
+Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
 
 class Row(NamedTuple):
@@ -43,46 +47,115 @@ def question_key(text: str) -> str:
 
 
 def read_rows(files: Files, parse: Parse) -> list[Row]:
-    """The rows of JSONL files. Raises ConfigError for a bad line."""
-    rows = []
-    for path in files:
-        with open(path, "rb") as file:  # as bytes: only a newline ends a line, and all are counted
-            for number, line in enumerate(file, 1):
-                try:
-                    if text := line.decode("utf-8-sig").strip():
-                        record = json.loads(text)
-                        # half of a surrogate pair ("\ud800") raises here, and not in a log
-                        json.dumps(record, ensure_ascii=False).encode()
-                        question, example = parse(record)
-                        rows.append(Row(question_key(question), example))
-                except Exception as error:  # KeyError, RecursionError: a line may hold anything
-                    reason = f"{type(error).__name__}: {error}"
-                    raise ConfigError(f"{path}, line {number}: {reason}") from error
-    return rows
+    """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
+    return [
+        row
+        for source in files
+        for row in (read_lines(source, parse) if isinstance(source, Path) else given(source, parse))
+    ]
 
 
-def text_of(record: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """The text under the first of the keys that a line has; a null counts as missing."""
+def read_lines(path: Path, parse: Parse) -> Iterator[Row]:
+    """The rows of a JSONL file."""
+    with open(path, "rb") as file:  # as bytes: only a newline ends a line, and all are counted
+        for number, line in enumerate(file, 1):
+            with named(f"{path}, line {number}"):
+                if text := line.decode("utf-8-sig").strip():
+                    yield row_of(json.loads(text), parse)
+
+
+def given(rows: Sequence[Record], parse: Parse) -> Iterator[Row]:
+    """The rows of a caller."""
+    for number, record in enumerate(rows):
+        with named(f"row {number} of the data"):
+            yield row_of(record, parse)
+
+
+def row_of(record: Any, parse: Parse) -> Row:
+    """The row of a line's object. Any exception refuses it."""
+    # half of a surrogate pair ("\ud800") raises here, and not in a log
+    json.dumps(record, ensure_ascii=False, default=str).encode()
+    question, example = parse(record)
+    return Row(question_key(question), example)
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """Turn any exception into a ConfigError that says where it was."""
+    try:
+        yield
+    except Exception as error:  # KeyError, RecursionError: a line may hold anything
+        raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+
+
+def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
+    """The text or number under the first of the keys that a row has; NaN and null are missing.
+
+    Raises ValueError if all are missing and there is no default.
+    """
     for key in keys:
-        if (value := record.get(key)) is not None:
-            if not isinstance(value, str):
-                raise ValueError(f"{key} must be a text, got {value!r:.60}")
-            return value
-    raise ValueError(f"needs a text under {' or '.join(keys)}")
+        value = record.get(key)
+        if isinstance(value, str | int) or (isinstance(value, float) and value == value):
+            return str(value)
+        if not (value is None or isinstance(value, float)):
+            raise ValueError(f"{key} must be a text or a number, got {value!r:.60}")
+    if default is None:
+        raise ValueError(f"needs a text under {' or '.join(keys)}")
+    return default
 
 
-def parse_pair(record: dict[str, Any]) -> Row:
-    """A question or the messages of a chat, and an answer; both are used as they are."""
+def parse_pair(record: Record) -> Row:
+    """A question, or the messages of a chat, and an answer; all are used as they are."""
+    record = as_chat(record)
     return parse_question(record, text_of(record, ANSWERS))
 
 
-def parse_question(record: dict[str, Any], answer: str) -> Row:
+def parse_any(record: Record) -> Row:
+    """`parse_pair` of a row that may have no answer."""
+    record = as_chat(record)
+    return parse_question(record, text_of(record, ANSWERS, default=""))
+
+
+def parse_question(record: Record, answer: str) -> Row:
     """The row of a line whose answer is known."""
+    record = as_chat(record)
     messages = tuple(record.get("messages") or ())
     if messages and messages[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's: its text belongs into the answer")
+        raise ValueError("there is an answer, and the last message is the assistant's too")
     question = question_of(messages) or text_of(record, QUESTIONS)
     return Row(question, Example(question, answer, messages=messages, fields=record))
+
+
+def as_chat(record: Record) -> Record:
+    """A row in which `messages` is the chat up to the answer, if the row holds a chat.
+
+    It may stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). If
+    there is no other answer, it is the assistant's last message.
+    """
+    lists = {key: record[key] for key in CHATS if isinstance(record.get(key), list)}
+    chat = [as_templates_write(message) for part in lists.values() for message in part]
+    if not chat:
+        return record
+    found = {key: x for key, x in record.items() if key not in lists}
+    if chat[-1]["role"] == "assistant" and all(found.get(key) is None for key in ANSWERS):
+        found["answer"] = chat.pop()["content"]
+    return {**found, "messages": chat}
+
+
+def as_templates_write(message: Record) -> dict[str, Any]:
+    """A message as templates expect it: its content is one text, arguments of calls are objects.
+
+    OpenAI's form has a list of parts, or null, as a content, and JSON as arguments.
+    """
+    found = copy.deepcopy(dict(message))
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    for call in found.get("tool_calls") or ():
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**found, "content": content}
 
 
 class Rows(Task):
@@ -107,8 +180,9 @@ class Rows(Task):
         return read_rows(files, self.parse)
 
     def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows of --data that are held out if there is no --eval-data."""
-        return [row for row in rows if is_held_out(row.question)]
+        """The rows of --data that are held out if there is no --eval-data; at least a question."""
+        chosen = [row for row in rows if is_held_out(row.question)]
+        return chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
 
     def train(self, number: int) -> Example:
         epoch, place = divmod(number, len(self._train))

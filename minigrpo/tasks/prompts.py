@@ -5,6 +5,8 @@
     exact  it is the answer. Prompts are used as they are; `similarity` pays for being close.
     qa     its last <answer>..</answer> matches an answer as for SQuAD and HotpotQA, whatever the
            case, punctuation and articles. A question is asked in a message, after its `context`.
+    none   nothing says so, or a reward function with success=True. Rows need no answer. This is
+           what reward functions get if no --task is given.
 """
 
 import re
@@ -13,15 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..rewards import similarity
-from ..types import ConfigError, Example
+from ..types import REWARD, ConfigError, Example
 from .base import SourceTask, tagged_answer
-from .data import ANSWERS, Files, Row, Rows, parse_pair, parse_question
+from .data import ANSWERS, Files, Parse, Row, Rows, parse_any, parse_pair, parse_question
 
 REQUEST = (
     "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
     "</answer>."
 )
-PARTS = {"exact": {"exact": 1.0, "similarity": 0.2}, "qa": {"correct": 1.0}}  # by judge
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -39,14 +40,17 @@ class Prompts(SourceTask):
     ) -> None:
         if not (data or eval_data):
             raise ConfigError("--task prompts needs --data FILE.jsonl")
-        if judge not in PARTS:
-            raise ConfigError(f"--task-args judge must be {' or '.join(PARTS)}, got {judge}")
-        self.parts, self.success = PARTS[judge], next(iter(PARTS[judge]))
-        super().__init__(Rows(seed, data, eval_data, parse_qa if judge == "qa" else parse_pair))
+        if judge not in JUDGES:
+            raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
+        self.parts, parse = JUDGES[judge]
+        self.success = next(iter(self.parts), REWARD)
+        super().__init__(Rows(seed, data, eval_data, parse))
         # chat models reason before the answer: its tokens would be proposed in vain
-        self.speculate = not (chat or self.held_out(0).messages)
+        self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
+        if self.success == REWARD:
+            return {}
         if self.success == "exact":
             similar = similarity(text, example.answer)
             return {"exact": float(text == example.answer), "similarity": similar}
@@ -87,3 +91,11 @@ def normalized(text: str) -> str:
     bare = lower.translate(NO_PUNCTUATION)
     forms = (" ".join(form.split()) for form in (ARTICLES.sub(" ", bare), bare, lower))
     return next(filter(None, forms), "")
+
+
+# judge -> the weights of its parts, of which the first says what is right; how a row is read
+JUDGES: Mapping[str, tuple[Mapping[str, float], Parse]] = {
+    "exact": ({"exact": 1.0, "similarity": 0.2}, parse_pair),
+    "qa": ({"correct": 1.0}, parse_qa),
+    "none": ({}, parse_any),
+}

@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 from pydantic import Field
 
-from ..build import Say, make_model, make_scorer, make_task, make_tokenizer
+from ..build import Objects, Say, make_model, make_scorer, make_task, make_tokenizer, resolve_task
 from ..config import Config, Group
 from ..evaluate import measure
 from ..runtime.console import Console
@@ -25,7 +25,6 @@ from ..runtime.logging import to_json
 from ..runtime.run_dir import RECORD, trained_on
 from ..sampling.generate import Sampler
 from ..task import Task
-from ..tasks.base import load_task
 
 
 class ModelArguments(Group):
@@ -54,16 +53,14 @@ def parse(
     of_run += ["--model", arguments.run, "--lora-rank", "0", "--device", "auto"]
     if arguments.data:
         of_run += ["--data", arguments.data, "--eval-data", ""]
-    return arguments, Config.from_cli([*of_run, *flags], prog=prog)
+    return arguments, resolve_task(Config.from_cli([*of_run, *flags], prog=prog))
 
 
 def task_for(config: Config, data: str) -> Task:
     """The task of a config, with the files of --data held out whole. Raises ConfigError."""
     if not data:
         return make_task(config)
-    own = config.task
-    chat, seed = bool(own.system), config.run.seed
-    return load_task(own.name, seed=seed, eval_data=data, chat=chat, args=own.task_args)
+    return make_task(config.replace(data="", eval_data=""), Objects(eval_data=data))
 
 
 def load_sampler(config: Config, warn: Say, *, speculate: bool = False) -> Sampler:

@@ -23,12 +23,12 @@ from .runs import ENDS, Run, RunArguments, Warn, differing, draw, is_number, rea
 Figures = dict[str, list[tuple[str, str]]]  # section -> pairs of an SVG and a note
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
 HELD_OUT = "Held out"  # the section of eval.jsonl; the others show metrics.jsonl
-# section -> the metrics of its figures -> a note; SUCCESS is the share of right answers
+# section -> the metrics of its figures -> a note; SUCCESS is the headline of evaluations
 PANELS = {
     HELD_OUT: {
-        "SUCCESS_sampled": "Right answers, sampled. A single run's band is a 95 % interval.",
-        "SUCCESS": "Right answers, greedy.",
-        "SUCCESS/*": "Right answers of one kind, greedy.",
+        "SUCCESS_sampled": "Sampled. For a share of a single run, the band is a 95 % interval.",
+        "SUCCESS": "Greedy.",
+        "SUCCESS/*": "Of one kind, greedy.",
         "pass@*": "One of k samples is right.",
         "*_sampled": "Mean of sampled completions.",
     },

@@ -21,7 +21,7 @@ from ..config import Config, Group
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD
 from ..runtime.stats import SAMPLED, Estimate, headline, wilson
-from ..types import ConfigError
+from ..types import REWARD, ConfigError
 
 Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys
 Warn = Callable[[str], object]
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def success(self) -> str:
-        """The measure that evaluations have first: the share of right completions, greedy."""
+        """The headline of evaluations: the share of right completions, greedy, or REWARD."""
         return headline(self.evaluations[-1] if self.evaluations else {})
 
     def curve(self, name: str, *, held_out: bool = False) -> dict[float, float]:
@@ -62,7 +62,7 @@ class Run:
 
     def shares(self, name: str) -> dict[float, Estimate]:
         """The share of right answers by step, with Wilson's intervals; {} for other measures."""
-        if name.removesuffix(SAMPLED) != self.success:
+        if name.removesuffix(SAMPLED) != self.success or self.success == REWARD:
             return {}
         sizes, values = (self.curve(key, held_out=True) for key in ("n", name))
         return {
@@ -72,7 +72,9 @@ class Run:
 
     def ends(self) -> list[str]:
         """The cells of ENDS: first and last sampled evaluation, and the medians of the cost."""
-        shares = [str(share) for share in self.shares(self.success + SAMPLED).values()] or [""]
+        name = self.success + SAMPLED
+        means = {step: Estimate(x) for step, x in self.curve(name, held_out=True).items()}
+        shares = [str(share) for share in (means | self.shares(name)).values()] or [""]
         curves = [self.curve(name) for name in ("step_time", "memory/peak_mib")]
         costs = [f"{median(curve.values() or [math.nan]):.3g}" for curve in curves]
         return [self.name, str(self.metrics[-1]["step"]), shares[0], shares[-1], *costs]

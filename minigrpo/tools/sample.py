@@ -8,18 +8,15 @@ It samples with the settings of the run unless flags change them, such as --temp
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from ..build import make_scorer
-from ..config import Config
-from ..evaluate import complete, grade, size_of
-from ..model.encoding import decode
+from ..evaluate import ask, drawing, grade, size_of
 from ..runtime.console import Console
-from ..runtime.stats import Graded, has_ended
+from ..runtime.stats import Graded
 from ..sampling.generate import Sampler
-from ..types import Example
 from .cli import printable
 from .evaluate import ModelArguments, load_sampler, parse, task_for
 
@@ -37,32 +34,22 @@ class Arguments(ModelArguments):
 
 def answer(console: Console, sampler: Sampler, arguments: Arguments) -> None:
     """Print the completions of --prompt."""
-    is_chat = sampler.tokenizer.chat is not None and not arguments.raw
-    messages = ({"role": "user", "content": arguments.prompt},) if is_chat else ()
-    example = Example(arguments.prompt, messages=messages)
-    completions = complete(sampler, [example], **how(sampler.config, arguments.n))
-    ended = has_ended(completions, sampler.stops)[0].tolist()
-    for text, is_whole in zip(decode(sampler.tokenizer, completions)[0], ended, strict=True):
+    found = ask(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+    for text, is_whole in zip(*found, strict=True):
         console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
-
-
-def how(config: Config, n: int) -> dict[str, Any]:
-    """The arguments of `complete` for --n."""
-    if not n:
-        return {}
-    return {"seed": config.run.seed, "num_samples": n, "sampling": config.sampling}
 
 
 def show(console: Console, graded: Graded) -> None:
     """Print prompts, their answers in the data, and each distinct completion with its count."""
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
     for example, texts, right, rewards in rows:
-        lines = [f"prompt      {example.prompt}", f"answer      {example.answer}"]
+        lines = [f"prompt      {example.prompt}"]
+        lines += [f"answer      {example.answer}"] if example.answer else []
         for text, count in Counter(texts).most_common():
             place = texts.index(text)
-            verdict = "right" if right[place] == 1 else "wrong"
+            verdict = {1: "right, ", 0: "wrong, "}.get(right[place], "")  # NaN: not known
             times = f", {count} of {len(texts)}" if len(texts) > 1 else ""
-            lines.append(f"completion  {text}   {verdict}, reward {rewards[place]:.3g}{times}")
+            lines.append(f"completion  {text}   {verdict}reward {rewards[place]:.3g}{times}")
         console.say(printable("\n".join([*lines, ""])))
 
 
@@ -77,4 +64,4 @@ def main(argv: Sequence[str], prog: str) -> None:
     sampler = load_sampler(config, console.warn, speculate=task.speculate)
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
     examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
-    show(console, grade(sampler, scorer, examples, **how(config, arguments.n)))
+    show(console, grade(sampler, scorer, examples, **drawing(config, arguments.n)))

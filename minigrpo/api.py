@@ -1,0 +1,110 @@
+"""`minigrpo.train`: a run from Python, with objects where the command line has names of files."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from .config import Config, read_toml
+from .evaluate import ask
+from .runtime.distributed import DistContext
+from .runtime.logging import EVALUATIONS, METRICS, read_jsonl
+from .trainer import Callback, Trainer
+
+Rows = str | Path | Iterable[Mapping[str, Any]]
+
+
+def train(
+    *,
+    model: Any = None,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
+    task: Any = None,
+    rewards: Any = None,
+    callbacks: Sequence[Callback] = (),
+    config: str | Path | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> "TrainedRun":
+    """Train a model, as `minigrpo train` does; a flag is an argument: `max_steps=200`.
+
+        run = minigrpo.train(model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[right, short])
+
+    A script that `torchrun` starts trains with several processes.
+
+    Args:
+        model: a name as for --model, or a `Transformer`, which is trained in place.
+        data, eval_data: files, or rows: anything that yields mappings (docs/tasks.md).
+        task: a name as for --task, a class or an object (`minigrpo.Task`).
+        rewards: functions of (example, text), decorated with `minigrpo.reward` or plain, or a file.
+            If there is no `task`, they alone are the reward.
+        callbacks: called after each step with (step, metrics), in the main process.
+        config: a TOML file or a preset; `settings` override it.
+        quiet: print warnings only.
+
+    Raises ConfigError for bad input, before the run starts, and RunFailed if it cannot go on.
+    """
+    given = {"model": model, "data": data, "eval_data": eval_data, "task": task, "rewards": rewards}
+    names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
+    objects = {name: x for name, x in given.items() if x is not None and name not in names}
+    file = read_toml(config) if config else {}
+    trainer = Trainer(
+        Config.of(**{**file, **settings, **names}),
+        dist=processes(),
+        quiet=quiet,
+        callbacks=callbacks,
+        **objects,
+    )
+    return TrainedRun(trainer, trainer.fit())
+
+
+@cache
+def processes() -> DistContext:
+    """The processes that torchrun started, joined once: a script may train several times."""
+    return DistContext.from_env()
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun:
+    """A run that has ended."""
+
+    trainer: Trainer
+    summary: Mapping[str, Any]  # the contents of summary.json
+
+    def __repr__(self) -> str:
+        status, step = self.summary["status"], self.summary["step"]
+        return f"TrainedRun({str(self.folder)!r}, {status} at step {step})"
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is: `minigrpo report FOLDER`, `minigrpo sample FOLDER`."""
+        return self.trainer.run_dir.path
+
+    @property
+    def model(self) -> Any:
+        """The trained `Transformer`."""
+        return self.trainer.model
+
+    @cached_property
+    def metrics(self) -> dict[str, list[float]]:
+        """Each metric of the steps as a list: `run.metrics["reward"]`, by `run.metrics["step"]`."""
+        return self._columns(METRICS)
+
+    @cached_property
+    def evaluations(self) -> dict[str, list[float]]:
+        """Each measure of the evaluations as a list, by `run.evaluations["step"]`."""
+        return self._columns(EVALUATIONS)
+
+    def _columns(self, name: str) -> dict[str, list[float]]:
+        """The values of a log by key; a step that lacks one has NaN."""
+        records = self.trainer.dist.on_main(lambda: read_jsonl(self.folder / name))
+        keys = dict.fromkeys(key for record in records for key in record)
+        return {key: [record.get(key, float("nan")) for record in records] for key in keys}
+
+    def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> list[str]:
+        """Sample n completions of a prompt with the run's settings.
+
+        A text is a user's message if the model has a chat template, as for `minigrpo sample`.
+        """
+        return ask(self.trainer.sampler, prompt, n)[0]
