@@ -54,8 +54,11 @@ class RewardFunction:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
         arguments = ["batch"] if self.tokens else ["examples" if self.batched else "example"]
         arguments += [] if self.tokens else ["texts" if self.batched or self.grouped else "text"]
+        signature = inspect.signature(self.function)
         try:
-            inspect.signature(self.function).bind(*arguments)
+            signature.bind(*arguments)
+            if "completions" in signature.parameters:
+                raise TypeError("TRL's arguments are in example.fields (docs/trl.md)")
         except TypeError as error:
             wanted = ", ".join(arguments)
             raise ConfigError(f"reward {self.name}: must take ({wanted}): {error}") from None

@@ -1,6 +1,7 @@
 """Questions from files: how lines are read, and what is held out."""
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from minigrpo.task import Task
 from minigrpo.tasks.base import fingerprint, is_held_out, load_task, question_of, tagged_answer
-from minigrpo.tasks.data import Rows, parse_pair, question_key
+from minigrpo.tasks.data import Rows, parse_any, parse_pair, question_key
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
 from minigrpo.types import ConfigError, Example
 
@@ -121,6 +122,17 @@ def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -
     assert [x.index for epoch in epochs for x in epoch] == list(range(2 * n))
 
 
+def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
+    few = [row for row in SUMS if not is_held_out(row["prompt"])][:3]  # none by its hash
+    from_file = rows_of(write(tmp_path / "a.jsonl", few))
+    given = Rows(0, (few,), (), parse_pair)
+    for rows in (from_file, given):
+        assert rows.num_held_out == 1
+    assert splits(given, 2) == splits(from_file, 2)
+    with pytest.raises(ConfigError):
+        Rows(0, ([*few, {"answer": "1"}],), (), parse_pair)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) -> None:
     path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
@@ -142,7 +154,8 @@ BAD_LINES = [
     '{"prompt": "a", "answer": "b"',
     '{"prompt": "a"}',
     '{"prompt": "a", "answer": null}',
-    '{"prompt": "a", "answer": 3}',
+    '{"prompt": "a", "answer": [3]}',
+    '{"prompt": "a", "answer": NaN}',
     '{"prompt": ["a"], "answer": "b"}',
     '{"prompt": " ", "answer": "b"}',
     '{"answer": "b"}',
@@ -191,11 +204,54 @@ def test_the_keys_of_published_files_are_known() -> None:
         ({"question": "a", "answer": "b", "solution": "c"}, "b"),
         ({"problem": "a", "solution": ""}, ""),
         ({"prompt": None, "question": "a", "answer": None, "solution": "c"}, "c"),
+        ({"prompt": "a", "answer": 3}, "3"),
+        ({"prompt": "a", "answer": math.nan, "solution": 0.5}, "0.5"),  # pandas' missing value
     ]
     for record, answer in expected:
         question, example = parse_pair(record)
         assert (question, example.prompt, example.answer) == ("a", "a", answer)
         assert example.fields == record and not example.messages
+
+
+USER: dict[str, Any] = {"role": "user", "content": "2+2?"}
+FOUR = {"role": "assistant", "content": "4"}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}],
+}
+
+
+def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
+    for row, answer in [
+        ({"prompt": [USER], "solution": 4}, "4"),
+        ({"prompt": [USER], "completion": [FOUR], "level": 2}, "4"),
+        ({"messages": [USER, FOUR]}, "4"),
+        ({"messages": [PARTS], "answer": "four"}, "four"),
+    ]:
+        question, example = parse_pair(row)
+        assert (question, example.answer) == ("2+2?", answer)
+        assert example.messages == (USER,)
+        assert example.fields.get("level") == row.get("level")
+    for row in ({"prompt": [USER]}, {"prompt": "2+2?"}):
+        assert parse_any(row).question == "2+2?" and parse_any(row).example.answer == ""
+        with pytest.raises(ValueError):
+            parse_pair(row)
+    with pytest.raises(ValueError):
+        parse_any({"prompt": "2+2?", "answer": [4]})
+
+
+def test_calls_of_tools_reach_the_template_as_objects() -> None:
+    call = {"function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "4"}
+    row = {"messages": [USER, said, result]}
+    messages = parse_any(row).example.messages
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
+    assert messages[1]["content"] == "" and messages[2] == result
+    assert isinstance(call["function"]["arguments"], str)  # the caller's row is as it was
+    other = {"function": {"name": "add", "arguments": {"a": 1, "b": 3}}}
+    changed = {"messages": [USER, {**said, "tool_calls": [other]}, result]}
+    assert parse_any(changed).question != parse_any(row).question
 
 
 def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
