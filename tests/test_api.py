@@ -101,9 +101,6 @@ def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: P
     from minigrpo.tasks.chess_env import ChessEnv
 
     model = minigrpo.Transformer.from_pretrained(tiny.tiny_chess_model(tmp_path / "model"))
-    before = (
-        model.state_dict()["embed.weight"].clone() if "embed.weight" in model.state_dict() else 0
-    )
     seen: list[int] = []
     sizes = {**SIZES, "reward_weights": {"similarity": 1.0}}
     for name, task in {"class": ChessEnv, "object": ChessEnv(0)}.items():
