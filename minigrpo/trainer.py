@@ -46,8 +46,9 @@ class Trainer:
         self, config: Config, *, dist: DistContext | None = None, quiet: bool = False
     ) -> None:
         """Raises ConfigError, one line that names the setting or the file."""
-        self.config = config = resolve(config)
         self.dist = dist or DistContext()
+        # from the main process: --model may have brought others no defaults, if the Hub was away
+        self.config = config = self.dist.on_main(lambda: resolve(config))
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         say, warn = self.console.say, self.console.warn
         self.run_dir = RunDir(config, self.dist, self.console)

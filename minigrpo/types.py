@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .errors import ConfigError as ConfigError
+
 Data = TypeVar("Data", bound="Completions | RolloutBatch")
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
-
-
-class ConfigError(ValueError):
-    """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
 
 
 @dataclass(frozen=True)
