@@ -365,7 +365,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
         settings |= {key if name == "name" else name: x for name, x in table.items()}
-    beside = file.parents[1] / settings.get("model", "?")
+    beside = file.absolute().parents[1] / settings.get("model", "?")
     if str(path) in presets and beside.is_dir() and not Path(settings["model"]).exists():
         settings["model"] = str(beside)  # configs/gpt2-small, from another folder
     return settings
