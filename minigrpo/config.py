@@ -307,7 +307,7 @@ class Config(Group):
         if size:
             adapters, device = self.model.lora_rank > 0, self.speed.device
             fit = settings_for(size, lora=adapters, supervised=self.supervised, device=device)
-            found[f"for a model of {size.parameters / 1e6:,.0f} M parameters"] = fit
+            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = fit
         return found
 
     @classmethod

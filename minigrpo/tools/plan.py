@@ -136,6 +136,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     prompt = prompt_length(config, shape.context)
     parts = parts_of(config, shape, prompt)
     peak = peak_of(parts) / MIB
+    console.defaults(config)
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in parts.items() if size]
     console.table("memory of one step", ["", "MiB"], [*rows, ["peak", f"{peak:,.0f}"]])
     longest = config.sampling.max_new_tokens
