@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, read_toml
+from .defaults import MEDIUM, Size, settings_for
 from .evaluate import ask
+from .model.transformer import Transformer
 from .runtime.distributed import DistContext
 from .runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from .trainer import Callback, Trainer
@@ -48,15 +50,22 @@ def train(
     given = {"model": model, "data": data, "eval_data": eval_data, "task": task, "rewards": rewards}
     names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if x is not None and name not in names}
-    file = read_toml(config) if config else {}
+    chosen = {**(read_toml(config) if config else {}), **settings, **names}
+    if isinstance(model, Transformer):
+        chosen = {**fitting(model, Config.of(**chosen)), **chosen}
     trainer = Trainer(
-        Config.of(**{**file, **settings, **names}),
-        dist=processes(),
-        quiet=quiet,
-        callbacks=callbacks,
-        **objects,
+        Config.of(**chosen), dist=processes(), quiet=quiet, callbacks=callbacks, **objects
     )
     return TrainedRun(trainer, trainer.fit())
+
+
+def fitting(model: Transformer, config: Config) -> Mapping[str, Any]:
+    """The defaults for a model of this size; a small one keeps those of the shipped models."""
+    size = Size(sum(x.numel() for x in model.parameters()), model.shape.context)
+    if size.parameters < MEDIUM:
+        return {}
+    lora, device = config.model.lora_rank > 0, config.speed.device
+    return settings_for(size, lora=lora, supervised=config.supervised, device=device)
 
 
 @cache
@@ -82,8 +91,8 @@ class TrainedRun:
         return self.trainer.run_dir.path
 
     @property
-    def model(self) -> Any:
-        """The trained `Transformer`."""
+    def model(self) -> Transformer:
+        """The trained model."""
         return self.trainer.model
 
     @cached_property

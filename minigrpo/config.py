@@ -4,7 +4,8 @@ In Python a setting is `config.sampling.group_size`; flags, TOML files without t
 `Config.of(...)` leave the group out: `--group-size 8`, `Config.of(group_size=8)`. The setting
 `name` of a group is the flag of the group: `config.loss.name` is `--loss`. The text under a field
 is its --help. Precedence, the last one wins: the defaults below, the settings of the task
-(task_table.py), `--config FILE.toml`, the command line.
+(task_table.py) and those that fit a published model (defaults.py), `--config FILE.toml`, the
+command line.
 """
 
 import argparse
@@ -17,8 +18,9 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .defaults import settings_for, size_of
+from .errors import ConfigError, hint, unknown_setting
 from .task_table import settings_of_task
-from .types import ConfigError
 
 LossName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo", "nll"
@@ -270,9 +272,12 @@ class Config(Group):
             prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
         early.add_argument("--config", action="append")
-        early.add_argument("--task")  # the other defaults depend on these two
-        early.add_argument("--data")
+        for name in ("task", "data", "model", "lora-rank", "loss", "device"):
+            early.add_argument(f"--{name}", f"--{name.replace('-', '_')}")  # defaults depend on it
         known, others = early.parse_known_args(argv)
+        for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
+            if hint(flag):  # of others tyro says what is meant
+                raise unknown_setting(flag)
         given, settings = vars(known), dict[str, Any]()
         for path in given.pop("config", []):
             settings |= read_toml(path)
@@ -282,13 +287,38 @@ class Config(Group):
 
     @classmethod
     def _layered(cls, settings: Mapping[str, Any]) -> Self:
-        """The defaults, the settings of the task, then `settings`, by flat name."""
+        """The defaults, what the task and the model bring, then `settings`, by flat name."""
+        plain = cls._of_flat(settings)
+        if all(name in settings for name, x in plain.flat().items() if x is not None):
+            return plain  # the config of a run; its model may be gone, and need not be read
+        brought: dict[str, Any] = {}
+        for more in plain.brought().values():
+            brought |= more
+        return cls._of_flat({**brought, **settings})
+
+    def brought(self) -> dict[str, Mapping[str, Any]]:
+        """Why -> the settings that the task and the model change from the defaults, unless given.
+
+        The later ones count above the earlier ones.
+        """
+        task, size = self.task, size_of(self.model.name)
+        own = settings_of_task(task.name, bool(task.data), published=size is not None)
+        found: dict[str, Mapping[str, Any]] = {f"for --task {task.name}": own}
+        if size:
+            adapters, device = self.model.lora_rank > 0, self.speed.device
+            fit = settings_for(size, lora=adapters, supervised=self.supervised, device=device)
+            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = fit
+        return found
+
+    @classmethod
+    def _of_flat(cls, settings: Mapping[str, Any]) -> Self:
+        """The plain defaults, then `settings`, by flat name."""
         known = places()
-        if unknown := settings.keys() - known.keys():
-            raise ConfigError(f"unknown setting: {', '.join(sorted(unknown))}")
-        task, data = settings.get("task", TaskConfig().name), settings.get("data", "")
+        for name in settings:
+            if name not in known:
+                raise unknown_setting(name)
         groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
-        for name, value in {**settings_of_task(task, bool(data)), **settings}.items():
+        for name, value in settings.items():
             group, field = known[name]
             groups[group][field] = value
         try:
@@ -335,7 +365,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
         settings |= {key if name == "name" else name: x for name, x in table.items()}
-    beside = file.parents[1] / settings.get("model", "?")
+    beside = file.absolute().parents[1] / settings.get("model", "?")
     if str(path) in presets and beside.is_dir() and not Path(settings["model"]).exists():
         settings["model"] = str(beside)  # configs/gpt2-small, from another folder
     return settings

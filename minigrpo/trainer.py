@@ -55,7 +55,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **objects: Any,
     ) -> None:
-        """
+"""
         Args:
             callbacks: called by the main process after each step with (step, metrics).
             objects: see `build.Objects`: a model, rows, a task, rewards.
@@ -63,8 +63,9 @@ class Trainer:
         Raises ConfigError, one line that names the setting or the file.
         """
         given, self.callbacks = Objects.of(**objects), callbacks
-        self.config = config = resolve(config, given)
         self.dist = dist or DistContext()
+        # from the main process: --model may have brought others no defaults, if the Hub was away
+        self.config = config = self.dist.on_main(lambda: resolve(config, given))
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         say, warn = self.console.say, self.console.warn
         self.run_dir = RunDir(config, self.dist, self.console)

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .errors import ConfigError as ConfigError
+
 Data = TypeVar("Data", bound="Completions | RolloutBatch")
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
 REWARD = "reward"  # the success where nothing says what is right: the weighted sum
-
-
-class ConfigError(ValueError):
-    """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
 
 
 @dataclass(frozen=True)

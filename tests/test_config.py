@@ -1,5 +1,7 @@
 """Settings: where they come from, which one wins, and what is refused."""
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.config import Config, places, read_pairs
+from minigrpo.defaults import Size, settings_for
+from minigrpo.errors import TRL_WORDS, hint
 from minigrpo.task_table import TASKS
 from minigrpo.tools.cli import run_command
 from minigrpo.types import ConfigError
+
+from . import tiny
 
 ROOT = Path(__file__).parents[1]
 OF_THE_CARD = [
@@ -54,6 +60,53 @@ def test_settings_of_a_task_follow_the_task_and_its_data() -> None:
     assert Config.from_cli(["--task=math", "--data=x.jsonl"]) == Config.of(
         task="math", data="x.jsonl"
     )
+
+
+def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
+    model = str(tiny.tiny_chat_model(tmp_path / "model", context=160))
+    config = Config.of(model=model, task="rlt", data="x.jsonl")
+    assert (config.sampling.group_size, config.sampling.max_new_tokens) == (8, 80)
+    assert config.sampling.temperature == 0.7  # the task's own
+    assert config.optimizer.learning_rate == 6e-4  # too small a model for another
+    words = ["--model", model, "--task=rlt", "--data", "x.jsonl"]
+    assert Config.from_cli(words) == config == Config.of(**config.flat())
+    assert Config.from_cli([*words, "--group-size", "3"]).sampling.group_size == 3
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(tiny.toml(config))
+    assert Config.of(model=str(run)).sampling.max_new_tokens == 80  # that of its own model
+    assert Config.from_toml(run / "config.toml") == config
+    (tmp_path / "model/model.safetensors").unlink()  # random weights are not published
+    for other in (model, str(run), "scratch", "nowhere/at-all", str(tmp_path)):
+        assert Config.of(model=other).replace(model="shipped") == Config()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
+    def fit(millions: int, **how: Any) -> dict[str, Any]:
+        size = Size(millions * 10**6, 32_768)
+        return settings_for(size, **{"lora": lora, "supervised": False, "device": "cpu", **how})
+
+    assert "learning_rate" not in fit(49)
+    rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
+    assert rates == ([1e-4, 1e-4, 1e-5, 1e-5] if lora else [1e-5, 1e-5, 1e-6, 1e-6])
+    assert fit(500, supervised=True)["learning_rate"] == (2e-4 if lora else 2e-5)
+    assert "use_amp" not in fit(500) and fit(500)["gradient_checkpointing"]
+    assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)
+    for millions in (1, 100, 500, 7000):
+        Config.of(**fit(millions))
+
+
+def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
+    assert not any(hint(name) for name in places())
+    flags = re.findall("--([a-z0-9-]+)", " ".join(TRL_WORDS.values()))
+    assert {flag.replace("-", "_") for flag in flags} <= places().keys()
+    (tmp_path / "trl.toml").write_text("num_generations = 8\n")
+    for words in (["--num-generations", "8"], ["--vllm_mode=x"], ["--config", "trl.toml"]):
+        with pytest.raises(ConfigError), contextlib.chdir(tmp_path):
+            Config.from_cli(words)
+    with pytest.raises(ConfigError, match="--group-size"):
+        Config.of(num_generations=8)
 
 
 def test_all_flags_of_the_card_keep_their_names() -> None:

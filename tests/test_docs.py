@@ -7,10 +7,13 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 import tyro
 
 from benchmarks.cli import BENCHMARKS
+from minigrpo import defaults
 from minigrpo.config import Config, places
+from minigrpo.errors import TRL_WORDS
 from minigrpo.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +74,25 @@ def test_every_command_parses() -> None:
             _, words[2:] = tyro.cli(own, args=words[2:], return_unknown_args=True)
         if words[1] in ("train", "plan", "evaluate", "sample", "export"):
             Config.from_cli(words[2:])
+
+
+def test_tables_in_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = re.findall(r"^\| (.+) \|$", (ROOT / "docs/trl.md").read_text().replace("`", ""), re.M)
+    assert rows[1:] == [f"{word} | {here}" for word, here in TRL_WORDS.items()]
+
+    monkeypatch.setattr(defaults, "has_bfloat16", lambda device: True)
+    section = (ROOT / "docs/models.md").read_text().split("## Defaults")[1].split("\n## ")[0]
+    rows = [row.split("|") for row in re.findall(r"^\| `(.+) \|$", section, re.M)]
+    named = {words[0].split("`")[0] for words in rows}
+    for words, parameters, *cells in rows:
+        name, least = words.split("`")[0], int(float(parameters.split()[0]) * 10**6)
+        for is_lora, cell in enumerate(cells):
+            how = {"lora": bool(is_lora), "supervised": "nll" in words, "device": "auto"}
+            fit = defaults.settings_for(defaults.Size(least, 10**6), **how)
+            below = defaults.settings_for(defaults.Size(least - 1, 10**6), **how)
+            assert fit.keys() <= named
+            assert str(fit.get(name, "")) == cell.strip()
+            assert least == 0 or name not in fit or below.get(name) != fit[name]
 
 
 def test_pages_are_few_and_pictures_are_used() -> None:

@@ -128,6 +128,7 @@ def test_a_published_model_needs_its_config_alone(
     settings = {"lora_rank": 16, "base_dtype": "bfloat16", "micro_batch_size": 1, "group_size": 4}
     config = job(model="a/b", use_amp=True, gradient_checkpointing=True, **settings)
     shape = plan.shape_of(config)
+    assert Config.of(model="a/b", lora_rank=16).optimizer.learning_rate == 1e-5  # it fits 7B
     assert asked and not [pattern for pattern in asked if pattern.endswith(".safetensors")]
     assert plan.prompt_length(config, shape.context) == plan.ASSUMED_PROMPT
     parts = parts_of(config, shape, plan.ASSUMED_PROMPT)

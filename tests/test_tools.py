@@ -14,6 +14,7 @@ import torch
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.build import load_model
+from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime.guard import Diverged
 from minigrpo.runtime.run_dir import trained_on
@@ -45,8 +46,17 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys; from minigrpo.tools.cli import main; main(['--help']); "
-    code += "sys.exit('torch' in sys.modules)"
+    code += "main(['train', '--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_help_of_a_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    assert call("train", "--help", "all") == 0
+    every = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in every for name in places())
 
 
 def test_every_command_has_help() -> None:

@@ -194,19 +194,31 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
     The tensors are mapped into memory: a file is read where their values are used. A folder with a
     config.json alone has none. Raises ConfigError.
     """
-    file = path / WEIGHTS if path.is_dir() else path
-    header, tensors = dict[str, str](), dict[str, Tensor]()
-    for part in _weight_files(file):
+    tensors: dict[str, Tensor] = {}
+    for part in _weight_files(path / WEIGHTS if path.is_dir() else path):
         try:
-            with safe_open(part, framework="pt") as opened:
-                header |= opened.metadata() or {}
             tensors |= load_file(part)
         except SafetensorError as error:
             raise ConfigError(f"{part}: {error}") from None
+    return read_model_shape(path), tensors
+
+
+def read_model_shape(path: Path) -> ModelShape:
+    """The shape alone, from a safetensors file's header, else from config.json. Raises ConfigError.
+
+    The weights that config.json belongs to need not be there.
+    """
+    file, header = path / WEIGHTS if path.is_dir() else path, dict[str, str]()
+    if file.is_file():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                header = opened.metadata() or {}
+        except SafetensorError as error:
+            raise ConfigError(f"{file}: {error}") from None
     if SHAPE not in header:
-        return read_shape(read_json(file.with_name(CONFIG))), tensors
+        return read_shape(read_json(file.with_name(CONFIG)))
     stored, known = json.loads(header[SHAPE]), {field.name for field in fields(ModelShape)}
-    return ModelShape(**{name: x for name, x in stored.items() if name in known}), tensors
+    return ModelShape(**{name: x for name, x in stored.items() if name in known})
 
 
 def _weight_files(file: Path) -> list[Path]:

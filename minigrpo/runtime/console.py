@@ -73,12 +73,22 @@ class Console:
             f"{'1 true answer' if config.supervised else group} per step, on "
             f"{processes} x {model.device.type}; {parameters:.1f} M parameters"
         )
+        self.defaults(config)
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}
         on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]
         self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
         self.say(f"reward: {' + '.join(f'{x:g} x {name}' for name, x in weights.items() if x)}")
         if task.about:
             self.say(f"task: {task.about}")
+
+    def defaults(self, config: Config) -> None:
+        """Say which values in force are those that the task or the model brings, and why."""
+        flat, parts = config.flat(), []
+        for why, brought in config.brought().items():
+            if same := [f"{name} {x}" for name, x in brought.items() if flat[name] == x]:
+                parts.append(f"{', '.join(same)} {why}")
+        if parts:
+            self.say(f"defaults: {'; '.join(parts)}")
 
     def update(
         self,

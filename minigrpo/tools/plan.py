@@ -12,7 +12,7 @@ from pathlib import Path
 from ..build import add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
 from ..model.encoding import encode_prompts
-from ..model.hf import hub_folder, read_model
+from ..model.hf import hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.transformer import ModelShape, Transformer
 from ..runtime.console import Console
@@ -112,11 +112,11 @@ def shape_of(config: Config) -> ModelShape:
     if name == "scratch":
         return ModelShape(make_tokenizer(config).n_vocab)
     if name == "shipped":
-        return read_model(shipped_model(config.task.name))[0]
+        return read_model_shape(shipped_model(config.task.name))
     weights = Path(name) / "model.safetensors"
     if (Path(name) / RECORD).is_file() and not weights.exists():  # of a run with adapters
         return shape_of(config_of_run(name))
-    return read_model(hub_folder(name, weights=False))[0]
+    return read_model_shape(hub_folder(name, weights=False))
 
 
 def prompt_length(config: Config, context: int) -> float:
@@ -136,6 +136,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     prompt = prompt_length(config, shape.context)
     parts = parts_of(config, shape, prompt)
     peak = peak_of(parts) / MIB
+    console.defaults(config)
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in parts.items() if size]
     console.table("memory of one step", ["", "MiB"], [*rows, ["peak", f"{peak:,.0f}"]])
     longest = config.sampling.max_new_tokens
