@@ -55,7 +55,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **objects: Any,
     ) -> None:
-"""
+        """
         Args:
             callbacks: called by the main process after each step with (step, metrics).
             objects: see `build.Objects`: a model, rows, a task, rewards.
