@@ -24,6 +24,7 @@ def train(
     eval_data: Rows | None = None,
     task: Any = None,
     rewards: Any = None,
+    loss: Any = None,
     callbacks: Sequence[Callback] = (),
     config: str | Path | None = None,
     quiet: bool = False,
@@ -41,13 +42,15 @@ def train(
         task: a name as for --task, a class or an object (`minigrpo.Task`).
         rewards: functions of (example, text), decorated with `minigrpo.reward` or plain, or a file.
             If there is no `task`, they alone are the reward.
+        loss: a name as for --loss, or a function of `losses.LossInputs` (docs/tasks.md).
         callbacks: called after each step with (step, metrics), in the main process.
         config: a TOML file or a preset; `settings` override it.
         quiet: print warnings only.
 
     Raises ConfigError for bad input, before the run starts, and RunFailed if it cannot go on.
     """
-    given = {"model": model, "data": data, "eval_data": eval_data, "task": task, "rewards": rewards}
+    given = {"model": model, "data": data, "eval_data": eval_data}
+    given |= {"task": task, "rewards": rewards, "loss": loss}
     names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if x is not None and name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}

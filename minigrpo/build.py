@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .config import Config, ModelConfig
+from .config import LOSS_NAMES, Config, ModelConfig
 from .learner import Learner
+from .losses import LossSpec, loss_spec
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel
 from .model.hf import WEIGHTS, hub_folder
@@ -67,6 +69,7 @@ class Objects:
     eval_data: Data | None = None
     task: Any = None  # a class, or an object
     rewards: Sequence[RewardFunction] | None = None
+    loss: Any = None  # a function of LossInputs, or a LossSpec
 
     @classmethod
     def of(cls, **given: Any) -> "Objects":
@@ -124,17 +127,22 @@ def resolve(config: Config, objects: Objects = NO_OBJECTS) -> Config:
     and chat template; --task auto becomes a task. Objects get a text that stands for them.
     """
     config = resolve_task(config.replace(**objects.settings()), objects)
+    if config.loss.reference:
+        config = config.replace(reference=pinned(config.loss.reference))
     if objects.model is not None:
         own = CHESS if config.model.tokenizer == "auto" else config.model.tokenizer
         return config.replace(tokenizer=own)
-    name, tokenizer, template = config.model.name, config.model.tokenizer, ""
-    folder = hub_folder(name, weights=False)
-    if folder != Path(name):
-        name = f"{name.partition('@')[0]}@{folder.name}"
+    name, tokenizer, template = pinned(config.model.name), config.model.tokenizer, ""
     if tokenizer == "auto":
         tokenizer, template = own_tokenizer(name)
     template = config.model.chat_template or template
     return config.replace(model=name, tokenizer=tokenizer, chat_template=template)
+
+
+def pinned(model: str) -> str:
+    """The name of a model, of one on the Hub with its commit."""
+    folder = hub_folder(model, weights=False)
+    return model if folder == Path(model) else f"{model.partition('@')[0]}@{folder.name}"
 
 
 def resolve_task(config: Config, objects: Objects = NO_OBJECTS) -> Config:
@@ -294,12 +302,18 @@ def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
 
 
 def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> FrozenModel | None:
-    """The reference of --kl-coef: the learner's model as it is now, which is not trained yet.
+    """The reference of --kl-coef: that of --reference, or the learner's model as it is now.
 
-    It is a frozen copy. Of a model with adapters it shares all weights, and the adapters are off.
+    The latter is a frozen copy of what is not trained yet. Of a model with adapters it shares all
+    weights, and the adapters are off. Raises ConfigError for a reference with another tokenizer.
     """
     if not config.loss.kl_coef or config.supervised:
         return None
+    if other := config.loss.reference:
+        found = load_frozen(config, learner.device, learner.warn, other)
+        if found.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise ConfigError(f"--reference {other}: its tokenizer is not that of --model")
+        return found
     shares_weights = config.model.lora_rank > 0
     if shares_weights:
         model = sharing_weights(learner.model)
@@ -336,7 +350,22 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     )
 
 
-# --- rewards --------------------------------------------------------------------------------------
+# --- loss and rewards -----------------------------------------------------------------------------
+
+
+def make_loss(config: Config, objects: Objects = NO_OBJECTS) -> LossSpec:
+    """The loss of --loss: a row of the table, or a function or LossSpec of the user's.
+
+    A file is run: trust it. Raises ConfigError.
+    """
+    given = objects.get(config, "loss")
+    if not isinstance(given, str) or given in LOSS_NAMES:
+        return loss_spec(given)
+    file, _, name = given.rpartition(":")
+    found = runpy.run_path(file).get(name)
+    if not (callable(found) or isinstance(found, LossSpec)):
+        raise ConfigError(f"--loss {given}: {file} has no function {name}")
+    return loss_spec(found)
 
 
 def make_scorer(
@@ -360,7 +389,8 @@ def make_scorer(
         tokenizer=tokenizer,
         token_model=cache(partial(load_frozen, config, device, warn)),
     )
-    learns = any(scorer.weights.values()) or config.loss.overlong == "punish"
-    if not (learns or config.supervised):
+    loss = config.loss  # a KL teaches alone, and a loss of the user's may
+    learns = any(scorer.weights.values()) or loss.overlong == "punish" or loss.kl_coef
+    if not (learns or config.supervised or loss.name not in LOSS_NAMES):
         raise ConfigError("no reward: give --rewards functions, or a --reward-weights above 0")
     return scorer

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .defaults import settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
 from .task_table import settings_of_task
 
-LossName = Literal[
-    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo", "nll"
-]
+LOSS_NAMES = (
+    *("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo"),
+    "nll",
+)
+OWN_LOSS = re.compile(r".+\.py:\w+|python:.+")  # in a file, or an object of the caller's
 FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
 
 
@@ -44,6 +46,13 @@ AsPairs = tyro.constructors.PrimitiveConstructorSpec(
 )
 Texts = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
 Weights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
+
+
+def check_loss(name: str) -> str:
+    """A name of the table, or FILE.py:NAME."""
+    if name not in LOSS_NAMES and not OWN_LOSS.fullmatch(name):
+        raise ValueError(f"must be one of {', '.join(LOSS_NAMES)}, or FILE.py:NAME")
+    return name
 
 
 class Group(BaseModel):
@@ -114,8 +123,8 @@ class SamplingConfig(Group):
 class LossConfig(Group):
     """What is minimised."""
 
-    name: Annotated[LossName, tyro.conf.arg(name="loss")] = "grpo"
-    """The policy loss; nll is supervised fine-tuning (SFT) on true answers."""
+    name: Annotated[str, AfterValidator(check_loss), tyro.conf.arg(name="loss")] = "grpo"
+    """A loss of losses.py (nll: supervised fine-tuning on true answers), or FILE.py:NAME."""
     clip_low: float | None = Field(None, ge=0)
     """The ratio is clipped at 1 - this; unset: the loss's default."""
     clip_high: float | None = Field(None, ge=0)
@@ -128,6 +137,8 @@ class LossConfig(Group):
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the initial model; above 0 a frozen copy is kept, except with LoRA."""
+    reference: str = ""
+    """Another model for the KL, named as for --model, with the same tokenizer."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
     """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
     overlong_buffer: int = Field(16, ge=1)
@@ -247,6 +258,8 @@ class Config(Group):
         scale = default if self.loss.scale == "auto" else self.loss.scale
         if scale == "mean" and (self.loss.overlong == "punish" or self.loss.kl == "k1_reward"):
             raise ConfigError("--scale mean (maxrl) divides by rewards, which may not be negative")
+        if self.loss.reference and not self.loss.kl_coef:
+            raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.task.eval_data and not self.task.data:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from .config import Config
-from .losses import LOSSES, LossNormalizer, per_local_token, policy_loss
+from .losses import LossNormalizer, LossSpec, loss_spec, per_local_token, policy_loss
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
@@ -45,8 +45,13 @@ class Learner:
         dist: DistContext | None = None,
         warn: Callable[[str], object] = lambda text: None,
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
+        loss: LossSpec | None = None,
     ) -> None:
-        """`warn` receives messages; `dump` saves a batch whose step was skipped."""
+        """`warn` receives messages; `dump` saves a batch whose step was skipped.
+
+        `loss`: None for the row that --loss names.
+        """
+        self.loss = loss or loss_spec(config.loss.name)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.dump, self.device = warn, dump, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
@@ -113,8 +118,8 @@ class Learner:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
         every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        local = LOSSES[self.config.loss.name].weights is per_local_token
-        if batch.advantages is None or batch.ref_logp is not None or local:
+        whole = self.loss.every_group or self.loss.weights is per_local_token
+        if batch.advantages is None or batch.ref_logp is not None or whole:
             return every
         return [p for p in every if batch.advantages[p].any()] or [0]
 
@@ -167,7 +172,7 @@ class Learner:
             old_logp,
             part.advantages,
             mask,
-            loss=config.name,
+            loss=self.loss,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             ratio_cap=config.ratio_cap,
@@ -176,8 +181,10 @@ class Learner:
             kl=config.kl,
             token_weights=importance,
             normalizer=normalizer,
+            entropy=entropy,
         )
-        metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "tokens": mask.sum().to(logp)}
+        total = entropy.detach().sum()
+        metrics |= {"loss": loss.detach(), "entropy": total, "tokens": mask.sum().to(logp)}
         metrics["tokens/run"] = logp.new_full((), len(packing.ids))
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
@@ -192,7 +199,7 @@ class Learner:
         """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.trained
-            logp, entropy = model(packing, self.config.sampling.temperature)
+            logp, entropy = model(packing, self.config.sampling.temperature, self.loss.entropy)
         return logp, entropy
 
     def autocast(self) -> AbstractContextManager[object]:

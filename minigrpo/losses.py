@@ -8,10 +8,11 @@ the whole step.
     l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl  term, per token
     L  = sum(w * l)                                                        loss
 
-Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w. The
-weights come from counts over the whole optimizer step, so the gradient does not depend on the
-micro-batch size or on the number of processes (except for bnpo, by definition). Everything is
-computed in float32 or wider. learner.py calls `policy_loss`, rollout.py calls `advantages`.
+Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w; a user's
+is such a row, or a function from `LossInputs` to the term. The weights come from counts over the
+whole optimizer step, so the gradient does not depend on the micro-batch size or on the number of
+processes (except for bnpo, by definition). Everything is computed in float32 or wider. learner.py
+calls `policy_loss`, rollout.py calls `advantages`.
 """
 
 import math
@@ -108,46 +109,62 @@ class Clip:
         }
 
 
-Term = tuple[Tensor, dict[str, Tensor]]
+@dataclass(frozen=True)
+class LossInputs:
+    """What a term is made of: `[..., S]` each, in float32 or wider, and 0 where masked."""
+
+    logp: Tensor  # of the sampled tokens, with gradient
+    old_logp: Tensor
+    ratio: Tensor  # as the row forms it, with gradient
+    advantages: Tensor  # of each token; NaN in supervised fine-tuning
+    mask: Tensor  # 1 or 0
+    clip: Clip
+    entropy: Tensor | None = None  # of the policy at each token, in nats
+    ref_logp: Tensor | None = None  # None without a KL
 
 
-def clipped(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+Term = Tensor | tuple[Tensor, dict[str, Tensor]]  # [..., S], and where something was clipped
+
+
+def clipped(x: LossInputs) -> Term:
     """-min(r A, clip(r) A), as in PPO (arXiv 1707.06347).
 
     A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
     """
+    ratio, adv, clip = x.ratio, x.advantages, x.clip
     capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
     term = -torch.minimum(capped * adv, ratio.clamp(1 - clip.low, 1 + clip.high) * adv)
     return term, clip.hits(ratio, adv)
 
 
-def geometric_mean(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+def geometric_mean(x: LossInputs) -> Term:
     """-A prod_t c_t^(1/n), c = min(r, 1 + high) if A > 0, else max(r, 1 - low).
 
     GMPO (arXiv 2507.20673).
     """
+    ratio, adv, clip = x.ratio, x.advantages, x.clip
     bounded = torch.where(adv > 0, ratio.clamp(max=1 + clip.high), ratio.clamp(min=1 - clip.low))
     log = bounded.clamp(min=torch.finfo(ratio.dtype).tiny).log()
-    return -sequence_mean_ratio(log, mask) * adv, clip.hits(ratio, adv)
+    return -sequence_mean_ratio(log, x.mask) * adv, clip.hits(ratio, adv)
 
 
-def soft_gate(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+def soft_gate(x: LossInputs) -> Term:
     """-f(r) A, where f(r) = sigmoid(tau (r - 1)) * 4 / tau fades out (SAPO, arXiv 2511.20347)."""
-    positive, other = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in SAPO_TAU)
-    return -torch.where(adv > 0, positive, other) * adv, {}
+    positive, other = (torch.sigmoid(tau * (x.ratio - 1)) * (4 / tau) for tau in SAPO_TAU)
+    return -torch.where(x.advantages > 0, positive, other) * x.advantages
 
 
-def cispo(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+def cispo(x: LossInputs) -> Term:
     """-stopgrad(min(r, cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
-    assert clip.cap is not None
-    return -ratio.detach().clamp(max=clip.cap) * adv * logp, {
-        "cispo_clip_ratio": (ratio > clip.cap) & (adv > 0)
-    }
+    cap, adv = x.clip.cap, x.advantages
+    assert cap is not None
+    hits = {"cispo_clip_ratio": (x.ratio > cap) & (adv > 0)}
+    return -x.ratio.detach().clamp(max=cap) * adv * x.logp, hits
 
 
-def negative_logp(ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, clip: Clip) -> Term:
+def negative_logp(x: LossInputs) -> Term:
     """-log p: supervised training on true answers."""
-    return -logp, {}
+    return -x.logp
 
 
 # --- the weights: how much each token counts ------------------------------------------------------
@@ -175,14 +192,25 @@ def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A row of the loss table, with the defaults of the loss's paper."""
+    """A row of the loss table, with the defaults of the loss's paper. `LossSpec()` is grpo."""
 
-    ratio: Callable[[Tensor, Tensor], Tensor]
-    surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], Term]
-    weights: Callable[[Tensor, LossNormalizer], Tensor]
+    ratio: Callable[[Tensor, Tensor], Tensor] = token_ratio
+    surrogate: Callable[[LossInputs], Term] = clipped
+    weights: Callable[[Tensor, LossNormalizer], Tensor] = per_completion
     clip: Clip = Clip()
     estimator: str = "group_mean"
     scale: str = "group"
+    entropy: bool = False  # the surrogate uses the entropy, which then has a gradient
+    every_group: bool = False  # groups whose advantages are 0 have a gradient too
+
+
+def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:
+    """A row by its name, a row, or grpo's row with a function of the caller's as its surrogate."""
+    if isinstance(loss, str):
+        return LOSSES[loss]
+    if isinstance(loss, LossSpec):
+        return loss
+    return LossSpec(surrogate=loss, entropy=True, every_group=True)
 
 
 GMPO_CLIP = Clip(1 - math.exp(-0.4), math.exp(0.4) - 1)  # the paper's range is exp(+-0.4)
@@ -219,7 +247,7 @@ def policy_loss(
     advantages: Tensor | None,
     mask: Tensor,
     *,
-    loss: str = "grpo",
+    loss: str | LossSpec | Callable[[LossInputs], Term] = "grpo",
     clip_low: float | None = None,
     clip_high: float | None = None,
     ratio_cap: float | None = None,
@@ -229,15 +257,16 @@ def policy_loss(
     kl: str = "k3",
     token_weights: Tensor | None = None,
     normalizer: LossNormalizer | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or a micro-batch's share of it.
 
     Args:
         logp: `[..., S]` log-probs of the sampled tokens, with gradient.
         old_logp: `[..., S]`, the same before the step's first update. None: `logp`, a ratio of 1.
-        advantages: `[...]`, one per completion; None for nll.
+        advantages: `[...]`, one per completion, or `[..., S]`; None for nll.
         mask: `[..., S]` bool.
-        loss: a row of LOSSES, whose defaults replace a clip or cap that is None.
+        loss: see `loss_spec`; its defaults replace a clip or cap that is None.
         max_completion_length: what dr_grpo divides by; None: S.
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
@@ -245,12 +274,13 @@ def policy_loss(
         normalizer: B, N and the longest length of the whole optimizer step; None counts this batch
             only. With a common normalizer, losses, gradients and metrics of micro-batches add up to
             the batch's.
+        entropy: `[..., S]`, of the policy at each token, with gradient where the loss uses it.
 
     Returns:
-        The scalar loss, and metrics: scalars without gradient. Only `logp` gets a gradient. Raises
-        ValueError for a tensor of another shape, which could broadcast by chance.
+        The scalar loss, and metrics: scalars without gradient. Only `logp` and `entropy` get a
+        gradient. Raises ValueError for a tensor of another shape, which could broadcast by chance.
     """
-    spec = LOSSES[loss]
+    spec = loss_spec(loss)
     given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
     clip = replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
     normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
@@ -267,10 +297,20 @@ def policy_loss(
     logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
     old = logp.detach() if old_logp is None else torch.where(mask, checked(old_logp), 0.0)
     ratio = spec.ratio(logp - old, m)
-    adv = logp.new_full((), math.nan)  # only nll does without
+    adv = logp.new_full((), math.nan).expand_as(logp)  # only nll does without
     if advantages is not None:
-        adv = checked(advantages, logp.shape[:-1]).to(at_least_fp32)[..., None]
-    term, hits = spec.surrogate(ratio, adv, logp, m, clip)
+        if advantages.dim() < logp.dim():
+            advantages = checked(advantages, logp.shape[:-1])[..., None].expand_as(logp)
+        adv = checked(advantages).to(at_least_fp32)
+    if entropy is not None:
+        checked(entropy)
+        entropy = torch.where(mask, entropy.to(at_least_fp32), 0.0)
+    ref = None if ref_logp is None else torch.where(mask, checked(ref_logp), 0.0)
+    inputs = LossInputs(logp, old, ratio, adv, m, clip, entropy, ref)
+    found = spec.surrogate(inputs)
+    term, hits = (found, {}) if isinstance(found, Tensor) else found
+    if term.shape != logp.shape:
+        raise ValueError(f"a loss must return [..., S], {list(logp.shape)}, not {list(term.shape)}")
     if token_weights is not None:
         term = term * torch.where(mask, checked(token_weights), 0.0)
 
@@ -279,9 +319,8 @@ def policy_loss(
     by_row = per_term(m, normalizer)
     metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
     if kl_coef and kl != KL_IN_REWARD:
-        assert ref_logp is not None
-        difference = torch.where(mask, checked(ref_logp), 0.0) - logp
-        penalty = KL_ESTIMATORS[kl](difference, ratio)
+        assert ref is not None
+        penalty = KL_ESTIMATORS[kl](ref - logp, ratio)
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
     weights = spec.weights(m, normalizer)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .losses import KL_IN_REWARD, LOSSES, advantages
+from .losses import KL_IN_REWARD, LossSpec, advantages, loss_spec
 from .model.encoding import decode, encode_pairs
 from .model.frozen_model import FrozenModel
 from .model.tokenizer import Tokenizer
@@ -57,8 +57,14 @@ class RolloutBatches:
         reference: FrozenModel | None,
         timer: PhaseTimer,
         dist: DistContext,
+        loss: LossSpec | None = None,
     ) -> None:
-        """`reference` is the frozen initial model of the KL; None: no KL."""
+        """
+        Args:
+            reference: the frozen model of the KL; None: no KL.
+            loss: None for the row that --loss names.
+        """
+        self.spec = loss or loss_spec(config.loss.name)
         self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer
 
@@ -128,7 +134,7 @@ class RolloutBatches:
 
     def _advantages(self, batch: RolloutBatch, ref_logp: Tensor | None, step: int) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
-        loss, spec, completions = self.config.loss, LOSSES[self.config.loss.name], batch.completions
+        loss, spec, completions = self.config.loss, self.spec, batch.completions
         assert batch.rewards is not None
         total = torch.from_numpy(batch.rewards.total)  # float64
         if loss.shuffle_rewards:

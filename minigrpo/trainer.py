@@ -17,6 +17,7 @@ import torch
 from .build import (
     Objects,
     check_examples,
+    make_loss,
     make_model,
     make_reference,
     make_scorer,
@@ -58,7 +59,7 @@ class Trainer:
         """
         Args:
             callbacks: called by the main process after each step with (step, metrics).
-            objects: see `build.Objects`: a model, rows, a task, rewards.
+            objects: see `build.Objects`: a model, rows, a task, rewards, a loss.
 
         Raises ConfigError, one line that names the setting or the file.
         """
@@ -78,7 +79,8 @@ class Trainer:
         )
         check_examples(config, self.task, self.tokenizer, self.model.shape.context)
         self.scorer = make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
-        self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump)
+        loss = make_loss(config, given)
+        self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump, loss)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = make_reference(config, self.learner, self.tokenizer)
         low, speculate = self.learner.autocast, self.task.speculate
@@ -96,7 +98,7 @@ class Trainer:
             self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
         else:
             parts = self.sampler, self.scorer, self.reference, self.timer, self.dist
-            self.source = RolloutBatches(config, examples, *parts)
+            self.source = RolloutBatches(config, examples, *parts, loss)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
         self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 

@@ -11,16 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.config import LossConfig, LossName
+from minigrpo.config import LOSS_NAMES, LossConfig
 from minigrpo.losses import (
     KL_ESTIMATORS,
     KL_IN_REWARD,
     LOSSES,
     SCALES,
+    LossInputs,
     LossNormalizer,
+    LossSpec,
     advantages,
     policy_loss,
 )
+from minigrpo.model import logprobs
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -466,7 +469,7 @@ def test_advantages_refuse_what_cannot_work(changes: dict) -> None:
 def test_the_settings_name_every_loss_and_kl_estimator() -> None:
     """config.py lists them itself, so that --help does not wait for torch."""
     fields = LossConfig.model_fields
-    assert set(get_args(LossName)) == set(LOSSES)
+    assert list(LOSS_NAMES) == list(LOSSES)
     assert set(get_args(fields["kl"].annotation)) == {*KL_ESTIMATORS, KL_IN_REWARD}
     assert set(get_args(fields["scale"].annotation)) == {"auto", *SCALES}
 
@@ -499,3 +502,59 @@ def test_large_rewards_keep_their_differences() -> None:
     for scale in ("group", "batch", "none"):
         found = advantages(small + 1.7e9, scale=scale)
         torch.testing.assert_close(found, advantages(small, scale=scale), rtol=1e-6, atol=1e-6)
+
+
+# --- losses of the user's -------------------------------------------------------------------------
+
+
+def test_a_function_is_the_surrogate_of_grpo() -> None:
+    logp, old, _, adv, mask = golden_inputs()
+
+    def own(x: LossInputs) -> torch.Tensor:
+        return -torch.minimum(x.ratio * x.advantages, x.ratio.clamp(0.8, 1.2) * x.advantages)
+
+    by_token = adv[..., None].expand_as(logp)
+    found = []
+    for loss, advantages_ in (("grpo", adv), (own, adv), (LossSpec(), by_token)):
+        value, _ = policy_loss(logp, old, advantages_, mask, loss=loss)
+        found.append((value, torch.autograd.grad(value, logp)[0]))
+    for value, gradient in found[1:]:
+        torch.testing.assert_close((value, gradient), found[0], rtol=0, atol=0)
+    with pytest.raises(ValueError):
+        policy_loss(logp, old, adv, mask, loss=lambda x: own(x).sum())
+
+
+def test_the_documented_loss_is_its_formula() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+    code = page.partition("## A loss of your own")[2].split("```python\n")[1].partition("```")[0]
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    logp, old, _, adv, mask = golden_inputs()
+    entropy = torch.rand(logp.shape, dtype=torch.float64, requires_grad=True)
+    value, _ = policy_loss(logp, old, adv, mask, loss=scope["fading"], entropy=entropy)
+    ratio = (logp - old).exp()
+    faded = adv[..., None] * 0.99 ** torch.arange(logp.shape[-1])
+    term = -torch.minimum(ratio * faded, ratio.clamp(0.8, 1.2) * faded) - 0.01 * entropy
+    weights = mask / mask.sum(-1, keepdim=True).clamp(min=1) / mask[..., 0].numel()
+    expected = (torch.where(mask, term, 0) * weights).sum()
+    inputs = (logp, entropy)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs)
+    )
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_the_entropy_has_the_gradient_of_its_formula(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", chunk)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1})
+    hidden, head = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (12, 7))
+    targets, weights = torch.randint(7, (12,)), torch.randn(2, 12, dtype=torch.float64)
+    found = torch.stack(logprobs.token_logprobs(hidden, head, targets, 0.7, True))
+    logps = (hidden @ head.T / 0.7).log_softmax(-1)
+    naive = torch.stack([logps[torch.arange(12), targets], -(logps.exp() * logps).sum(-1)])
+    torch.testing.assert_close(found, naive)
+    gradients = [torch.autograd.grad((x * weights).sum(), (hidden, head)) for x in (found, naive)]
+    torch.testing.assert_close(*gradients)

@@ -12,6 +12,7 @@ import torch
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.learner import Learner
 from minigrpo.model.transformer import ModelShape
+from minigrpo.tools.cli import main
 from minigrpo.types import ConfigError
 
 from .tiny import TINY, tiny_chess_model
@@ -240,3 +241,41 @@ def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
     (tmp_path / "rows2.jsonl").write_text('{"nums": [3, 5], "target": 8}\n')
     with pytest.raises(ConfigError):
         make(tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
+
+
+# --- losses and references of the user's ----------------------------------------------------------
+
+OWN_LOSS = """
+import torch
+def own(x):
+    clipped = x.ratio.clamp(1 - x.clip.low, 1 + x.clip.high)
+    return -torch.minimum(x.ratio * x.advantages, clipped * x.advantages) + 0 * x.entropy
+"""
+
+
+def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Path) -> None:
+    file = tmp_path / "loss.py"
+    file.write_text(OWN_LOSS)
+    trainer, plain = train(tmp_path / "own", loss=f"{file}:own"), train(tmp_path / "grpo")
+    for name, x in plain.model.state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], x, rtol=1e-3, atol=1e-5)
+    assert str(file) in (tmp_path / "own" / "config.toml").read_text()
+    with pytest.raises(ConfigError):
+        make(tmp_path / "other", loss=f"{file}:nobody")
+    file.unlink()
+    main(["evaluate", str(tmp_path / "own"), "--n", "4"])
+    main(["doctor", str(tmp_path / "own")])
+
+
+def test_a_kl_to_another_model_teaches_without_a_reward(tmp_path: Path) -> None:
+    other = Transformer(ModelShape(360, 192, 1, 16, 2), seed=7)
+    other.load_state_dict({name: x * 4 for name, x in other.state_dict().items()})
+    other.save_pretrained(tmp_path / "other.safetensors")
+    settings = {"reference": str(tmp_path / "other.safetensors"), "kl_coef": 1.0, "kl": "k2"}
+    trainer = make(
+        tmp_path / "run", **settings, reward_weights={"exact_fen": 0.0}, max_steps=60, eval_every=0
+    )
+    kl = [trainer.one_step()["kl"] for _ in range(60)]
+    assert sum(kl[-10:]) < 0.7 * sum(kl[:10])
+    with pytest.raises(ConfigError):
+        make(tmp_path / "none", reference=settings["reference"])

@@ -35,7 +35,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, learn_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the next tokens, and the entropies of their distributions, in nats.
 
@@ -43,18 +43,20 @@ def token_logprobs(
         hidden: `[M, D]`, final hidden states.
         head: `[V, D]`, the weights of the output head.
         targets: `[M]` int64, the next tokens.
+        learn_entropy: whether the entropy has a gradient; otherwise it is only a metric.
 
     Returns:
-        `[M]` and `[M]`, float32 or wider. The entropy has no gradient: it is a metric.
+        `[M]` and `[M]`, float32 or wider.
     """
     kind = hidden.device.type
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS[kind] // len(head))
     if len(hidden) > chunk:
         # autocast does not apply in a custom backward
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, chunk)
+        inputs = hidden.to(low), head.to(low), targets, temperature, chunk, learn_entropy
+        return _Chunked.apply(*inputs)
     logp = log_softmax(linear(hidden, head), temperature)
-    with torch.no_grad():
+    with torch.set_grad_enabled(learn_entropy and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(-1, targets[:, None])[:, 0], entropy
 
@@ -63,6 +65,7 @@ class _Chunked(torch.autograd.Function):
     """`token_logprobs` chunk by chunk; the backward pass computes the logits again.
 
     d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature
+    d entropy / d (hidden @ head.T) = -softmax (log-softmax + entropy) / temperature
 
     Chunks share two buffers: a CPU's allocator was measured to reuse little of what they would
     free, and checkpointed chunks to take as much memory as no chunks at all.
@@ -70,20 +73,28 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        learn_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, head, targets)
+        ctx.learn_entropy = learn_entropy
         ctx.temperature, ctx.chunk = temperature, chunk
         logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
         for part, logits, logps in _logits_in_chunks(hidden, head, temperature, chunk):
             torch.log_softmax(logits, -1, out=logps)
             logp[part] = logps.gather(-1, targets[part, None])[:, 0]
             entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
-        ctx.mark_non_differentiable(entropy)
+        if not learn_entropy:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets = ctx.saved_tensors
         learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
         grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
@@ -93,13 +104,19 @@ class _Chunked(torch.autograd.Function):
             torch.softmax(logits, -1, out=slope).neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope.mul_(grad[part, None] / ctx.temperature)
+            if ctx.learn_entropy:
+                logps = logits.log_softmax(-1)
+                weighed = logps.exp() * logps
+                excess = weighed - logps.exp() * weighed.sum(-1, keepdim=True)
+                slope.sub_(excess * (grad_entropy[part, None] / ctx.temperature))
             low = slope.to(hidden.dtype)
             torch.mm(low, head, out=grad_hidden[part])
             if learns and low.dtype == grad_head.dtype:
                 grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
             elif learns:
                 grad_head += low.t() @ hidden[part]
-        return grad_hidden, grad_head.to(head.dtype) if learns else None, None, None, None
+        none = None, None, None, None  # of targets, temperature, chunk, learn_entropy
+        return grad_hidden, grad_head.to(head.dtype) if learns else None, *none
 
 
 def _logits_in_chunks(

@@ -323,17 +323,20 @@ class Transformer(nn.Module):
         hidden = self.forward_hidden(ids.flatten(), positions.flatten(), attend)
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
-    def forward(self, packing: Packing, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packing: Packing, temperature: float = 1.0, learn_entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token, and the entropy of its distribution.
 
         The output head runs only on the M packed tokens that predict a completion token.
 
         Returns:
-            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy has
-            no gradient.
+            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy has a
+            gradient if `learn_entropy`.
         """
         hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
         hidden = hidden.index_select(0, packing.sources)
-        found = token_logprobs(hidden, self.head_weight, packing.targets, temperature)
+        head, targets = self.head_weight, packing.targets
+        found = token_logprobs(hidden, head, targets, temperature, learn_entropy)
         logp, entropy = (x[packing.index].where(packing.mask, 0) for x in found)
         return logp, entropy

@@ -56,7 +56,8 @@ class RunDir:
     def __init__(self, config: Config, dist: DistContext, console: Console) -> None:
         self.config, self.dist, self.console = config, dist, console
         self.settings = config.replace(out_dir="", resume="", stop_after=0)
-        name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{config.loss.name}")
+        loss = config.loss.name.rpartition(":")[2]
+        name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{loss}")
         self.path = dist.on_main(Path(name).absolute)  # users' code may change the current folder
         self.checkpoints = self.path / "checkpoints"
         self.saved_step = -1  # of the newest checkpoint in this folder
@@ -248,8 +249,8 @@ class RunDir:
 
 def versions(config: Config, processes: int) -> dict[str, Any]:
     """What the bits of a run depend on besides its settings: software, machine, users' files."""
-    task = config.task
-    names = ",".join((task.name, task.rewards, task.data, task.eval_data)).split(",")
+    task, loss = config.task, config.loss.name.rpartition(":")[0]
+    names = ",".join((task.name, task.rewards, task.data, task.eval_data, loss)).split(",")
     files = [file for name in names if (file := Path(name.strip()).absolute()).is_file()]
     return {
         "torch": str(torch.__version__),
