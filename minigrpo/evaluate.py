@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import Config, SamplingConfig
+from .config import Config, RunConfig, SamplingConfig
 from .model.chat import Message
 from .model.encoding import decode
 from .rewards import RewardScorer
@@ -87,22 +87,18 @@ def grade(
 
 
 def measure(
-    sampler: Sampler, task: Task, scorer: RewardScorer, *, size: int, seed: int, samples: int = 1
+    sampler: Sampler, task: Task, scorer: RewardScorer, run: RunConfig
 ) -> tuple[dict[str, Estimate], Graded, Graded]:
-    """Score the first `size` held-out examples, or all if there are fewer.
-
-    Args:
-        seed: of the sampled completions.
-        samples: completions that are sampled per example, besides the greedy one.
+    """Score the first `run.eval_size` held-out examples, or all if there are fewer.
 
     Returns:
         The measures (docs/tasks.md lists them), the greedy completions and the sampled ones. Shares
         and means have their 95 % interval, the task's summaries have none.
     """
-    size = size_of(task, size)
+    size, samples = size_of(task, run.eval_size), run.eval_samples
     examples = [task.held_out(i) for i in range(size)]
     greedy = grade(sampler, scorer, examples)
-    drawn = grade(sampler, scorer, examples, seed=seed, num_samples=samples)
+    drawn = grade(sampler, scorer, examples, seed=run.seed, num_samples=samples)
     success, found = greedy.success, {"n": Estimate(float(size))}
     for name, values in greedy.measures.items():  # first what GRPO raises: the sampled completions
         found |= {name + SAMPLED: estimate(drawn.measures[name]), name: estimate(values)}

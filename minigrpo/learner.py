@@ -118,7 +118,7 @@ class Learner:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
         every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        whole = self.loss.every_group or self.loss.weights is per_local_token
+        whole = self.loss.entropy or self.loss.weights is per_local_token
         if batch.advantages is None or batch.ref_logp is not None or whole:
             return every
         return [p for p in every if batch.advantages[p].any()] or [0]

@@ -200,8 +200,8 @@ class LossSpec:
     clip: Clip = Clip()
     estimator: str = "group_mean"
     scale: str = "group"
-    entropy: bool = False  # the surrogate uses the entropy, which then has a gradient
-    every_group: bool = False  # groups whose advantages are 0 have a gradient too
+    # the entropy has a gradient, so that groups whose advantages are 0 have one too
+    entropy: bool = False
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:
@@ -210,7 +210,7 @@ def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec
         return LOSSES[loss]
     if isinstance(loss, LossSpec):
         return loss
-    return LossSpec(surrogate=loss, entropy=True, every_group=True)
+    return LossSpec(surrogate=loss, entropy=True)
 
 
 GMPO_CLIP = Clip(1 - math.exp(-0.4), math.exp(0.4) - 1)  # the paper's range is exp(+-0.4)

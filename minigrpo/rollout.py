@@ -59,11 +59,7 @@ class RolloutBatches:
         dist: DistContext,
         loss: LossSpec | None = None,
     ) -> None:
-        """
-        Args:
-            reference: the frozen model of the KL; None: no KL.
-            loss: None for the row that --loss names.
-        """
+        """`reference`: the frozen model of the KL, None: no KL. `loss`: as for `Learner`."""
         self.spec = loss or loss_spec(config.loss.name)
         self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
         self.scorer, self.reference, self.timer = scorer, reference, timer

@@ -41,7 +41,7 @@ from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
 from .sampling.generate import Sampler
 
-Callback = Callable[[int, Mapping[str, float]], object]
+Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
 class Trainer:
@@ -56,10 +56,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **objects: Any,
     ) -> None:
-        """
-        Args:
-            callbacks: called by the main process after each step with (step, metrics).
-            objects: see `build.Objects`: a model, rows, a task, rewards, a loss.
+        """`callbacks` are called by the main process after each step; `objects`: `build.Objects`.
 
         Raises ConfigError, one line that names the setting or the file.
         """
@@ -138,11 +135,7 @@ class Trainer:
             log.close()
         status = "stopped" if stopped else "finished"
         summary = self._summarise(status, stopped or "max_steps", began)
-        self.console.finish(self.run_dir.path, summary)
-        if not stopped:
-            ends = self.evaluations[0], self.evaluations[-1]
-            found = {f"step {x['step']:.0f}": x | self.intervals.get(x["step"], {}) for x in ends}
-            self.console.measures(found)
+        self.console.finish(self.run_dir.path, summary, self.intervals)
         return summary
 
     def _train(self, request: StopRequest) -> str:
@@ -188,17 +181,10 @@ class Trainer:
         """Evaluate in the main process, unless this step has been."""
         if self.evaluations and self.evaluations[-1]["step"] == self.step:
             return
-        run = self.config.run
 
         def on_main() -> dict[str, Estimate]:
-            found, greedy, drawn = measure(
-                self.sampler,
-                self.task,
-                self.scorer,
-                size=run.eval_size,
-                seed=run.seed,
-                samples=run.eval_samples,
-            )
+            run = self.config.run
+            found, greedy, drawn = measure(self.sampler, self.task, self.scorer, run)
             samples.log_held_out(self.log, greedy, drawn, self.step)
             return found
 

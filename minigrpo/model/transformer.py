@@ -6,22 +6,19 @@ decoder.py for decoding). So a training forward spends no linear layer on paddin
 tokens once. `ModelShape` says which variant of each part a model has.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .hf import load_weights, read_model, save_weights
 from .linear import Linear, linear
 from .logprobs import at_least_fp32, token_logprobs
 from .packing import Packing, sdpa
 from .shape import ModelShape, RopeScaling
+from .weights import Weights
 
 __all__ = ["ModelShape", "RopeScaling", "Transformer"]
 
@@ -177,9 +174,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # started smaller
-
-
 class Block(nn.Module):
     """Attention and MLP, each after a norm and with a residual connection."""
 
@@ -205,13 +199,12 @@ def _embedding(number: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(number, width), freeze=False)
 
 
-class Transformer(nn.Module):
-    """A decoder with GPT-2's names for its parts; hf.py maps the names of other files."""
+class Transformer(Weights):
+    """A decoder with GPT-2's names for its parts; weights.py fills and saves it."""
 
     def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
         """Random weights from `seed`; None leaves them uninitialised, for loading."""
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape, seed)
         # set by device.py for gradient checkpointing: runs a block, recomputed in backward
         self.recompute_block: Callable[..., Tensor] | None = None
         self.wte = _embedding(shape.vocab_size, shape.width)
@@ -220,64 +213,7 @@ class Transformer(nn.Module):
         self.ln_f = make_norm(shape)
         self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
-            self._initialise(torch.Generator().manual_seed(seed))
-
-    @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
-        # GPT-2's scheme for every family, with two departures. After 400 supervised steps of a
-        # GPT-2 on chess, the loss is 37 nats per example with both, 75 with the first, 80 without.
-        # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
-        shape = self.shape
-        std = 0.02 * math.sqrt(768 / shape.width)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 2:
-                scale = 1 / math.sqrt(2 * shape.layers) if name.endswith(INTO_RESIDUAL) else 1.0
-                parameter.normal_(0.0, std * scale, generator=generator)
-        if self.wpe is None:
-            return
-        # 2. The learned positions start as sinusoids. A fixed offset is then a rotation of the
-        # position embedding, which makes copying from that offset easier to learn.
-        frequencies = torch.logspace(0, -math.log10(2000), shape.width // 2)
-        angles = torch.arange(shape.context)[:, None] * frequencies  # [T, D/2]
-        self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
-
-    @classmethod
-    def empty(cls, shape: ModelShape, device: torch.device | str = "cpu") -> "Transformer":
-        """A model whose weights are uninitialised memory; on `meta`, without memory."""
-        with torch.device(device):
-            return cls(shape, seed=None)
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, matrices: torch.dtype | None = None, *, seed: int = 0
-    ) -> "Transformer":
-        """A model from a folder as Hugging Face writes it, or from one safetensors file.
-
-        Weights become float32, or matrices another type. A folder with a config.json alone is
-        random weights from `seed`.
-        """
-        shape, tensors = read_model(Path(path))
-        if not tensors:
-            return cls(shape, seed)
-        model = cls.empty(shape)
-        for parameter in model.parameters():
-            if matrices and parameter.dim() >= 2:
-                parameter.data = torch.empty_like(parameter, dtype=matrices)
-        load_weights(model, tensors)
-        return model
-
-    def trim_vocab(self, number: int) -> None:
-        """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""
-        self.shape = replace(self.shape, vocab_size=number)
-        for part in (self.wte, self.head):
-            if part is not None:
-                part.weight = nn.Parameter(part.weight.detach()[:number].clone())
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write a safetensors file that `from_pretrained` reads; a GPT-2's, Hugging Face's too."""
-        save_weights(self, Path(path))
+            self.initialise(torch.Generator().manual_seed(seed))
 
     @property
     def device(self) -> torch.device:

@@ -134,14 +134,22 @@ class Console:
         title = f"held out, with 95 % intervals; NAME{SAMPLED}: at temperature 1, else greedy"
         self.table(title, ["", *evaluations], rows)
 
-    def finish(self, run: Path, summary: Mapping[str, Any]) -> None:
-        """Say how a run ended, and what to type next."""
+    def finish(
+        self,
+        run: Path,
+        summary: Mapping[str, Any],
+        intervals: Mapping[float, Mapping[str, Estimate]],
+    ) -> None:
+        """Say how a run ended, and what to type next; `intervals`: of evaluations, by step."""
         status, reason, step = (summary[name] for name in ("status", "exit_reason", "step"))
         self.say(f"{status} ({reason}) at step {step} after {summary['wall_seconds']:.0f} s: {run}")
         if status == "stopped":
             self.say(
                 f"continue: minigrpo train --config {run}/config.toml --out-dir {run} --resume auto"
             )
+        else:
+            ends = summary["first_evaluation"], summary["last_evaluation"]
+            self.measures({f"step {x['step']:.0f}": x | intervals.get(x["step"], {}) for x in ends})
         self.say(f"next: minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}")
 
 

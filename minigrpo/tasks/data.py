@@ -9,9 +9,9 @@ import copy
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,44 +48,28 @@ def question_key(text: str) -> str:
 
 def read_rows(files: Files, parse: Parse) -> list[Row]:
     """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
-    return [
-        row
-        for source in files
-        for row in (read_lines(source, parse) if isinstance(source, Path) else given(source, parse))
-    ]
+    rows = []
+    for place, given in chain.from_iterable(map(records_of, files)):
+        try:
+            record = json.loads(given.decode("utf-8-sig")) if isinstance(given, bytes) else given
+            # half of a surrogate pair ("\ud800") raises here, and not in a log
+            json.dumps(record, ensure_ascii=False, default=str).encode()
+            question, example = parse(record)
+            rows.append(Row(question_key(question), example))
+        except Exception as error:  # KeyError, RecursionError: a line may hold anything
+            raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+    return rows
 
 
-def read_lines(path: Path, parse: Parse) -> Iterator[Row]:
-    """The rows of a JSONL file."""
-    with open(path, "rb") as file:  # as bytes: only a newline ends a line, and all are counted
+def records_of(source: Path | Sequence[Record]) -> Iterator[tuple[str, Any]]:
+    """Rows as they were given, lines of a file as bytes, each with the place that errors name."""
+    if not isinstance(source, Path):
+        yield from ((f"row {number} of the data", row) for number, row in enumerate(source))
+        return
+    with open(source, "rb") as file:  # as bytes: only a newline ends a line, and all are counted
         for number, line in enumerate(file, 1):
-            with named(f"{path}, line {number}"):
-                if text := line.decode("utf-8-sig").strip():
-                    yield row_of(json.loads(text), parse)
-
-
-def given(rows: Sequence[Record], parse: Parse) -> Iterator[Row]:
-    """The rows of a caller."""
-    for number, record in enumerate(rows):
-        with named(f"row {number} of the data"):
-            yield row_of(record, parse)
-
-
-def row_of(record: Any, parse: Parse) -> Row:
-    """The row of a line's object. Any exception refuses it."""
-    # half of a surrogate pair ("\ud800") raises here, and not in a log
-    json.dumps(record, ensure_ascii=False, default=str).encode()
-    question, example = parse(record)
-    return Row(question_key(question), example)
-
-
-@contextmanager
-def named(place: str) -> Iterator[None]:
-    """Turn any exception into a ConfigError that says where it was."""
-    try:
-        yield
-    except Exception as error:  # KeyError, RecursionError: a line may hold anything
-        raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+            if line.strip():
+                yield f"{source}, line {number}", line
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:

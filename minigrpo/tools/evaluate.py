@@ -94,10 +94,8 @@ def main(argv: Sequence[str], prog: str) -> None:
     warn_of_known_questions(arguments.run, task, console.warn)
     sampler = load_sampler(config, console.warn, speculate=task.speculate)
     scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
-    run = config.run
-    record, *_ = measure(
-        sampler, task, scorer, size=arguments.n, seed=run.seed, samples=run.eval_samples
-    )
+    run = config.replace(eval_size=arguments.n).run
+    record, *_ = measure(sampler, task, scorer, run)
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")
     console.measures({"": record})
     if arguments.json_file:

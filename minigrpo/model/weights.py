@@ -1,0 +1,84 @@
+"""Where a model's weights come from, and where they go: random numbers, and files."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import nn
+
+from .hf import load_weights, read_model, save_weights
+from .shape import ModelShape
+
+INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # started smaller
+
+
+class Weights(nn.Module):
+    """What a Transformer does with its weights besides running them."""
+
+    wte: nn.Embedding
+    wpe: nn.Embedding | None
+    head: nn.Linear | None
+
+    def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Fill with random weights."""
+        # GPT-2's scheme for every family, with two departures. After 400 supervised steps of a
+        # GPT-2 on chess, the loss is 37 nats per example with both, 75 with the first, 80 without.
+        # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
+        shape = self.shape
+        std = 0.02 * math.sqrt(768 / shape.width)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                scale = 1 / math.sqrt(2 * shape.layers) if name.endswith(INTO_RESIDUAL) else 1.0
+                parameter.normal_(0.0, std * scale, generator=generator)
+        if self.wpe is None:
+            return
+        # 2. The learned positions start as sinusoids. A fixed offset is then a rotation of the
+        # position embedding, which makes copying from that offset easier to learn.
+        frequencies = torch.logspace(0, -math.log10(2000), shape.width // 2)
+        angles = torch.arange(shape.context)[:, None] * frequencies  # [T, D/2]
+        self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
+
+    @classmethod
+    def empty(cls, shape: ModelShape, device: torch.device | str = "cpu") -> Self:
+        """A model whose weights are uninitialised memory; on `meta`, without memory."""
+        with torch.device(device):
+            return cls(shape, seed=None)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, matrices: torch.dtype | None = None, *, seed: int = 0
+    ) -> Self:
+        """A model from a folder as Hugging Face writes it, or from one safetensors file.
+
+        Weights become float32, or matrices another type. A folder with a config.json alone is
+        random weights from `seed`.
+        """
+        shape, tensors = read_model(Path(path))
+        if not tensors:
+            return cls(shape, seed)
+        model = cls.empty(shape)
+        for parameter in model.parameters():
+            if matrices and parameter.dim() >= 2:
+                parameter.data = torch.empty_like(parameter, dtype=matrices)
+        load_weights(model, tensors)
+        return model
+
+    def trim_vocab(self, number: int) -> None:
+        """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""
+        self.shape = replace(self.shape, vocab_size=number)
+        for part in (self.wte, self.head):
+            if part is not None:
+                part.weight = nn.Parameter(part.weight.detach()[:number].clone())
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a safetensors file that `from_pretrained` reads; a GPT-2's, Hugging Face's too."""
+        save_weights(self, Path(path))
