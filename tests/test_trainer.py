@@ -257,8 +257,9 @@ def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Pat
     file = tmp_path / "loss.py"
     file.write_text(OWN_LOSS)
     trainer, plain = train(tmp_path / "own", loss=f"{file}:own"), train(tmp_path / "grpo")
-    for name, x in plain.model.state_dict().items():
-        torch.testing.assert_close(trainer.model.state_dict()[name], x, rtol=1e-3, atol=1e-5)
+    ids = torch.randint(0, 300, (2, 9))  # not the weights: AdamW moves the bias of keys by rounding
+    expected = plain.model.logits(ids)
+    torch.testing.assert_close(trainer.model.logits(ids), expected, rtol=1e-3, atol=1e-4)
     assert str(file) in (tmp_path / "own" / "config.toml").read_text()
     with pytest.raises(ConfigError):
         make(tmp_path / "other", loss=f"{file}:nobody")
