@@ -333,10 +333,11 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
 
 
 def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> FrozenModel:
-    """A model that a reward asks, with its own tokenizer. Raises ConfigError."""
+    """A model that a reward asks, or --reference, with its own tokenizer. Raises ConfigError."""
     own, template = own_tokenizer(name)
     tokenizer = load_tokenizer(own, template or None)
-    model = load_model(name, say=warn, matrices=base_dtype(config.model))
+    task, matrices = config.task.name, base_dtype(config.model)
+    model = load_model(name, task=task, say=warn, matrices=matrices)
     fit_vocab(model, name, tokenizer)
     model = low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(

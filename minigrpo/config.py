@@ -96,7 +96,7 @@ class ModelConfig(Group):
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
     base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How frozen weights are stored: under --lora-rank, and of models that rewards ask."""
+    """How frozen weights are stored: under --lora-rank, of --reference, of models of rewards."""
 
 
 class SamplingConfig(Group):

@@ -181,7 +181,7 @@ class Learner:
             kl=config.kl,
             token_weights=importance,
             normalizer=normalizer,
-            entropy=entropy,
+            entropy=entropy if self.loss.entropy else None,
         )
         total = entropy.detach().sum()
         metrics |= {"loss": loss.detach(), "entropy": total, "tokens": mask.sum().to(logp)}

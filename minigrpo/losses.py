@@ -119,7 +119,7 @@ class LossInputs:
     advantages: Tensor  # of each token; NaN in supervised fine-tuning
     mask: Tensor  # 1 or 0
     clip: Clip
-    entropy: Tensor | None = None  # of the policy at each token, in nats
+    entropy: Tensor | None = None  # of the policy at each token, in nats; None unless asked for
     ref_logp: Tensor | None = None  # None without a KL
 
 

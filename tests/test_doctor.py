@@ -106,6 +106,12 @@ def test_metrics_that_are_missing_trigger_nothing(settings: dict[str, Any]) -> N
     assert diagnose(Run(Path("bare"), Config.of(**settings), records)) == []
 
 
+def test_a_kl_may_teach_alone() -> None:
+    dead = {"reward": np.zeros(STEPS), "frac_reward_zero_std": np.ones(STEPS)}
+    assert found_in(made_up(dead, [])) == ["no signal"]
+    assert found_in(made_up(dead, [], kl_coef=0.1)) == []
+
+
 def test_entropy_may_collapse_in_supervised_fine_tuning() -> None:
     assert found_in(made_up({"entropy": between(0.5, 0.01)}, [], loss="nll")) == []
 

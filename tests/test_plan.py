@@ -14,6 +14,7 @@ from minigrpo.model.hf import read_shape
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape
 from minigrpo.runtime.device import with_training_layers
+from minigrpo.tasks.base import shipped_model
 from minigrpo.tools import cli, plan
 from minigrpo.tools.plan import MIB, parts_of, peak_of
 from minigrpo.types import Completions
@@ -72,6 +73,10 @@ def test_what_belongs_to_the_weights() -> None:
     offloaded = job(kl_coef=0.1, offload_reference=True, offload_optimizer=True)
     assert bytes_of(offloaded)["AdamW's moments"] == 0
     assert "reference" not in bytes_of(offloaded)
+    assert not bytes_of(job(kl_coef=0.1, lora_rank=2))["reference"]
+    other = job(kl_coef=0.1, lora_rank=2, reference="shipped", task="code")
+    file = shipped_model("code")
+    assert bytes_of(other)["reference"] == pytest.approx(file.stat().st_size, rel=0.01)
 
 
 def test_the_cache_stores_each_prompt_once() -> None:

@@ -105,18 +105,18 @@ class _Chunked(torch.autograd.Function):
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope.mul_(grad[part, None] / ctx.temperature)
             if ctx.learn_entropy:
-                logps = logits.log_softmax(-1)
-                weighed = logps.exp() * logps
-                excess = weighed - logps.exp() * weighed.sum(-1, keepdim=True)
-                slope.sub_(excess * (grad_entropy[part, None] / ctx.temperature))
+                terms = logits.log_softmax(-1)  # a third buffer; what follows is in place
+                probs = torch.exp(terms, out=logits)
+                minus_entropy = terms.mul_(probs).sum(-1, keepdim=True)
+                terms.addcmul_(probs, minus_entropy, value=-1)
+                slope.addcmul_(terms, grad_entropy[part, None], value=-1 / ctx.temperature)
             low = slope.to(hidden.dtype)
             torch.mm(low, head, out=grad_hidden[part])
             if learns and low.dtype == grad_head.dtype:
                 grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
             elif learns:
                 grad_head += low.t() @ hidden[part]
-        none = None, None, None, None  # of targets, temperature, chunk, learn_entropy
-        return grad_hidden, grad_head.to(head.dtype) if learns else None, *none
+        return grad_hidden, grad_head.to(head.dtype) if learns else None, *[None] * 4
 
 
 def _logits_in_chunks(

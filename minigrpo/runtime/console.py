@@ -77,7 +77,10 @@ class Console:
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}
         on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]
         self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
-        self.say(f"reward: {' + '.join(f'{x:g} x {name}' for name, x in weights.items() if x)}")
+        paid = [f"{x:g} x {name}" for name, x in weights.items() if x]
+        self.say(f"reward: {' + '.join(paid) or 'none'}")
+        if not paid:  # a KL, or a loss of the user's, teaches alone
+            self.without_signal.pop("frac_reward_zero_std", None)
         if task.about:
             self.say(f"task: {task.about}")
 
@@ -111,7 +114,8 @@ class Console:
                 f"{success + SAMPLED} {evaluation.get(success + SAMPLED, math.nan):.3f}  "
                 f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
             )
-        for name, (least, words) in WATCHED.items():
+        for name in self.without_signal:
+            least, words = WATCHED[name]
             is_bad = metrics.get(name, 0.0) >= least
             self.without_signal[name] = self.without_signal[name] + 1 if is_bad else 0
             if self.without_signal[name] == STEPS_WITHOUT_SIGNAL and not self.rank:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
+from ..config import LOSS_NAMES
 from ..runtime.console import Console
 from ..runtime.stats import SAMPLED
 from .runs import Run, read_run
@@ -56,6 +57,12 @@ def solved(run: Run) -> bool:
     return max((x.value for x in run.shares(run.success + SAMPLED).values()), default=0) > 0.9
 
 
+def unpaid(run: Run) -> bool:
+    """No completion ever got a reward, and a KL or a loss of the user's has a gradient without."""
+    teaches = run.config.loss.kl_coef or run.config.loss.name not in LOSS_NAMES
+    return bool(teaches) and not any(run.curve("reward").values())
+
+
 def collapses(values: Values, run: Run) -> bool:
     return end(values) < 0.2 * start(values) and not (run.config.supervised or solved(run))
 
@@ -72,7 +79,7 @@ RULES = (
     Rule(
         "no signal",
         "frac_reward_zero_std",
-        lambda values, run: end(values) > 0.8 and not solved(run),
+        lambda values, run: end(values) > 0.8 and not (solved(run) or unpaid(run)),
         "Most groups teach nothing, because all of their completions have equal rewards.",
         "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
         "with partial credit; --loss nll first if the model never gets anything right.",

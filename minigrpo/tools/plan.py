@@ -92,13 +92,23 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         "logits": FLOAT * shape.vocab_size * rows,
     }
     if not config.supervised:
-        if config.loss.kl_coef and not (config.model.lora_rank or memory.offload_reference):
-            parts["reference"] = base
+        if config.loss.kl_coef and not memory.offload_reference:
+            parts["reference"] = reference_of(config, base)
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
         parts["decoding round"] = FLOAT * DECODING_COPIES * prompts * group * shape.vocab_size
     return parts
+
+
+def reference_of(config: Config, base: float) -> float:
+    """Bytes of the KL's reference; `base`: of the weights of --model, without adapters."""
+    if not config.loss.reference:
+        return 0 if config.model.lora_rank else base  # with adapters it shares these weights
+    shape = shape_of(config.replace(model=config.loss.reference))
+    matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
+    weights = Transformer.empty(shape, device="meta").parameters()
+    return sum(x.numel() * (matrix if x.dim() >= 2 else FLOAT) for x in weights)
 
 
 def peak_of(parts: Mapping[str, float]) -> float:
