@@ -72,7 +72,9 @@ class Learner:
         not finite, or if too many steps in a row had a loss or gradient that is not.
         """
         self.guard.check()
-        learning_rate = self._set_learning_rate(step)
+        learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         prepared, normalizer = self.prepare(batch)
         for _ in range(self.config.optimizer.num_iterations):
             metrics = self.gradient(prepared, normalizer)
@@ -86,7 +88,7 @@ class Learner:
                 self.warn(f"step {step + 1}: {numbers}: no update{where}")
                 break
         else:
-            self.guard.accept()
+            self.guard.in_a_row = 0
         scalars = [*metrics.values(), largest_weight(self.model)]
         *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
         check_weights(largest, step)
@@ -218,12 +220,6 @@ class Learner:
         return found
 
     # --- update ---------------------------------------------------------------------------------
-
-    def _set_learning_rate(self, step: int) -> float:
-        learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        return learning_rate
 
     def _update(self, loss: Tensor, norm: Tensor, step: int) -> bool:
         """Step the optimizer if loss and gradient are finite; return False for a bad step.

@@ -20,8 +20,9 @@ from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.hf import FAMILIES
 from minigrpo.model.logprobs import token_logprobs
-from minigrpo.model.packing import PACKINGS, CompletionRows, pack, sdpa, shared_rows_of
-from minigrpo.model.transformer import ModelShape, RopeScaling, Transformer, frequencies
+from minigrpo.model.packing import PACKINGS, CompletionRows, pack, sdpa
+from minigrpo.model.shape import RopeScaling
+from minigrpo.model.transformer import ModelShape, Transformer, frequencies
 from minigrpo.runtime.device import recompute
 from minigrpo.runtime.guard import OOMBackoff
 from minigrpo.types import Completions, ConfigError
@@ -245,9 +246,11 @@ def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
-    prompt = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    shared_rows_of(prompt, torch.zeros(512, 1, dtype=torch.int64)).sum().backward()
-    assert prompt.grad is not None and prompt.grad.item() == 512
+    one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)
+    value = one.clone().requires_grad_()
+    part = CompletionRows(rows, rows, torch.ones(512, 1, 1, 1, dtype=torch.bool))
+    part.attend(one, one, value).sum().backward()
+    assert value.grad is not None and value.grad.item() == 512
 
 
 def test_llama3_frequencies_stay_shrink_or_lie_between() -> None:

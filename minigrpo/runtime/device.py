@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerAction
 from torch.utils.checkpoint import checkpoint
 
-from ..config import FIRST_PROFILED, LAST_PROFILED, Config, RunConfig, SpeedConfig
+from ..config import Config, RunConfig, SpeedConfig
 from ..model.transformer import Transformer
 from ..types import ConfigError
 
@@ -158,9 +158,8 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
-    """--profile: a trace of a few steps of the main process, in the run's folder."""
-    active = LAST_PROFILED - FIRST_PROFILED + 1
-    steps = torch.profiler.schedule(wait=FIRST_PROFILED - 2, warmup=1, active=active, repeat=1)
+    """--profile: a trace of the 4th to 6th step of the main process, in the run's folder."""
+    steps = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
     return torch.profiler.profile(
         schedule=steps if run.profile and is_main else lambda step: ProfilerAction.NONE,
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),

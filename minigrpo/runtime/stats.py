@@ -202,8 +202,6 @@ class Difference:
     low: float  # 95 % interval of the difference; NaN if there is none
     high: float
     p: float = math.nan  # NaN where the interval alone decides
-    lost: int = 0  # examples that the first gets right more often
-    won: int = 0
 
     @property
     def change(self) -> float:
@@ -230,8 +228,7 @@ def difference(first: np.ndarray, second: np.ndarray) -> Difference | None:
     found = Difference(len(x), float(x.mean()), float(y.mean()), *bootstrap(y - x))
     if not np.isin(known, (0, 1)).all():
         return found
-    lost, won = int((x > y).sum()), int((x < y).sum())
-    return replace(found, p=mcnemar(lost, won), lost=lost, won=won)
+    return replace(found, p=mcnemar(int((x > y).sum()), int((x < y).sum())))
 
 
 def mcnemar(lost: int, won: int) -> float:

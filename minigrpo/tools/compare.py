@@ -85,9 +85,8 @@ def differences(first: Setting, second: Setting) -> dict[str, Difference]:
 
 def answers_of(run: Run) -> Answers:
     """The last answers of a run."""
-    file = run.folder / HELD_OUT
     found: Answers = defaultdict(dict)
-    for place, answer in enumerate(read_jsonl(file) if file.exists() else ()):
+    for place, answer in enumerate(read_jsonl(run.folder / HELD_OUT)):
         for how, ending in HOWS.items():
             measures = answer.get(how)
             for measure, x in measures.items() if isinstance(measures, dict) else ():

@@ -87,8 +87,7 @@ def changed_settings(runs: Sequence[Run]) -> list[list[str]]:
 
 def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
     """The last groups of training, and held-out prompts with their answers over the run."""
-    file = run.folder / SAMPLES
-    records = read_jsonl(file, warn) if file.exists() else []
+    records = read_jsonl(run.folder / SAMPLES, warn)
     found = {}
     for source, key in (("train", "step"), ("held_out", "prompt")):
         groups: dict[str, list[Record]] = {}

@@ -93,7 +93,7 @@ def read_run(folder: Path, warn: Warn) -> Run:
 def _by_step(path: Path, warn: Warn) -> list[Record]:
     """The numbers in a log, one record per step, in order; of two with one step the last counts."""
     found = {}
-    for line in read_jsonl(path, warn) if path.exists() else ():
+    for line in read_jsonl(path, warn):
         if is_number(line.get("step")):
             found[line["step"]] = {name: x for name, x in line.items() if is_number(x)}
     return [found[step] for step in sorted(found)]
