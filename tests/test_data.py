@@ -15,12 +15,9 @@ from minigrpo.tasks.data import Rows, parse_any, parse_pair, question_key
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
 from minigrpo.types import ConfigError, Example
 
+from .tiny import write_jsonl as write
+
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
-
-
-def write(path: Path, rows: Iterable[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rows_of(*data: Path, eval_data: tuple[Path, ...] = (), seed: int = 0) -> Rows:

@@ -106,13 +106,6 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
         assert len(decoder.prompt_len) == len(np.unique(decoder.prompt_of_slot))
 
 
-def test_slots_are_arranged_in_a_grid_by_prompt(model: Transformer) -> None:
-    decoder = Decoder(model)
-    decoder._arrange(np.array([5, 7]), np.array([0, 1, 0]))
-    assert decoder.grid.tolist() == [0, 2, 1, 0] and decoder.place.tolist() == [0, 2, 1]
-    assert decoder.starts.tolist() == [5, 7, 5]
-
-
 def test_a_prompt_is_stored_once_and_the_cache_follows_what_is_used(
     model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from minigrpo.model import logprobs
 from minigrpo.model import packing as packing_module
@@ -22,7 +22,7 @@ from minigrpo.model.hf import FAMILIES
 from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packing import PACKINGS, CompletionRows, pack, sdpa
 from minigrpo.model.shape import RopeScaling
-from minigrpo.model.transformer import ModelShape, Transformer, frequencies
+from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.device import recompute
 from minigrpo.runtime.guard import OOMBackoff
 from minigrpo.types import Completions, ConfigError
@@ -172,22 +172,6 @@ def test_index_leads_each_completion_back_to_its_own_tokens(
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_padding_changes_nothing(
-    model: Transformer, completions: Completions, packing: str
-) -> None:
-    c = completions
-    padded = Completions(
-        pad(c.prompt_ids, (0, 5), value=EOS),
-        c.prompt_len,
-        pad(c.completion_ids, (0, 3), value=EOS),
-        pad(c.completion_mask, (0, 3)),
-    )
-    a, b = PACKINGS[packing](c), PACKINGS[packing](padded)
-    expected = model(a)[0]
-    assert torch.equal(model(b)[0][..., :-3], expected)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
 def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(
     model: Transformer, packing: str
 ) -> None:
@@ -251,23 +235,6 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     part = CompletionRows(rows, rows, torch.ones(512, 1, 1, 1, dtype=torch.bool))
     part.attend(one, one, value).sum().backward()
     assert value.grad is not None and value.grad.item() == 512
-
-
-def test_llama3_frequencies_stay_shrink_or_lie_between() -> None:
-    plain = ModelShape(9, heads=2, width=128, family="llama")
-    scaled = dataclasses.replace(plain, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
-    before, after = (frequencies(shape, torch.device("cpu")) for shape in (plain, scaled))
-    ratio, wavelength = after / before, 2 * torch.pi / before
-    between = ratio[(wavelength > 16) & (wavelength < 64)]
-    assert (ratio[wavelength < 16] == 1).all()
-    torch.testing.assert_close(ratio[wavelength > 64].unique(), torch.tensor([1 / 8]))
-    assert len(between) and ((between > 1 / 8) & (between < 1)).all()
-
-
-def test_moving_a_text_changes_nothing_where_positions_are_rotated() -> None:
-    model, packing = Transformer(SHAPES["grouped-query"]).double(), pack(make_completions(1))
-    moved = dataclasses.replace(packing, positions=packing.positions + 11)
-    torch.testing.assert_close(model(moved)[0], model(packing)[0], **CLOSE)
 
 
 # --- frozen models --------------------------------------------------------------------------------

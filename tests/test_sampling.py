@@ -304,15 +304,6 @@ def test_running_out_of_memory_halves_the_batch_and_changes_no_token(
     assert len(sizes) > fails_at and sizes[fails_at] == 1
 
 
-def test_an_error_that_is_not_about_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(Decoder, "step", fails)
-    with pytest.raises(RuntimeError):
-        completed(make_sampler())
-
-
 def test_under_autocast_the_low_precision_copy_samples_with_the_current_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
