@@ -47,10 +47,7 @@ class Learner:
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
         loss: LossSpec | None = None,
     ) -> None:
-        """`warn` receives messages; `dump` saves a batch whose step was skipped.
-
-        `loss`: None for the row that --loss names.
-        """
+        """`dump` saves a batch whose step was skipped; `loss`: None for the row of --loss."""
         self.loss = loss or loss_spec(config.loss.name)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.dump, self.device = warn, dump, model.device

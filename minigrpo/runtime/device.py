@@ -29,10 +29,7 @@ recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of --device. With auto or cuda, each local process gets a CUDA device of its own.
-
-    Raises ConfigError for a CUDA device that this machine does not have.
-    """
+    """The device of --device. With auto or cuda, each local process has its own CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)

@@ -108,9 +108,14 @@ class Estimate:
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
+def means(values: np.ndarray) -> np.ndarray:
+    """`[n]` means of `[n, K]` values, K of each of n examples; NaN is left out."""
+    return torch.from_numpy(values).double().nanmean(1).numpy()
+
+
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean of `[n, K]` values, K of each of n examples; NaN is left out."""
-    each = torch.from_numpy(values).double().nanmean(1).numpy()
+    """The mean over the examples that have one."""
+    each = means(values)
     each = each[~np.isnan(each)]
     if not len(each):
         return Estimate(math.nan)

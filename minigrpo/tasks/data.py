@@ -172,10 +172,8 @@ class Rows(Task):
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
     def longest(self, number: int) -> Sequence[Example]:
-        def size(example: Example) -> int:
-            return len(f"{example.prompt}{example.messages}{example.answer}")
-
-        return sorted(self._train + self._held_out, key=size, reverse=True)[:number]
+        every = self._train + self._held_out
+        return sorted(every, key=lambda x: -len(f"{x.prompt}{x.messages}{x.answer}"))[:number]
 
 
 @lru_cache(maxsize=4)

@@ -18,6 +18,7 @@ import tyro
 from pydantic import Field
 
 from ..config import Config, Group
+from ..runtime.console import Console
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD
 from ..runtime.stats import SAMPLED, Estimate, headline, wilson
@@ -34,6 +35,15 @@ class RunArguments(Group):
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
     """Folders of runs."""
+
+
+def runs_of(
+    kind: type, argv: Sequence[str], prog: str, about: str | None
+) -> tuple[Any, Console, list["Run"]]:
+    """The flags of a command on runs, where it prints, and the runs."""
+    arguments: Any = tyro.cli(kind, args=argv, prog=prog, description=about)
+    console = Console()
+    return arguments, console, [read_run(folder, console.warn) for folder in arguments.runs]
 
 
 @dataclass(frozen=True)

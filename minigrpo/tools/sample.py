@@ -12,12 +12,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..build import make_scorer
 from ..evaluate import ask, drawing, grade, size_of
 from ..runtime.console import Console
 from ..runtime.stats import Graded
 from .cli import printable
-from .evaluate import ModelArguments, load_sampler, parse, task_for
+from .evaluate import ModelArguments, load, load_sampler, parse
 
 
 class Arguments(ModelArguments):
@@ -55,8 +54,6 @@ def main(argv: Sequence[str], prog: str) -> None:
         for text, is_whole in zip(*found, strict=True):
             console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
-    task = task_for(config, arguments.data)
-    sampler = load_sampler(config, console.warn, speculate=task.speculate)
-    scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
+    task, sampler, scorer = load(config, arguments.data, console.warn)
     examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
     show(console, grade(sampler, scorer, examples, **drawing(config, arguments.n)))
