@@ -150,17 +150,6 @@ def test_a_proposal_past_the_context_harms_nobody(model: Transformer) -> None:
 # --- slots ----------------------------------------------------------------------------------------
 
 
-def test_sequences_that_agree_share_a_slot_and_slots_stay_in_place_if_they_can() -> None:
-    # sequences 0-2 share slot 0, and 2 now differs; sequence 3 is in slot 1, sequence 4 in slot 5
-    slots, slot, representatives = assign_slots(
-        np.array([0, 0, 0, 1, 5]), np.array([4, 4, 4, 4, 9]), np.array([7, 7, 8, 7, 7])
-    )
-    # slots 0 and 1 stay in place, the others fill the places that are left
-    assert slots.tolist() == [0, 1, 0, 5]
-    assert slot.tolist() == [0, 0, 2, 1, 3]
-    assert representatives.tolist() == [0, 3, 2, 4]
-
-
 @given(st.integers(0, 10**6), st.integers(0, 20))
 def test_no_slot_is_overwritten_that_another_slot_continues(seed: int, rows: int) -> None:
     rng = np.random.default_rng(seed)

@@ -146,15 +146,6 @@ def test_a_sample_depends_on_nothing_but_its_prompt_and_its_numbers(
         assert min(lengths) < 9
 
 
-def test_a_completion_ends_with_the_end_of_text_or_at_the_limit(model: Transformer) -> None:
-    u = torch.full((len(PROMPTS), 20), 0.999999)
-    last = int(grpo.sample(model, PROMPTS, -1, u, 1)[0][0, len(PROMPTS[0])])
-    ids, mask = grpo.sample(model, PROMPTS, last, u, 6)
-    assert mask[0].sum() == 1 and ids[0, len(PROMPTS[0])] == last
-    _, mask = grpo.sample(model, PROMPTS, -1, u, 6)  # no such token
-    assert mask.sum(1).tolist() == [6] * len(PROMPTS)
-
-
 def test_the_loss_sees_completions_only(model: Transformer) -> None:
     """The end of text is trained on; prompts and what follows the end are not."""
     ids, mask = in_rows(make_completions(0))

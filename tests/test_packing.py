@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from minigrpo.model import logprobs
 from minigrpo.model import packing as packing_module
@@ -20,7 +19,7 @@ from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.hf import FAMILIES
 from minigrpo.model.logprobs import token_logprobs
-from minigrpo.model.packing import PACKINGS, CompletionRows, pack, sdpa
+from minigrpo.model.packing import PACKINGS, CompletionRows, pack
 from minigrpo.model.shape import RopeScaling
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.device import recompute
@@ -159,18 +158,6 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     assert len(plain.ids) == num_prompt * completions.completion_ids.shape[1] + every
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(3, 5), st.integers(1, 6))
-def test_index_leads_each_completion_back_to_its_own_tokens(
-    seed: int, prompts: int, samples: int, length: int
-) -> None:
-    c = make_completions(seed, prompts, samples, 5, length)
-    for build in PACKINGS.values():
-        packing = build(c)
-        targets = packing.targets[packing.index][c.completion_mask]
-        assert torch.equal(targets, c.completion_ids[c.completion_mask])
-        assert packing.positions.max() < 5 + length
-
-
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(
     model: Transformer, packing: str
@@ -202,18 +189,6 @@ def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
 
 
 # --- attention ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_queries_attend_to_their_shared_keys(masked: bool) -> None:
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 5, 8, generator=rng).double() for heads in (6, 2, 2))
-    visible = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-    k6, v6 = (x.repeat_interleave(3, dim=1) for x in (k, v))
-    expected = scaled_dot_product_attention(q, k6, v6, attn_mask=visible)
-    rows = torch.zeros(2, 5, dtype=torch.int64)
-    mask = CompletionRows(rows, rows, visible)._mask(q.dtype, 3) if masked else None
-    torch.testing.assert_close(sdpa(q, k, v, mask=mask), expected, **CLOSE)
 
 
 def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:

@@ -96,22 +96,6 @@ def test_parts_grow_with_what_they_are_about(
     assert bytes_of(job(**settings))[part] == pytest.approx(share * bytes_of(job())[part])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"micro_batch_size": 1},
-        {"gradient_checkpointing": True},
-        {"lora_rank": 2},
-        {"use_amp": True},
-    ],
-)
-def test_each_layer_for_memory_lowers_the_peak(settings: dict[str, Any]) -> None:
-    shape = ModelShape(vocab_size=100, layers=8, width=64, heads=4)
-    plain, saving = (job(**x, max_new_tokens=100) for x in ({}, settings))
-    peaks = [peak_of(bytes_of(config, shape)) for config in (plain, saving)]
-    assert peaks[1] < peaks[0]
-
-
 def test_a_published_model_needs_its_config_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

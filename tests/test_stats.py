@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.stats import (
-    Estimate,
     bootstrap,
     calibration,
     difference,
@@ -206,7 +205,3 @@ def test_an_edge_belongs_to_the_bin_above_it_in_float32_too() -> None:
 def test_other_values_are_refused(confidence: list[float], correct: list[float]) -> None:
     with pytest.raises(ValueError):
         calibration(confidence, correct)
-
-
-def test_an_estimate_without_an_interval_prints_its_value_alone() -> None:
-    assert str(Estimate(0.5)) == "0.500" and str(Estimate(0.5, 0.25, 1.0)) == "0.500 [0.250, 1.000]"
