@@ -27,7 +27,6 @@ LOSS_NAMES = (
     "nll",
 )
 OWN_LOSS = re.compile(r".+\.py:\w+|python:.+")  # in a file, or an object of the caller's
-FIRST_PROFILED, LAST_PROFILED = 4, 6  # steps that --profile traces
 
 
 def read_pairs(value: Any) -> Any:

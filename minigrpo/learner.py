@@ -47,10 +47,7 @@ class Learner:
         dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
         loss: LossSpec | None = None,
     ) -> None:
-        """`warn` receives messages; `dump` saves a batch whose step was skipped.
-
-        `loss`: None for the row that --loss names.
-        """
+        """`dump` saves a batch whose step was skipped; `loss`: None for the row of --loss."""
         self.loss = loss or loss_spec(config.loss.name)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.dump, self.device = warn, dump, model.device
@@ -72,7 +69,9 @@ class Learner:
         not finite, or if too many steps in a row had a loss or gradient that is not.
         """
         self.guard.check()
-        learning_rate = self._set_learning_rate(step)
+        learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         prepared, normalizer = self.prepare(batch)
         for _ in range(self.config.optimizer.num_iterations):
             metrics = self.gradient(prepared, normalizer)
@@ -86,7 +85,7 @@ class Learner:
                 self.warn(f"step {step + 1}: {numbers}: no update{where}")
                 break
         else:
-            self.guard.accept()
+            self.guard.in_a_row = 0
         scalars = [*metrics.values(), largest_weight(self.model)]
         *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
         check_weights(largest, step)
@@ -218,12 +217,6 @@ class Learner:
         return found
 
     # --- update ---------------------------------------------------------------------------------
-
-    def _set_learning_rate(self, step: int) -> float:
-        learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        return learning_rate
 
     def _update(self, loss: Tensor, norm: Tensor, step: int) -> bool:
         """Step the optimizer if loss and gradient are finite; return False for a bad step.

@@ -152,8 +152,6 @@ class RewardScorer:
             warn: called with the first failure of each function.
             token_model: for functions of tokens: from a name to a frozen model.
             tokenizer: the policy's, for functions of tokens.
-
-        Raises ConfigError for names and weights that cannot be.
         """
         self.names = [*task.parts, *(function.name for function in functions)]
         own = {**task.parts, **{function.name: function.weight for function in functions}}

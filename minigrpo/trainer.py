@@ -14,17 +14,7 @@ from typing import Any
 
 import torch
 
-from .build import (
-    Objects,
-    check_examples,
-    make_loss,
-    make_model,
-    make_reference,
-    make_scorer,
-    make_task,
-    make_tokenizer,
-    resolve,
-)
+from . import build
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
@@ -56,30 +46,27 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **objects: Any,
     ) -> None:
-        """`callbacks` are called by the main process after each step; `objects`: `build.Objects`.
-
-        Raises ConfigError, one line that names the setting or the file.
-        """
-        given, self.callbacks = Objects.of(**objects), callbacks
+        """`callbacks`: called by the main process after each step; `objects`: `build.Objects`."""
+        given, self.callbacks = build.Objects.of(**objects), callbacks
         self.dist = dist or DistContext()
         # from the main process: --model may have brought others no defaults, if the Hub was away
-        self.config = config = self.dist.on_main(lambda: resolve(config, given))
+        self.config = config = self.dist.on_main(lambda: build.resolve(config, given))
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         say, warn = self.console.say, self.console.warn
         self.run_dir = RunDir(config, self.dist, self.console)
         self.device = pick_device(config.speed.device, self.dist.local_rank)
         set_up_process(config.speed, self.device)
-        self.tokenizer = self.dist.on_main_first(lambda: make_tokenizer(config))
-        self.task = make_task(config, given)
+        self.tokenizer = self.dist.on_main_first(lambda: build.make_tokenizer(config))
+        self.task = build.make_task(config, given)
         self.model = self.dist.on_main_first(
-            lambda: make_model(config, self.tokenizer, self.device, say, given)
+            lambda: build.make_model(config, self.tokenizer, self.device, say, given)
         )
-        check_examples(config, self.task, self.tokenizer, self.model.shape.context)
-        self.scorer = make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
-        loss = make_loss(config, given)
+        build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
+        self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
+        loss = build.make_loss(config, given)
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump, loss)
         # before a checkpoint is loaded: the reference stays the initial model
-        self.reference = make_reference(config, self.learner, self.tokenizer)
+        self.reference = build.make_reference(config, self.learner, self.tokenizer)
         low, speculate = self.learner.autocast, self.task.speculate
         self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, speculate)
         self.timer = PhaseTimer(self.device)

@@ -1,6 +1,5 @@
 """Stated confidences: the form, what it is paid, and questions with known chances."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from minigrpo.tasks.calibration import (
     write,
 )
 from minigrpo.types import Example
+
+from .tiny import write_jsonl
 
 CHAT = (
     "<think>2 < 3</think> <answer>8</answer>\n<analysis>sure</analysis> <confidence>{}</confidence>"
@@ -98,7 +99,7 @@ def capitals(folder: Path, **changes: Any) -> Calibration:
     ]
     train = [{"prompt": f"{i}=", "answer": f"{i}"} for i in range(20)]
     for name, rows in (("eval", held_out), ("train", train)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / f"{name}.jsonl", rows)
     return Calibration(0, [folder / "train.jsonl"], [folder / "eval.jsonl"], **changes)
 
 
@@ -199,5 +200,3 @@ def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() 
         n, size = len(seen[hint]), len(counts)
         assert size == (10 if hint == "any digit" else 5)
         assert abs(counts - n / size).max() < 5 * np.sqrt(n / size)
-    trained = {task.train(number).prompt for number in range(1000)}
-    assert not trained & {task.held_out(number).prompt for number in range(300)}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import chess
-import numpy as np
 import pytest
 from chess.engine import Cp, PovScore, SimpleEngine
 from hypothesis import given
@@ -337,13 +336,3 @@ def test_annotations_are_data_for_best_move_and_no_position_is_analysed_twice(
         "M: ١e4 \ud800": (0, 0, 0, 0, 0),
     }.items():
         assert tuple(task.score(best, text).values()) == pytest.approx(expected), text
-
-
-def test_the_task_of_ones_own_is_one(tmp_path: Path) -> None:
-    task = load_task(str(EXAMPLES / "reverse.py"), seed=0)
-    train, held_out = ([ask(i) for i in range(200)] for ask in (task.train, task.held_out))
-    assert {x.prompt for x in train}.isdisjoint(x.prompt for x in held_out)
-    assert np.unique([x.index for x in train]).size == 200
-    for example in train:
-        assert example.prompt[-2::-1] == example.answer
-        assert set(task.score(example, example.answer).values()) == {1.0}

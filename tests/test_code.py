@@ -1,6 +1,5 @@
 """The code task: MBPP's lines, what a completion's code is, the parts, one-line functions."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,8 @@ from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.code import HIDDEN, KINDS, SHOWN, Code, code_of
 from minigrpo.types import ConfigError, Example
+
+from .tiny import write_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
 
@@ -43,8 +44,7 @@ def sanitized(number: int) -> dict[str, Any]:
 
 
 def read(tmp_path: Path, rows: list[dict[str, Any]], **args: Any) -> Code:
-    path = tmp_path / "mbpp.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "mbpp.jsonl", rows)
     task = load_task("code", seed=0, data=str(path), args=args)
     assert isinstance(task, Code)
     return task

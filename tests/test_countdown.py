@@ -1,6 +1,5 @@
 """Countdown: a verifier that cannot be tricked, problems, and texts for supervised fine-tuning."""
 
-import json
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +21,8 @@ from minigrpo.tasks.countdown import (
     solves,
 )
 from minigrpo.types import ConfigError
+
+from .tiny import write_jsonl
 
 NUMBERS = st.integers(0, 99).map(str)
 EXPRESSIONS = st.recursive(
@@ -176,8 +177,7 @@ def test_lines_of_the_fields_own_format(tmp_path: Path) -> None:
     """A problem is in one split, in whatever order its numbers stand."""
     orders = [[1, 2, 30], [30, 1, 2], [2, 30, 1]]
     rows = [{"nums": nums, "target": 20 + i, "id": i} for i in range(40) for nums in orders]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     task = Countdown(0, [path])
     assert task.num_held_out
     trained = [task.train(i) for i in range(120 - 3 * task.num_held_out)]

@@ -15,12 +15,9 @@ from minigrpo.tasks.data import Rows, parse_any, parse_pair, question_key
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
 from minigrpo.types import ConfigError, Example
 
+from .tiny import write_jsonl as write
+
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
-
-
-def write(path: Path, rows: Iterable[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rows_of(*data: Path, eval_data: tuple[Path, ...] = (), seed: int = 0) -> Rows:
@@ -148,8 +145,6 @@ def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) ->
 
 
 BAD_LINES = [
-    r'{"prompt": "a", "answer": "\ud800"}',
-    r'{"prompt": "a", "answer": "b", "more": ["\udfff"]}',
     "[" * 100_000,
     '{"prompt": "a", "answer": "b"',
     '{"prompt": "a"}',

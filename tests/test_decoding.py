@@ -106,13 +106,6 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
         assert len(decoder.prompt_len) == len(np.unique(decoder.prompt_of_slot))
 
 
-def test_slots_are_arranged_in_a_grid_by_prompt(model: Transformer) -> None:
-    decoder = Decoder(model)
-    decoder._arrange(np.array([5, 7]), np.array([0, 1, 0]))
-    assert decoder.grid.tolist() == [0, 2, 1, 0] and decoder.place.tolist() == [0, 2, 1]
-    assert decoder.starts.tolist() == [5, 7, 5]
-
-
 def test_a_prompt_is_stored_once_and_the_cache_follows_what_is_used(
     model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,17 +148,6 @@ def test_a_proposal_past_the_context_harms_nobody(model: Transformer) -> None:
 
 
 # --- slots ----------------------------------------------------------------------------------------
-
-
-def test_sequences_that_agree_share_a_slot_and_slots_stay_in_place_if_they_can() -> None:
-    # sequences 0-2 share slot 0, and 2 now differs; sequence 3 is in slot 1, sequence 4 in slot 5
-    slots, slot, representatives = assign_slots(
-        np.array([0, 0, 0, 1, 5]), np.array([4, 4, 4, 4, 9]), np.array([7, 7, 8, 7, 7])
-    )
-    # slots 0 and 1 stay in place, the others fill the places that are left
-    assert slots.tolist() == [0, 1, 0, 5]
-    assert slot.tolist() == [0, 0, 2, 1, 3]
-    assert representatives.tolist() == [0, 3, 2, 4]
 
 
 @given(st.integers(0, 10**6), st.integers(0, 20))

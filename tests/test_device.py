@@ -72,11 +72,6 @@ def test_a_low_precision_copy_gives_autocasts_numbers_and_follows_the_weights() 
     assert {id(p) for p in cast} == {id(p) for p in low.parameters() if p.dtype == torch.bfloat16}
 
 
-def test_without_amp_there_is_no_copy() -> None:
-    model = Transformer(SHAPE, seed=1)
-    assert layers.low_precision_copy(config().speed, model) is model
-
-
 @pytest.mark.parametrize("option", ["gradient_checkpointing", "compile_model"])
 def test_training_layers_change_neither_gradients_nor_the_samplers_model(
     option: str, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from torch import nn
 
 from minigrpo import Config
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
 
 from . import tiny
@@ -164,14 +165,10 @@ def test_gradients_are_averaged_in_the_last_of_several_backward_passes(
     assert found[0]["weights"] == nn.Linear(3, 1).weight.tolist()
 
 
-def records(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
     train(folder, folder / "one")
     for name in ("metrics.jsonl", "eval.jsonl"):
-        one, two = (records(folder / way, name) for way in ("one", "two"))
+        one, two = (read_jsonl(folder / way / name) for way in ("one", "two"))
         assert len(one) == len(two) == (3 if name == "metrics.jsonl" else 2)
         for a, b in zip(one, two, strict=True):
             assert a.keys() == b.keys()

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import chess
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from minigrpo.fen import is_valid_fen, transition
 from minigrpo.tasks.self_play import SelfPlay
@@ -102,11 +101,6 @@ def test_is_valid_fen_is_its_contract(fens: list[str]) -> None:
     assert min(verdicts.values()) > 5_000
     assert chess.Board(HOLE).is_valid() and not is_valid_fen(HOLE)
     assert not any(map(is_valid_fen, (None, 3, b"", START.encode(), [START])))
-
-
-@given(st.text(st.sampled_from("KQRBNPkqrbnp12345678/ -wabcdefgh0"), max_size=110) | st.text())
-def test_any_text_has_the_verdict_of_the_contract(text: str) -> None:
-    assert is_valid_fen(text) == contract(text)
 
 
 MOVES = [

@@ -115,14 +115,6 @@ def test_the_gradient_is_the_librarys(
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-10 * scale)
 
 
-def test_advantages_are_the_librarys() -> None:
-    rewards = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
-    rewards[2] = 0.1  # a group of equal rewards
-    torch.testing.assert_close(
-        grpo.advantages(rewards), losses.advantages(rewards), rtol=1e-10, atol=1e-10
-    )
-
-
 def one_at_a_time(model: Transformer, prompt: list[int], u: Tensor | None, limit: int) -> list[int]:
     """The completion of one prompt, with a full forward per token and no cache."""
     ids = list(prompt)
@@ -152,15 +144,6 @@ def test_a_sample_depends_on_nothing_but_its_prompt_and_its_numbers(
         assert mask[b].nonzero()[:, 0].tolist() == list(range(len(prompt), end))
     if not greedy:
         assert min(lengths) < 9
-
-
-def test_a_completion_ends_with_the_end_of_text_or_at_the_limit(model: Transformer) -> None:
-    u = torch.full((len(PROMPTS), 20), 0.999999)
-    last = int(grpo.sample(model, PROMPTS, -1, u, 1)[0][0, len(PROMPTS[0])])
-    ids, mask = grpo.sample(model, PROMPTS, last, u, 6)
-    assert mask[0].sum() == 1 and ids[0, len(PROMPTS[0])] == last
-    _, mask = grpo.sample(model, PROMPTS, -1, u, 6)  # no such token
-    assert mask.sum(1).tolist() == [6] * len(PROMPTS)
 
 
 def test_the_loss_sees_completions_only(model: Transformer) -> None:

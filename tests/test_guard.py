@@ -40,7 +40,7 @@ def test_bad_steps_in_a_row_halve_the_learning_rate_and_then_stop() -> None:
     guard = NonFiniteGuard()
     for _ in range(BAD_STEPS_TO_HALVE - 1):
         guard.skip(ignore)
-    guard.accept()
+    guard.in_a_row = 0  # a good step
     for _ in range(BAD_STEPS_TO_HALVE):
         assert guard.halvings == 0
         guard.skip(ignore)

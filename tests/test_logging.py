@@ -27,7 +27,7 @@ from minigrpo.runtime.console import Console
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
 from minigrpo.runtime.run_dir import RunDir
-from minigrpo.runtime.stats import Estimate, Graded
+from minigrpo.runtime.stats import Graded
 from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
@@ -84,14 +84,6 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     log_of(tmp_path, 0).close()
     assert all(not (tmp_path / f"{x}.jsonl").read_bytes() for x in ("metrics", "samples"))
     assert steps_of(tmp_path / "eval.jsonl") == [0]
-
-
-def test_a_run_killed_in_an_evaluation_makes_its_samples_again(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    log.step(1, {"loss": 1.0})
-    log.write(SAMPLES, 1, [SAMPLE, {"source": "held_out"}])
-    log_of(tmp_path, 1).close()
-    assert [x["source"] for x in read_jsonl(tmp_path / "samples.jsonl")] == ["train"]
 
 
 def test_a_measure_that_is_not_finite_is_read_back_as_such(tmp_path: Path) -> None:
@@ -352,13 +344,3 @@ def test_a_run_without_signal_is_warned_of_once(monkeypatch: pytest.MonkeyPatch)
     for step in range(1, 50):
         console.update(step, 50, {**usual, "frac_reward_zero_std": float(step != 5)}, {})
     assert len(said) == 1
-
-
-def test_messages_take_any_numbers_and_names() -> None:
-    console = Console()
-    found = {"[/b]_sampled": Estimate(float("nan")), "[/b]": Estimate(0.5, 0.1, 0.9)}
-    console.evaluation(3, found)
-    first = {"step": 0, "n": 3.0, "[/b]_sampled": 0.1, "[/b]": 1e9, "count/a": 2.0, "gone": 1.0}
-    console.measures({"first": first, "last": found})
-    summary = {"status": "stopped", "exit_reason": "SIGTERM", "step": 3, "wall_seconds": 3.0}
-    console.finish(Path("runs/[/b]"), summary)

@@ -1,6 +1,5 @@
 """The math task: answers found and compared, files as published, sums, and math-verify."""
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -15,6 +14,8 @@ from hypothesis import strategies as st
 from minigrpo.tasks import math as math_task
 from minigrpo.tasks.math import BOXED, HASHES, Math, MathVerify, final_answer, number, truth_of
 from minigrpo.types import ConfigError, Example
+
+from .tiny import write_jsonl as write
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
@@ -137,11 +138,6 @@ def test_hostile_texts_score_nothing_in_bounded_time() -> None:
 
 
 # --- files ----------------------------------------------------------------------------------------
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def numbered(count: int, start: int = 0) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,6 @@ from hypothesis import strategies as st
 from minigrpo.config import Config
 from minigrpo.model import hf
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.runtime.checkpoint import newest as newest_checkpoint
-from minigrpo.runtime.checkpoint import step_of
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
 from minigrpo.tools.compare import differences
@@ -208,27 +205,3 @@ def test_a_damaged_input_is_valid_or_one_line(
             path.write_bytes(content)
 
     damage()
-
-
-def test_a_damaged_checkpoint_is_never_loaded(finished_run: Path, tmp_path: Path) -> None:
-    """Whatever happens to its files: the one before it is loaded, or nothing."""
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(finished_run / "checkpoints", folder)
-    newest, before = sorted(folder.iterdir())[-1:-3:-1]
-    files = {path: path.read_bytes() for path in newest.iterdir()}
-    steps = [step_of(newest_checkpoint(folder, print))]
-
-    @settings(max_examples=30, suppress_health_check=list(HealthCheck))
-    @given(seed=st.integers(0, 2**32))
-    def damage(seed: int) -> None:
-        chance = random.Random(seed)
-        for path, content in files.items():
-            path.write_bytes(content)
-        path = chance.choice(sorted(files))
-        path.write_bytes(damaged_bytes(files[path], chance))
-        if path.read_bytes() != files[path]:
-            steps.append(step_of(newest_checkpoint(folder, lambda text: None)))
-
-    damage()
-    assert before.name.endswith(str(steps[-1]))
-    assert {*steps[1:]} <= {steps[0], int(before.name[-6:])}

@@ -109,10 +109,3 @@ def test_moments_in_host_memory_give_the_same_weights_and_states(
     step(plain, 3)
     step(offloaded, 3)
     compare()
-
-
-def test_a_model_on_the_host_has_the_plain_optimizer() -> None:
-    assert (
-        type(make_optimizer(model(), Config.of(offload_optimizer=True, **OPTIONS)))
-        is torch.optim.AdamW
-    )

@@ -156,8 +156,6 @@ def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
         columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)
         assert "".join(str(sum(map(int, column)) % 10) for column in columns) == solution
         assert example.prompt == f"{a}+{b}\n<solution>{solution}</solution>\n"
-    questions = [{x.fields["question"] for x in split} for split in (train, held_out)]
-    assert not questions[0] & questions[1]
 
 
 def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> None:

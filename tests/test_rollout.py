@@ -11,7 +11,7 @@ import torch
 from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import overlong_punishment, shuffled
 from minigrpo.runtime.stats import has_ended, rollout_metrics
-from minigrpo.types import Completions, Example, RewardTable
+from minigrpo.types import Example, RewardTable
 
 from .steps import make_trainer
 
@@ -107,23 +107,6 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     assert torch.equal(trainer.model.wte.weight, before)
 
 
-def test_replacements_are_those_of_a_run_with_more_steps_and_no_regular_ones(
-    tmp_path: Path,
-) -> None:
-    short, long = (make_trainer(tmp_path / str(n), max_steps=n) for n in (2, 9))
-    sources: Any = [trainer.source.examples for trainer in (short, long)]  # type: ignore[attr-defined]
-    drawn = [
-        [x.index for x in source.replacements(step, attempt, [0, 1])]
-        for source in sources
-        for step in (0, 1)
-        for attempt in (0, 1)
-    ]
-    assert drawn[:4] == drawn[4:]
-    replaced = {index for pair in drawn for index in pair}
-    regular = {x.index for step in range(9) for x in sources[1].take(step)}
-    assert len(replaced) == 8 and len(regular) == 54 and not replaced & regular
-
-
 def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,22 +138,6 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     assert np.isfinite(trainer.learner.learn(batch, 0)["loss"])
 
 
-def test_completions_that_are_joined_are_those_that_were_put_in() -> None:
-    a, b = (
-        Completions(
-            torch.tensor([prompt]),
-            torch.tensor([len(prompt)]),
-            torch.tensor([[completion]]),
-            torch.ones(1, 1, len(completion), dtype=torch.bool),
-        )
-        for prompt, completion in (([1, 2], [3, 4]), ([5], [6, 7, 8]))
-    )
-    both = Completions.join([a, b])
-    assert both.prompt_ids.tolist() == [[1, 2], [5, 0]]
-    assert both.completion_ids.tolist() == [[[3, 4, 0]], [[6, 7, 8]]]
-    assert both.completion_mask.sum(-1).tolist() == [[2], [3]]
-
-
 def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
     total = torch.arange(12.0).reshape(3, 4)
     examples = [Example("", "", index=index) for index in (5, 6, 7)]
@@ -181,15 +148,3 @@ def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
     assert torch.equal(shuffled(total[1:], examples[1:], seed=0, step=3), first[1:])
     for other in ({"seed": 1, "step": 3}, {"seed": 0, "step": 4}):
         assert not torch.equal(shuffled(total, examples, **other), first)
-
-
-def test_shuffle_rewards_changes_the_advantages_and_not_the_logged_rewards(tmp_path: Path) -> None:
-    plain, control = (
-        make_trainer(tmp_path / str(on), shuffle_rewards=on, kl_coef=0.0).source.batch(0)
-        for on in (False, True)
-    )
-    assert plain.rewards is not None and control.rewards is not None
-    assert (plain.rewards.total == control.rewards.total).all()
-    assert plain.advantages is not None and control.advantages is not None
-    assert not torch.equal(plain.advantages, control.advantages)
-    torch.testing.assert_close(plain.advantages.sort(1).values, control.advantages.sort(1).values)

@@ -493,13 +493,6 @@ def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
     assert {*before} <= {*tmp_path.rglob("*")}
 
 
-def test_a_run_that_was_killed_before_its_first_save_begins_again(tmp_path: Path) -> None:
-    first = Run(tmp_path / "run", save_every=5).start().train(3)
-    first.die()
-    assert Run(tmp_path / "run", save_every=5).start().step == 0
-    assert not read_jsonl(tmp_path / "run" / "metrics.jsonl")
-
-
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [

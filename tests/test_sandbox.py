@@ -63,11 +63,6 @@ json.dumps = lambda *a, **k: '["", [2]]'
 sys.modules.clear()
 def f(x): return 7
 """,
-    "prints a verdict": """
-import sys
-for stream in (sys.stdout, sys.stderr): print('[true, true, true]', file=stream, flush=True)
-def f(x): return 7
-""",
     "writes to every descriptor": """
 import os
 for fd in range(64):
@@ -108,11 +103,9 @@ def f(x): return x + 1 if found else 7
     "daemon": "import os\nif os.fork() == 0: os.setsid()\nwhile True: pass",
     "command": "import subprocess\nsubprocess.Popen(['sleep', '7531'], start_new_session=True)",
     "system": "import os\nos.system('sleep 7531 &')",
-    "processes": "import multiprocessing as m\nm.Process(target=print).start()",
     "C code": "import ctypes\nctypes.string_at(0)",
     "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
     "writes outside": "open('OUTSIDE/kept', 'w').write('y')",
-    "writes outside from below": "open('../../../OUTSIDE/kept', 'a').write('y')",
     "spawns": "import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()",
     "writes outside by a descriptor": """
 import os
@@ -121,7 +114,6 @@ os.write(os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=fd), b'y')
 """,
     "writes through a link": "import os\nos.symlink('OUTSIDE/kept', 'a')\nopen('a', 'w')",
     "removes": "import os\nos.remove('OUTSIDE/kept')",
-    "removes from there": "import os\nos.chdir('OUTSIDE')\nos.remove('kept')",
     "removes all": "import shutil\nshutil.rmtree('OUTSIDE')",
     "renames": "import os\nos.rename('OUTSIDE/kept', 'OUTSIDE/other')",
     "makes a pipe": "import os\nos.mkfifo('OUTSIDE/pipe')",

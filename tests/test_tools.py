@@ -103,6 +103,9 @@ def test_a_bug_or_an_error_of_a_users_function_keeps_its_traceback(
         ["nonsense"],
         ["train", "--group-size", "1"],
         ["train", "--nonsense", "1"],
+        ["plan", "--group-size", "1"],
+        ["plan", "--model", "nowhere/at all"],
+        ["plan", "--config", "nowhere.toml"],
         ["evaluate", "shipped", "--n", "0"],
         ["evaluate", "nowhere"],
         ["sample", "shipped", "--task", "nonsense"],
@@ -124,12 +127,6 @@ def test_a_run_that_diverges_exits_with_code_1(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(train, "Trainer", Diverging)
     assert call("train") == 1
-
-
-def test_printable_text_controls_no_terminal() -> None:
-    assert cli.printable("a\tb\nc é 象") == "a\tb\nc é 象"
-    shown = cli.printable("\x1b[2J\r\x00\u202e\x9b")
-    assert shown.isprintable() and "[2J" in shown
 
 
 # --- which settings -------------------------------------------------------------------------------
@@ -169,9 +166,8 @@ def test_evaluate_has_the_numbers_of_the_evaluation_in_training(
 
 
 def questions(path: Path, number: int) -> Path:
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(number)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    rows = ({"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(number))
+    return tiny.write_jsonl(path, rows)
 
 
 def test_evaluate_takes_the_whole_file_of_data(finished_run: Path, tmp_path: Path) -> None:

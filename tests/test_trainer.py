@@ -12,6 +12,7 @@ import torch
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.learner import Learner
 from minigrpo.model.transformer import ModelShape
+from minigrpo.runtime.logging import read_jsonl
 from minigrpo.tools.cli import main
 from minigrpo.types import ConfigError
 
@@ -43,10 +44,6 @@ def fingerprint(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = train(run, kl_coef=0.05, keep_last=2, max_steps=6)
@@ -55,7 +52,7 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
     assert all((run / name).exists() for name in names)
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert saved == ["step_000004", "step_000006"]
-    record = lines(run, "metrics.jsonl")[-1]
+    record = read_jsonl(run / "metrics.jsonl")[-1]
     assert record.keys() >= {
         *("step", "reward", "reward_std", "rewards/similarity/mean", "kl", "entropy", "loss"),
         *("grad_norm", "learning_rate", "clip_ratio/low_mean", "clip_ratio/high_mean"),
@@ -65,9 +62,9 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
         *("rollout/rounds", "rollout/tokens", "tokens/run", "skipped_steps"),
     }
     assert all(math.isfinite(value) for value in record.values())
-    evaluation = lines(run, "eval.jsonl")[0]
+    evaluation = read_jsonl(run / "eval.jsonl")[0]
     assert evaluation.keys() >= {"step", "n", "exact", "exact_sampled", "similarity", "reward"}
-    sample = lines(run, "samples.jsonl")[0]
+    sample = read_jsonl(run / "samples.jsonl")[0]
     assert sample.keys() >= {"step", "prompt", "completion", "truth", "parts", "reward"}
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
     assert Config.from_toml(run / "config.toml") == trainer.config.replace(out_dir="")
@@ -78,7 +75,7 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
 
 def test_the_kl_to_the_model_itself_is_zero(tmp_path: Path) -> None:
     train(tmp_path / "run", kl_coef=0.5, max_steps=1, warmup_steps=0)
-    assert lines(tmp_path / "run", "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) -> None:
@@ -111,7 +108,6 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
         pytest.param("gradient_checkpointing", "cuda", False, marks=pytest.mark.gpu),
         pytest.param("use_tf32", "cuda", True, marks=pytest.mark.gpu),  # a CPU has no TF32
         pytest.param("compile_model", "cuda", True, marks=pytest.mark.gpu),
-        pytest.param("compile_model", "cpu", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_speed_flag_trains_and_keeps_the_loss_near(
@@ -120,7 +116,7 @@ def test_a_speed_flag_trains_and_keeps_the_loss_near(
     """`rounds`: whether the flag rounds differently, so that the losses are not quite equal."""
     plain = train(tmp_path / "plain", **SFT, device=device)
     fast = train(tmp_path / "fast", **SFT, device=device, **{flag: True})
-    a, b = (lines(x.run_dir.path, "metrics.jsonl")[-1]["loss"] for x in (plain, fast))
+    a, b = (read_jsonl(x.run_dir.path / "metrics.jsonl")[-1]["loss"] for x in (plain, fast))
     assert b == pytest.approx(a, rel=0.02 if rounds else 1e-5)
     assert {p.dtype for p in fast.model.parameters()} == {torch.float32}
 
@@ -187,7 +183,7 @@ def test_a_trainer_can_be_stepped_and_then_finished(tmp_path: Path) -> None:
     metrics = [stepped.one_step() for _ in range(2)]
     assert stepped.fit()["step"] == 4
     assert fingerprint(stepped) == fingerprint(whole)
-    logged = lines(tmp_path / "stepped", "metrics.jsonl")
+    logged = read_jsonl(tmp_path / "stepped" / "metrics.jsonl")
     assert [x["step"] for x in logged] == [1, 2, 3, 4]
     assert [x["loss"] for x in logged[:2]] == [x["loss"] for x in metrics]
 
@@ -258,7 +254,7 @@ def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Pat
     file.write_text(OWN_LOSS)
     train(tmp_path / "own", loss=f"{file}:own")
     train(tmp_path / "grpo")
-    own, plain = (lines(tmp_path / name, "metrics.jsonl")[0] for name in ("own", "grpo"))
+    own, plain = (read_jsonl(tmp_path / name / "metrics.jsonl")[0] for name in ("own", "grpo"))
     for name in ("loss", "grad_norm", "reward"):
         assert own[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)
     assert str(file) in (tmp_path / "own" / "config.toml").read_text()

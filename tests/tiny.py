@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ QWEN_TEMPLATE = """
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a line of JSON for each row."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def tiny_tokenizer_folder(

@@ -58,7 +58,10 @@ class FrozenModel:
 
         Prompts and common beginnings of a group run once, as for the policy.
         """
-        self._check_length(completions)
+        lengths = completions.prompt_len + completions.completion_mask.sum(-1).amax(-1)
+        longest = int(lengths.max()) - 1  # the last token predicts nothing
+        if longest > self.model.shape.context:  # no embedding, or one that was never trained
+            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
         weights = {
             name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()
         }
@@ -75,13 +78,6 @@ class FrozenModel:
 
         logp: Tensor = self.backoff.run(in_parts, len(completions))
         return logp
-
-    def _check_length(self, completions: Completions) -> None:
-        """Positions beyond the context have no embedding, or were never trained."""
-        lengths = completions.prompt_len + completions.completion_mask.sum(-1).amax(-1)
-        longest = int(lengths.max()) - 1  # the last token predicts nothing
-        if longest > self.model.shape.context:
-            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
 
     def encode_prompt(self, example: Example) -> list[int]:
         """The tokens of an example's prompt, or of its messages by the model's own template."""

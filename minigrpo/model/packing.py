@@ -84,15 +84,6 @@ def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
-def shared_rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows_of` for tokens that appear in several rows.
-
-    Their gradients are summed in float32 or wider; a bfloat16 sum would lose small terms.
-    """
-    wide = at_least_fp32(x) if x.requires_grad else x
-    return rows_of(wide, rows).to(x.dtype)
-
-
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
 
@@ -129,7 +120,9 @@ class CompletionRows:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
         share = q.shape[1] // k.shape[1]
-        k, v = shared_rows_of(k, self.keys), shared_rows_of(v, self.keys)
+        # gradients of tokens in several rows are summed: in bfloat16, small terms would be lost
+        wide = (at_least_fp32(x) if x.requires_grad else x for x in (k, v))
+        k, v = (rows_of(x, self.keys).to(q.dtype) for x in wide)
         return sdpa(rows_of(q, self.queries), k, v, mask=self._mask(q.dtype, share))
 
     def _mask(self, dtype: torch.dtype, share: int) -> Tensor:

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from .linear import Linear, linear
 from .logprobs import at_least_fp32, token_logprobs
 from .packing import Packing, sdpa
-from .shape import ModelShape, RopeScaling
+from .shape import ModelShape as ModelShape
 from .weights import Weights
-
-__all__ = ["ModelShape", "RopeScaling", "Transformer"]
 
 # The attention of one layer: its number, q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed
 # tokens, H heads of queries, K heads of keys and values (K divides H), heads of size E.

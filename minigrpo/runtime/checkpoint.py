@@ -150,10 +150,7 @@ def load_checkpoint(path: Path) -> State:
 
 
 def newest(folder: Path, warn: Callable[[str], object]) -> Path:
-    """The newest whole checkpoint; `warn` names those that are damaged.
-
-    Raises ConfigError if there is none.
-    """
+    """The newest whole checkpoint; `warn` names those that are damaged."""
     for path in checkpoints(folder)[::-1]:
         if is_whole(path):
             return path

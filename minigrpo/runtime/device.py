@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerAction
 from torch.utils.checkpoint import checkpoint
 
-from ..config import FIRST_PROFILED, LAST_PROFILED, Config, RunConfig, SpeedConfig
+from ..config import Config, RunConfig, SpeedConfig
 from ..model.transformer import Transformer
 from ..types import ConfigError
 
@@ -29,10 +29,7 @@ recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of --device. With auto or cuda, each local process gets a CUDA device of its own.
-
-    Raises ConfigError for a CUDA device that this machine does not have.
-    """
+    """The device of --device. With auto or cuda, each local process has its own CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
@@ -158,9 +155,8 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
-    """--profile: a trace of a few steps of the main process, in the run's folder."""
-    active = LAST_PROFILED - FIRST_PROFILED + 1
-    steps = torch.profiler.schedule(wait=FIRST_PROFILED - 2, warmup=1, active=active, repeat=1)
+    """--profile: a trace of the 4th to 6th step of the main process, in the run's folder."""
+    steps = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
     return torch.profiler.profile(
         schedule=steps if run.profile and is_main else lambda step: ProfilerAction.NONE,
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),

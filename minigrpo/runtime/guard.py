@@ -40,10 +40,6 @@ class NonFiniteGuard:
     halvings: int = 0  # of the learning rate; after the first, training continues in float32
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
 
-    def accept(self) -> None:
-        """Record a step with a finite loss and gradient."""
-        self.in_a_row = 0
-
     def skip(self, warn: Say) -> None:
         """Record a skipped step."""
         self.skipped += 1

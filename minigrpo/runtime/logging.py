@@ -38,12 +38,12 @@ def to_json(record: Record, indent: int | None = None) -> str:
 
 
 def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any]]:
-    """The objects in a log. A damaged line is left out with a warning.
+    """The objects in a log, none if there is no file. A damaged line is left out with a warning.
 
     The last line may be incomplete: a run is writing it, or was killed while it did.
     """
     records = []
-    lines = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -122,7 +122,7 @@ class RunLog:
 
 def _up_to(step: int, path: Path, warn: Warn) -> list[dict[str, Any]]:
     """The records of a log up to a step."""
-    records = read_jsonl(path, warn) if path.exists() else []
+    records = read_jsonl(path, warn)
     return [x for x in records if isinstance(x.get("step"), int) and x["step"] <= step]
 
 

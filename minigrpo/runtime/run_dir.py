@@ -153,18 +153,17 @@ class RunDir:
         def start() -> None:
             tracker = start_tracker(self.config, self.path)
             self.save_here(step, state, required=True)
-            write_text(self.path / RECORD, self._record())
+            # every setting, which --config reads, and the software and files of the run
+            found = {name: x for name, x in self.facts.items() if isinstance(x, str)}
+            settings = self.settings.model_dump(exclude_none=True)
+            record = tomli_w.dumps({**settings, "versions": found | self.versions})
+            write_text(self.path / RECORD, record)
             log.open(self.path, step, self.base, tracker)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
             self._write_trained_on()
 
         self.dist.on_main(start)
         return log
-
-    def _record(self) -> str:
-        """config.toml: every setting, and the software and files of the run. --config reads it."""
-        found = {name: x for name, x in self.facts.items() if isinstance(x, str)} | self.versions
-        return tomli_w.dumps({**self.settings.model_dump(exclude_none=True), "versions": found})
 
     def _write_trained_on(self) -> None:
         """Keep what this run and the run of --model are trained on, for honest evaluations."""

@@ -24,7 +24,7 @@ from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
 from ..types import Example, RewardTable, RolloutBatch
 from .logging import HELD_OUT, SAMPLES, Record, RunLog
-from .stats import Graded
+from .stats import Graded, means
 
 STEPS_BETWEEN = 10
 SHOWN = 32  # prompts per evaluation
@@ -59,7 +59,10 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
         if failed := failed + drawn.rewards.failures[part]:
             log.warn(f"evaluation at step {step}: {part} failed on {failed} completions")
     graded = {"greedy": greedy, "sampled": drawn}
-    means = {decoding: _means(x) for decoding, x in graded.items()}
+    by_example = {
+        decoding: {name: means(x) for name, x in found.measures.items()}
+        for decoding, found in graded.items()
+    }
     answers, samples = list[Record](), list[Record]()
     for i, example in enumerate(greedy.examples):
         answers.append(
@@ -69,7 +72,7 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
                 "prompt": example.prompt,
                 "truth": example.answer,
                 "completion": greedy.texts[i][0],
-                **{decoding: _known(found, i) for decoding, found in means.items()},
+                **{decoding: _known(found, i) for decoding, found in by_example.items()},
             }
         )
     for i, example in enumerate(greedy.examples[:SHOWN]):
@@ -85,12 +88,6 @@ def digest(example: Example) -> str:
     """Equal for examples that ask and are scored alike."""
     said = repr(replace(example, index=0))
     return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
-
-
-def _means(graded: Graded) -> dict[str, np.ndarray]:
-    """`[n]` means over the completions of each example; NaN where a measure concerns none."""
-    measures = {name: np.ma.masked_invalid(x) for name, x in graded.measures.items()}
-    return {name: x.mean(axis=1).filled(np.nan) for name, x in measures.items()}
 
 
 def _known(values: Mapping[str, np.ndarray], place: int | tuple[int, int]) -> dict[str, float]:

@@ -108,9 +108,14 @@ class Estimate:
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
+def means(values: np.ndarray) -> np.ndarray:
+    """`[n]` means of `[n, K]` values, K of each of n examples; NaN is left out."""
+    return torch.from_numpy(values).double().nanmean(1).numpy()
+
+
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean of `[n, K]` values, K of each of n examples; NaN is left out."""
-    each = torch.from_numpy(values).double().nanmean(1).numpy()
+    """The mean over the examples that have one."""
+    each = means(values)
     each = each[~np.isnan(each)]
     if not len(each):
         return Estimate(math.nan)
@@ -202,8 +207,6 @@ class Difference:
     low: float  # 95 % interval of the difference; NaN if there is none
     high: float
     p: float = math.nan  # NaN where the interval alone decides
-    lost: int = 0  # examples that the first gets right more often
-    won: int = 0
 
     @property
     def change(self) -> float:
@@ -230,8 +233,7 @@ def difference(first: np.ndarray, second: np.ndarray) -> Difference | None:
     found = Difference(len(x), float(x.mean()), float(y.mean()), *bootstrap(y - x))
     if not np.isin(known, (0, 1)).all():
         return found
-    lost, won = int((x > y).sum()), int((x < y).sum())
-    return replace(found, p=mcnemar(lost, won), lost=lost, won=won)
+    return replace(found, p=mcnemar(int((x > y).sum()), int((x < y).sum())))
 
 
 def mcnemar(lost: int, won: int) -> float:

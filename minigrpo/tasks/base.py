@@ -69,7 +69,7 @@ def sources(data: Data) -> list[Any]:
 
 
 def class_of(task: str | type) -> type:
-    """The class that --task names."""
+    """The class that --task names. A Python file is run: use only files that you trust."""
     if isinstance(task, type):
         return task
     if task in TASKS:
@@ -77,16 +77,11 @@ def class_of(task: str | type) -> type:
         return cast(type, getattr(importlib.import_module(f"{__package__}.{module}"), name))
     if not task.endswith(".py"):
         raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
-    return load_class_from_file(task)
-
-
-def load_class_from_file(path: str) -> type:
-    """The one task in a Python file, which is run: use only files that you trust."""
-    name = f"minigrpo_{Path(path).stem}"
-    values = runpy.run_path(path, run_name=name).values()
+    name = f"minigrpo_{Path(task).stem}"
+    values = runpy.run_path(task, run_name=name).values()
     found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
     if len(found) != 1:
-        raise ConfigError(f"--task {path}: needs one class with a method train, has {len(found)}")
+        raise ConfigError(f"--task {task}: needs one class with a method train, has {len(found)}")
     return cast(type, found[0])
 
 
@@ -180,16 +175,20 @@ class Generated(Task):
 class SourceTask(Task):
     """A task that has its examples from another one, and adds `parts` and `score`."""
 
+    def ask(self, example: Example) -> Example:
+        """The source's example as this task asks it."""
+        return example
+
     def __init__(self, source: Task) -> None:
         """`source`: a generator, or the rows of files (data.py); it scores nothing."""
         self.source, self.about = source, source.about
         self.num_held_out, self.questions = source.num_held_out, source.questions
 
     def train(self, number: int) -> Example:
-        return self.source.train(number)
+        return self.ask(self.source.train(number))
 
     def held_out(self, number: int) -> Example:
-        return self.source.held_out(number)
+        return self.ask(self.source.held_out(number))
 
     def longest(self, number: int) -> Sequence[Example]:
-        return self.source.longest(number)
+        return [self.ask(example) for example in self.source.longest(number)]

@@ -18,7 +18,7 @@ So nobody can be right more often than 1, 1/2, 1/5 or 1/10 of the time, the best
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -154,15 +154,6 @@ class Calibration(SourceTask):
             super().__init__(Prompts(seed, data, eval_data, chat, judge))
         self.speculate = self.source.speculate
 
-    def train(self, number: int) -> Example:
-        return self._asked(self.source.train(number))
-
-    def held_out(self, number: int) -> Example:
-        return self._asked(self.source.held_out(number))
-
-    def longest(self, number: int) -> Sequence[Example]:
-        return [self._asked(example) for example in self.source.longest(number)]
-
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         stated = parse(text, chat=bool(example.messages))
         if stated is None:
@@ -189,7 +180,7 @@ class Calibration(SourceTask):
         mean = float(confidence.mean())
         return {"brier_score": found.pop("brier"), **found, "mean_confidence": mean}
 
-    def _asked(self, example: Example) -> Example:
+    def ask(self, example: Example) -> Example:
         """The example with the request for the form, and with a true answer in that form."""
         messages = [*example.messages]
         if self.chat and not messages:

@@ -45,8 +45,7 @@ class ChessFiles(Rows):
             if not isinstance(path, Path):
                 raise ValueError("needs files, not rows")
             is_pgn = path.name.endswith((".pgn", ".pgn.gz"))
-            records: Iterator[Any] = games(path) if is_pgn else lines(path)
-            for number, record in enumerate(records, 1):
+            for number, record in enumerate(records_of(path, is_pgn), 1):
                 try:
                     rows += plies(record, self.history) if is_pgn else [parse_line(record)]
                 except ValueError as error:
@@ -71,14 +70,12 @@ def row_of(example: Example) -> Row:
     return Row(position_key(chess.Board(position_of(example)).fen()), example)
 
 
-def lines(path: Path) -> Iterator[str]:
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    return filter(None, map(str.strip, text.split("\n")))
-
-
-def games(path: Path) -> Iterator[chess.pgn.Game]:
+def records_of(path: Path, is_pgn: bool) -> Iterator[Any]:
+    """The games of a file, or its lines."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+        if not is_pgn:
+            yield from filter(None, map(str.strip, file))
         while (game := chess.pgn.read_game(file)) is not None:
             yield game
 

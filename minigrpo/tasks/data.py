@@ -10,7 +10,7 @@ import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,8 +52,6 @@ def read_rows(files: Files, parse: Parse) -> list[Row]:
     for place, given in chain.from_iterable(map(records_of, files)):
         try:
             record = json.loads(given.decode("utf-8-sig")) if isinstance(given, bytes) else given
-            # half of a surrogate pair ("\ud800") raises here, and not in a log
-            json.dumps(record, ensure_ascii=False, default=str).encode()
             question, example = parse(record)
             rows.append(Row(question_key(question), example))
         except Exception as error:  # KeyError, RecursionError: a line may hold anything
@@ -88,16 +86,13 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
     return default
 
 
-def parse_pair(record: Record) -> Row:
+def parse_pair(record: Record, default: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are."""
     record = as_chat(record)
-    return parse_question(record, text_of(record, ANSWERS))
+    return parse_question(record, text_of(record, ANSWERS, default))
 
 
-def parse_any(record: Record) -> Row:
-    """`parse_pair` of a row that may have no answer."""
-    record = as_chat(record)
-    return parse_question(record, text_of(record, ANSWERS, default=""))
+parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 
 def parse_question(record: Record, answer: str) -> Row:
@@ -177,10 +172,8 @@ class Rows(Task):
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
     def longest(self, number: int) -> Sequence[Example]:
-        def size(example: Example) -> int:
-            return len(f"{example.prompt}{example.messages}{example.answer}")
-
-        return sorted(self._train + self._held_out, key=size, reverse=True)[:number]
+        every = self._train + self._held_out
+        return sorted(every, key=lambda x: -len(f"{x.prompt}{x.messages}{x.answer}"))[:number]
 
 
 @lru_cache(maxsize=4)

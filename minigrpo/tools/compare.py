@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
-from ..runtime.console import Console
 from ..runtime.logging import HELD_OUT, read_jsonl
 from ..runtime.stats import SAMPLED, Difference, Estimate, difference, over_seeds
-from .runs import ENDS, Run, RunArguments, differing, draw, is_number, read_run
+from .runs import ENDS, Run, RunArguments, differing, draw, is_number, runs_of
 
 Setting = Sequence[Run]  # runs of one setting, by seed
 # of a run: measure -> place in the file and digest of the example -> value
@@ -85,9 +83,8 @@ def differences(first: Setting, second: Setting) -> dict[str, Difference]:
 
 def answers_of(run: Run) -> Answers:
     """The last answers of a run."""
-    file = run.folder / HELD_OUT
     found: Answers = defaultdict(dict)
-    for place, answer in enumerate(read_jsonl(file) if file.exists() else ()):
+    for place, answer in enumerate(read_jsonl(run.folder / HELD_OUT)):
         for how, ending in HOWS.items():
             measures = answer.get(how)
             for measure, x in measures.items() if isinstance(measures, dict) else ():
@@ -128,9 +125,7 @@ class Arguments(RunArguments):
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
-    console = Console()
-    runs = [read_run(folder, console.warn) for folder in arguments.runs]
+    arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
     settings = settings_of(runs, arguments.pool)
     sides = [flat(runs[0]) | dict(runs[0].versions) for runs in settings.values()]
     console.table("settings and software that differ", ("", *settings), differing(sides))

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import tyro
 
 from ..config import LOSS_NAMES
 from ..runtime.console import Console
 from ..runtime.stats import SAMPLED
-from .runs import Run, read_run
+from .runs import Run, runs_of
 from .runs import RunArguments as Arguments
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends
@@ -191,8 +190,7 @@ def show(console: Console, run: Run) -> None:
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
-    console = Console()
-    for folder in arguments.runs:
-        console.say(f"{folder}:")
-        show(console, read_run(folder, console.warn))
+    _, console, runs = runs_of(Arguments, argv, prog, __doc__)
+    for run in runs:
+        console.say(f"{run.name}:")
+        show(console, run)

@@ -19,6 +19,7 @@ from pydantic import Field
 from ..build import Objects, Say, make_model, make_scorer, make_task, make_tokenizer, resolve_task
 from ..config import Config, Group
 from ..evaluate import measure
+from ..rewards import RewardScorer
 from ..runtime.console import Console
 from ..runtime.device import autocast, pick_device, set_up_process
 from ..runtime.logging import to_json
@@ -39,10 +40,7 @@ class ModelArguments(Group):
 def parse(
     kind: type, argv: Sequence[str], prog: str, about: str | None = None
 ) -> tuple[Any, Config]:
-    """The command's own flags, and the settings of the run, or the defaults, with other flags.
-
-    Raises ConfigError, and exits for a flag that `minigrpo train` has not either.
-    """
+    """The command's own flags, and the settings of the run, or the defaults, with other flags."""
     found: tuple[Any, list[str]] = tyro.cli(
         kind, args=argv, prog=prog, description=about, return_unknown_args=True
     )
@@ -56,11 +54,14 @@ def parse(
     return arguments, resolve_task(Config.from_cli([*of_run, *flags], prog=prog))
 
 
-def task_for(config: Config, data: str) -> Task:
-    """The task of a config, with the files of --data held out whole. Raises ConfigError."""
-    if not data:
-        return make_task(config)
-    return make_task(config.replace(data="", eval_data=""), Objects(eval_data=data))
+def load(config: Config, data: str, warn: Say) -> tuple[Task, Sampler, RewardScorer]:
+    """The task of a config, with the files of --data held out whole, its model and its scorer."""
+    if data:
+        task = make_task(config.replace(data="", eval_data=""), Objects(eval_data=data))
+    else:
+        task = make_task(config)
+    sampler = load_sampler(config, warn, speculate=task.speculate)
+    return task, sampler, make_scorer(config, task, sampler.tokenizer, sampler.model.device, warn)
 
 
 def load_sampler(config: Config, warn: Say, *, speculate: bool = False) -> Sampler:
@@ -90,10 +91,8 @@ class Arguments(ModelArguments):
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
-    task = task_for(config, arguments.data)
+    task, sampler, scorer = load(config, arguments.data, console.warn)
     warn_of_known_questions(arguments.run, task, console.warn)
-    sampler = load_sampler(config, console.warn, speculate=task.speculate)
-    scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
     run = config.replace(eval_size=arguments.n).run
     record, *_ = measure(sampler, task, scorer, run)
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")

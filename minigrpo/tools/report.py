@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
-import tyro
 from jinja2 import Environment, FileSystemLoader
 
 from ..config import Config
-from ..runtime.console import Console
 from ..runtime.logging import SAMPLES, Record, read_jsonl
 from .doctor import diagnose
-from .runs import ENDS, Run, RunArguments, Warn, differing, draw, is_number, read_run
+from .runs import ENDS, Run, RunArguments, Warn, differing, draw, is_number, runs_of
 
 Figures = dict[str, list[tuple[str, str]]]  # section -> pairs of an SVG and a note
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
@@ -87,8 +85,7 @@ def changed_settings(runs: Sequence[Run]) -> list[list[str]]:
 
 def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
     """The last groups of training, and held-out prompts with their answers over the run."""
-    file = run.folder / SAMPLES
-    records = read_jsonl(file, warn) if file.exists() else []
+    records = read_jsonl(run.folder / SAMPLES, warn)
     found = {}
     for source, key in (("train", "step"), ("held_out", "prompt")):
         groups: dict[str, list[Record]] = {}
@@ -122,9 +119,7 @@ class Arguments(RunArguments):
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
-    console = Console()
-    runs = [read_run(folder, console.warn) for folder in arguments.runs]
+    arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
     html = render(runs, figures_of(runs), console.warn)
     arguments.out.write_text(html, encoding="utf-8", errors="replace")
     console.say(f"wrote {arguments.out} ({len(html) / 1e6:.1f} MB)")

@@ -18,6 +18,7 @@ import tyro
 from pydantic import Field
 
 from ..config import Config, Group
+from ..runtime.console import Console
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD
 from ..runtime.stats import SAMPLED, Estimate, headline, wilson
@@ -34,6 +35,15 @@ class RunArguments(Group):
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
     """Folders of runs."""
+
+
+def runs_of(
+    kind: type, argv: Sequence[str], prog: str, about: str | None
+) -> tuple[Any, Console, list["Run"]]:
+    """The flags of a command on runs, where it prints, and the runs."""
+    arguments: Any = tyro.cli(kind, args=argv, prog=prog, description=about)
+    console = Console()
+    return arguments, console, [read_run(folder, console.warn) for folder in arguments.runs]
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ def read_run(folder: Path, warn: Warn) -> Run:
 def _by_step(path: Path, warn: Warn) -> list[Record]:
     """The numbers in a log, one record per step, in order; of two with one step the last counts."""
     found = {}
-    for line in read_jsonl(path, warn) if path.exists() else ():
+    for line in read_jsonl(path, warn):
         if is_number(line.get("step")):
             found[line["step"]] = {name: x for name, x in line.items() if is_number(x)}
     return [found[step] for step in sorted(found)]

@@ -12,13 +12,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..build import make_scorer
 from ..evaluate import ask, drawing, grade, size_of
 from ..runtime.console import Console
 from ..runtime.stats import Graded
-from ..sampling.generate import Sampler
 from .cli import printable
-from .evaluate import ModelArguments, load_sampler, parse, task_for
+from .evaluate import ModelArguments, load, load_sampler, parse
 
 
 class Arguments(ModelArguments):
@@ -30,13 +28,6 @@ class Arguments(ModelArguments):
     """Without --prompt: the number of held-out examples."""
     n: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Completions to sample per prompt; 0: the greedy one."""
-
-
-def answer(console: Console, sampler: Sampler, arguments: Arguments) -> None:
-    """Print the completions of --prompt."""
-    found = ask(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
-    for text, is_whole in zip(*found, strict=True):
-        console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
 
 
 def show(console: Console, graded: Graded) -> None:
@@ -58,10 +49,11 @@ def main(argv: Sequence[str], prog: str) -> None:
     console = Console()
     if arguments.prompt:  # the task is of no interest, and its files may be gone
         config = config.replace(system="") if arguments.raw else config
-        answer(console, load_sampler(config, console.warn), arguments)
+        sampler = load_sampler(config, console.warn)
+        found = ask(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+        for text, is_whole in zip(*found, strict=True):
+            console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
-    task = task_for(config, arguments.data)
-    sampler = load_sampler(config, console.warn, speculate=task.speculate)
-    scorer = make_scorer(config, task, sampler.tokenizer, sampler.model.device, console.warn)
+    task, sampler, scorer = load(config, arguments.data, console.warn)
     examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
     show(console, grade(sampler, scorer, examples, **drawing(config, arguments.n)))
