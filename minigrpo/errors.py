@@ -66,5 +66,5 @@ def hint(name: str) -> str:
 
 def unknown_setting(name: str) -> ConfigError:
     """The error for a setting that there is not."""
-    here = f" (here: {hint(name)})" if hint(name) else ""
+    here = f"; in minigrpo: {hint(name)}" if hint(name) else ""
     return ConfigError(f"unknown setting: {name}{here}")

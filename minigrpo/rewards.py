@@ -56,12 +56,12 @@ class RewardFunction:
         arguments += [] if self.tokens else ["texts" if self.batched or self.grouped else "text"]
         signature = inspect.signature(self.function)
         try:
-            signature.bind(*arguments)
             if "completions" in signature.parameters:
-                raise TypeError("TRL's arguments are in example.fields (docs/trl.md)")
+                raise TypeError("TRL's columns are example.fields (docs/trl.md)")
+            signature.bind(*arguments)
         except TypeError as error:
             wanted = ", ".join(arguments)
-            raise ConfigError(f"reward {self.name}: must take ({wanted}): {error}") from None
+            raise ConfigError(f"reward {self.name}: must take ({wanted}); {error}") from None
 
     @property
     def name(self) -> str:

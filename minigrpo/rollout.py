@@ -24,7 +24,7 @@ from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .runtime.stats import has_ended, has_zero_variance
 from .sampling.generate import Sampler
-from .types import Completions, Example, RolloutBatch
+from .types import Completions, ConfigError, Example, RolloutBatch
 
 
 class SupervisedBatches:
@@ -74,6 +74,10 @@ class RolloutBatches:
         with self.timer.phase("data"):
             examples = self.examples.take(step)
         batch = self.roll_out(examples, step)
+        assert batch.rewards is not None
+        for name, failed in batch.rewards.failures.items():
+            if step == 0 and failed == batch.rewards.total.size:
+                raise ConfigError(f"reward {name} fails on all completions of the first step")
         if self.config.sampling.dynamic_sampling:
             metrics["frac_reward_zero_std/drawn"] = float(has_zero_variance(batch.rewards).mean())
             batch = self._replace_zero_variance(batch, step)

@@ -60,6 +60,7 @@ ONLY: dict[str, Metrics] = {
     "silent reward": {"rewards/check/mean": np.zeros(STEPS)},
     "failing reward": {"rewards/exact/failures": rare},
     "cut off": {"completions/clipped_ratio": between(0.1, 0.5)},
+    "flat reward": {"reward": between(0.5, 0.5)},
     "entropy collapse": {"entropy": between(0.5, 0.01)},
     "entropy explosion": {"entropy": between(0.5, 3)},
     "KL runs away": {"kl": np.geomspace(0.001, 5, STEPS)},

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from statistics import mean
 from typing import Any, TextIO
 
 from ..config import Config
@@ -36,6 +37,7 @@ class Console:
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
         self.quiet, self.rank = quiet or rank > 0, rank
         self.last_line = 0.0  # when the last line of progress was printed
+        self.recent: list[float] = []  # rewards or losses since then
         self.without_signal = dict.fromkeys(WATCHED, 0)  # steps in a row
 
     def say(self, text: str) -> None:
@@ -71,7 +73,8 @@ class Console:
         self.say(
             f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x "
             f"{'1 true answer' if config.supervised else group} per step, on "
-            f"{processes} x {model.device.type}; {parameters:.1f} M parameters"
+            f"{processes} x {model.device.type}; {parameters:.1f} M parameters; "
+            f"learning rate {config.optimizer.learning_rate:g}"
         )
         self.defaults(config)
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}
@@ -100,18 +103,19 @@ class Console:
         metrics: Mapping[str, float],
         evaluation: Mapping[str, float],
     ) -> None:
-        """Say where a run is: its reward or loss, the last evaluation, and the time left.
+        """Say where a run is: its mean reward or loss since the line before, and the time left.
 
         Warns once of a metric of WATCHED that has been bad for several steps in a row.
         """
-        now = time.monotonic()
+        now, name = time.monotonic(), "reward" if "reward" in metrics else "loss"
+        self.recent.append(metrics[name])
         if now - self.last_line >= SECONDS_BETWEEN_LINES or step == last_step:
-            self.last_line = now
-            name, success = "reward" if "reward" in metrics else "loss", headline(evaluation)
+            self.last_line, recent, self.recent = now, mean(self.recent), []
+            headed = headline(evaluation) + SAMPLED
             left = int((last_step - step) * metrics["step_time"])
             self.say(
-                f"step {step}/{last_step}  {name} {metrics[name]:.3f}  "
-                f"{success + SAMPLED} {evaluation.get(success + SAMPLED, math.nan):.3f}  "
+                f"step {step}/{last_step}  {name} {recent:.3f}  "
+                f"held out {headed} {evaluation.get(headed, math.nan):.3f}  "
                 f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
             )
         for name in self.without_signal:

@@ -74,7 +74,22 @@ def falls(values: Values, run: Run) -> bool:
     return best.value - last.value > 1.5 * half_widths
 
 
+def flat(values: Values, run: Run) -> bool:
+    """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
+    first, _, last = np.array_split(values, 3)
+    error = np.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+    return bool(values.any() and last.mean() - first.mean() <= 2 * error and not solved(run))
+
+
 RULES = (
+    Rule(
+        "failing reward",
+        "rewards/*/failures",
+        lambda values, run: values.any(),
+        "A reward function fails on some completions, which then get 0 from it.",
+        "The run's warnings name the first error. Mend the function, or raise its timeout_s.",
+        fewest=1,
+    ),
     Rule(
         "no signal",
         "frac_reward_zero_std",
@@ -92,12 +107,13 @@ RULES = (
         "Try it on a right answer. If it works, the model needs --loss nll on true answers first.",
     ),
     Rule(
-        "failing reward",
-        "rewards/*/failures",
-        lambda values, run: values.any(),
-        "A reward function fails on some completions, which then get 0 from it.",
-        "The run's warnings name the first error. Mend the function, or raise its timeout_s.",
-        fewest=1,
+        "flat reward",
+        "reward",
+        flat,
+        "The reward has not risen.",
+        "Look at samples.jsonl: are any completions better than others? Then try three times the "
+        "--learning-rate, more --prompts-per-step, or more steps.",
+        fewest=100,
     ),
     Rule(
         "cut off",

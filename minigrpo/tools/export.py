@@ -16,6 +16,7 @@ from ..model.hf import read_json, save_model_folder
 from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG, Tokenizer
 from ..runtime.console import Console
 from ..runtime.run_dir import TRAINED_ON
+from ..types import ConfigError
 from .evaluate import ModelArguments, parse
 
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str], prog: str) -> None:
     console, out = Console(), arguments.out
     tokenizer = make_tokenizer(config)
     model = make_model(config, tokenizer, say=console.warn)
+    if out.exists():
+        raise ConfigError(f"--out {out}: is there already; name a new folder")
     out.mkdir(parents=True)
     save_model_folder(model, out)
     write_tokenizer(tokenizer, out)

@@ -78,8 +78,11 @@ def figures_of(runs: Sequence[Run]) -> Figures:
 
 def changed_settings(runs: Sequence[Run]) -> list[list[str]]:
     """A setting or version, its default for the first run's task, and its value in each run."""
-    task = runs[0].config.task
-    default = Config.of(task=task.name, data=task.data).flat()
+    flat = runs[0].config.flat()
+    default = Config.of(
+        **{name: flat[name] for name in ("task", "data", "model", "lora_rank")}
+    ).flat()
+    default["model"] = Config().model.name
     return differing([default, *(dict(run.versions) | run.config.flat() for run in runs)])
 
 
