@@ -77,7 +77,7 @@ def test_the_published_split_holds(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_problem_is_refused(tmp_path: Path) -> None:
     broken: list[dict[str, Any]] = [
-        *({"text": ""}, {"text": None}, {"code": 7}, {"test_list": []}, {"test_setup_code": 1}),
+        *({"text": ""}, {"text": None}, {"code": [7]}, {"test_list": []}, {"test_setup_code": 1}),
         *(
             {"test_list": "assert f(1)"},
             {"test_list": ["assert f("]},
