@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, read_toml
-from .defaults import MEDIUM, Size, settings_for
+from .defaults import Size
 from .evaluate import ask
 from .model.transformer import Transformer
 from .runtime.distributed import DistContext
 from .runtime.logging import EVALUATIONS, METRICS, read_jsonl
+from .tools.train import fit
 from .trainer import Callback, Trainer
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -55,20 +56,11 @@ def train(
     objects = {name: x for name, x in given.items() if x is not None and name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}
     if isinstance(model, Transformer):
-        chosen = {**fitting(model, Config.of(**chosen)), **chosen}
+        chosen = Config.of(**chosen).fitting(Size.of(model)) | chosen
     trainer = Trainer(
         Config.of(**chosen), dist=processes(), quiet=quiet, callbacks=callbacks, **objects
     )
-    return TrainedRun(trainer, trainer.fit())
-
-
-def fitting(model: Transformer, config: Config) -> Mapping[str, Any]:
-    """The defaults for a model of this size; a small one keeps those of the shipped models."""
-    size = Size(sum(x.numel() for x in model.parameters()), model.shape.context)
-    if size.parameters < MEDIUM:
-        return {}
-    lora, device = config.model.lora_rank > 0, config.speed.device
-    return settings_for(size, lora=lora, supervised=config.supervised, device=device)
+    return TrainedRun(trainer, fit(trainer))
 
 
 @cache

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .defaults import settings_for, size_of
+from .defaults import Size, settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
 from .task_table import settings_of_task
 
@@ -26,7 +26,8 @@ LOSS_NAMES = (
     *("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo"),
     "nll",
 )
-OWN_LOSS = re.compile(r".+\.py:\w+|python:.+")  # in a file, or an object of the caller's
+# of the table, in a file, or an object of the caller's
+LOSS = rf"^({'|'.join(LOSS_NAMES)}|.+\.py:\w+|python:.+)$"
 
 
 def read_pairs(value: Any) -> Any:
@@ -45,13 +46,6 @@ AsPairs = tyro.constructors.PrimitiveConstructorSpec(
 )
 Texts = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
 Weights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
-
-
-def check_loss(name: str) -> str:
-    """A name of the table, or FILE.py:NAME."""
-    if name not in LOSS_NAMES and not OWN_LOSS.fullmatch(name):
-        raise ValueError(f"must be one of {', '.join(LOSS_NAMES)}, or FILE.py:NAME")
-    return name
 
 
 class Group(BaseModel):
@@ -122,7 +116,7 @@ class SamplingConfig(Group):
 class LossConfig(Group):
     """What is minimised."""
 
-    name: Annotated[str, AfterValidator(check_loss), tyro.conf.arg(name="loss")] = "grpo"
+    name: Annotated[str, Field(pattern=LOSS), tyro.conf.arg(name="loss")] = "grpo"
     """A loss of losses.py (nll: supervised fine-tuning on true answers), or FILE.py:NAME."""
     clip_low: float | None = Field(None, ge=0)
     """The ratio is clipped at 1 - this; unset: the loss's default."""
@@ -253,10 +247,6 @@ class Config(Group):
         """The config itself. Raises ConfigError for settings that do not go together."""
         if self.sampling.group_size < 2 and not self.supervised:
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
-        default = "mean" if self.loss.name == "maxrl" else "group"
-        scale = default if self.loss.scale == "auto" else self.loss.scale
-        if scale == "mean" and (self.loss.overlong == "punish" or self.loss.kl == "k1_reward"):
-            raise ConfigError("--scale mean (maxrl) divides by rewards, which may not be negative")
         if self.loss.reference and not self.loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:
@@ -317,10 +307,13 @@ class Config(Group):
         own = settings_of_task(task.name, bool(task.data), published=size is not None)
         found: dict[str, Mapping[str, Any]] = {f"for --task {task.name}": own}
         if size:
-            adapters, device = self.model.lora_rank > 0, self.speed.device
-            fit = settings_for(size, lora=adapters, supervised=self.supervised, device=device)
-            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = fit
+            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = self.fitting(size)
         return found
+
+    def fitting(self, size: Size) -> dict[str, Any]:
+        """The defaults for a published model of this size, by flat name."""
+        lora, device = self.model.lora_rank > 0, self.speed.device
+        return settings_for(size, lora=lora, supervised=self.supervised, device=device)
 
     @classmethod
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:

@@ -24,6 +24,11 @@ class Size(NamedTuple):
     parameters: int
     context: int
 
+    @classmethod
+    def of(cls, model: Any) -> "Size":
+        """That of a Transformer."""
+        return cls(sum(x.numel() for x in model.parameters()), model.shape.context)
+
 
 def size_of(model: str) -> Size | None:
     """The size of a published model.
@@ -44,8 +49,7 @@ def size_of(model: str) -> Size | None:
         from .model.transformer import Transformer
 
         shape = read_model_shape(hub_folder(model, weights=False))
-        weights = Transformer.empty(shape, device="meta").parameters()
-        return Size(sum(x.numel() for x in weights), shape.context)
+        return Size.of(Transformer.empty(shape, device="meta"))
     except Exception:
         return None
 

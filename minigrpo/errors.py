@@ -3,20 +3,18 @@
 This module imports no torch, so that settings are read and refused without waiting for it.
 """
 
-from fnmatch import fnmatchcase
-
 
 class ConfigError(ValueError):
     """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
 
 
-# A word of TRL (of GRPOConfig, GRPOTrainer or its command line) or a pattern -> what is here
+# A word of TRL (of GRPOConfig, GRPOTrainer or its command line) -> what is here
 # instead. docs/trl.md has the same rows. Words that mean the same here have none.
 TRL_WORDS = {
     "model_name_or_path": "--model",
     "processing_class": "--tokenizer",
     "eval_dataset": "--eval-data",
-    "*dataset*": "--data FILE.jsonl, or from Python rows",
+    "train_dataset": "--data FILE.jsonl, or from Python rows",
     "reward_funcs": "--rewards FILE.py, or from Python functions",
     "num_generations": "--group-size",
     "max_completion_length": "--max-new-tokens",
@@ -32,13 +30,13 @@ TRL_WORDS = {
     "warmup_ratio": "--warmup-steps",
     "max_grad_norm": "--grad-clip",
     "beta": "--kl-coef",
-    "*ref_model": "--kl-coef: the reference is the model at the start, or --reference MODEL",
+    "ref_model": "--kl-coef: the reference is the model at the start, or --reference MODEL",
     "epsilon": "--clip-low",
     "epsilon_high": "--clip-high",
     "loss_type": "--loss",
     "scale_rewards": "--scale group, batch or none",
     "mask_truncated_completions": "--overlong mask",
-    "*vllm*": "not needed: it samples with the weights that it trains, without a server",
+    "use_vllm": "not needed: it samples with the weights that it trains, without a server",
     "use_peft": "--lora-rank 16",
     "peft_config": "--lora-rank, --lora-alpha, --lora-targets",
     "lora_r": "--lora-rank",
@@ -61,7 +59,7 @@ TRL_WORDS = {
 def hint(name: str) -> str:
     """What is here instead of TRL's `num_generations`, or of `--num-generations`; "" of others."""
     word = name.lstrip("-").replace("-", "_")
-    return next((here for pattern, here in TRL_WORDS.items() if fnmatchcase(word, pattern)), "")
+    return TRL_WORDS.get(word, "")
 
 
 def unknown_setting(name: str) -> ConfigError:

@@ -16,19 +16,6 @@ from ..task import Task
 from .stats import SAMPLED, Estimate, headline
 
 SECONDS_BETWEEN_LINES = 15.0  # of progress
-STEPS_WITHOUT_SIGNAL = 20  # in a row, before a warning
-WATCHED = {  # metric -> the least value that is a problem, and the warning
-    "frac_reward_zero_std": (
-        1.0,
-        "all completions of each prompt had equal rewards, so nothing is learnt. A model that "
-        "never gets anything right needs --loss nll (SFT on true answers) first",
-    ),
-    "completions/clipped_ratio": (
-        0.5,
-        "at least half of the completions were cut off at --max-new-tokens, and scored by half a "
-        "text. Raise it; a model that never ends needs --loss nll (SFT on true answers) first",
-    ),
-}
 
 
 class Console:
@@ -38,7 +25,6 @@ class Console:
         self.quiet, self.rank = quiet or rank > 0, rank
         self.last_line = 0.0  # when the last line of progress was printed
         self.recent: list[float] = []  # rewards or losses since then
-        self.without_signal = dict.fromkeys(WATCHED, 0)  # steps in a row
 
     def say(self, text: str) -> None:
         if not self.quiet:
@@ -82,8 +68,6 @@ class Console:
         self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
         paid = [f"{x:g} x {name}" for name, x in weights.items() if x]
         self.say(f"reward: {' + '.join(paid) or 'none'}")
-        if not paid:  # a KL, or a loss of the user's, teaches alone
-            self.without_signal.pop("frac_reward_zero_std", None)
         if task.about:
             self.say(f"task: {task.about}")
 
@@ -103,10 +87,7 @@ class Console:
         metrics: Mapping[str, float],
         evaluation: Mapping[str, float],
     ) -> None:
-        """Say where a run is: its mean reward or loss since the line before, and the time left.
-
-        Warns once of a metric of WATCHED that has been bad for several steps in a row.
-        """
+        """Say where a run is: its mean reward or loss since the line before, and the time left."""
         now, name = time.monotonic(), "reward" if "reward" in metrics else "loss"
         self.recent.append(metrics[name])
         if now - self.last_line >= SECONDS_BETWEEN_LINES or step == last_step:
@@ -118,12 +99,6 @@ class Console:
                 f"held out {headed} {evaluation.get(headed, math.nan):.3f}  "
                 f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
             )
-        for name in self.without_signal:
-            least, words = WATCHED[name]
-            is_bad = metrics.get(name, 0.0) >= least
-            self.without_signal[name] = self.without_signal[name] + 1 if is_bad else 0
-            if self.without_signal[name] == STEPS_WITHOUT_SIGNAL and not self.rank:
-                self.warn(f"for {STEPS_WITHOUT_SIGNAL} steps {words}")
 
     def evaluation(self, step: int, found: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..build import add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
+from ..defaults import Size
 from ..model.encoding import encode_prompts
 from ..model.hf import hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
@@ -107,8 +108,7 @@ def reference_of(config: Config, base: float) -> float:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
     shape = shape_of(config.replace(model=config.loss.reference))
     matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
-    weights = Transformer.empty(shape, device="meta").parameters()
-    return sum(x.numel() * (matrix if x.dim() >= 2 else FLOAT) for x in weights)
+    return matrix * Size.of(Transformer.empty(shape, device="meta")).parameters
 
 
 def peak_of(parts: Mapping[str, float]) -> float:

@@ -4,8 +4,9 @@ Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ..config import Config
 from ..runtime.distributed import DistContext
@@ -16,17 +17,22 @@ from . import doctor
 from .runs import read_run
 
 
+def fit(trainer: Trainer) -> Mapping[str, Any]:
+    """Train, and print what the doctor finds; return the contents of summary.json."""
+    summary, console = trainer.fit(), trainer.console
+    if trainer.dist.is_main:
+        with suppress(ConfigError):  # a full disk may have left no metrics
+            doctor.show(console, read_run(trainer.run_dir.path, console.warn))
+    return summary
+
+
 def main(argv: Sequence[str], prog: str) -> None:
     """Train with the given flags; a run that fails, such as by diverging, exits with code 1."""
     config = Config.from_cli(argv, prog=prog)
     dist = DistContext.from_env()
     trainer = Trainer(config, dist=dist)
     try:
-        trainer.fit()
+        fit(trainer)
     except RunFailed as error:
         sys.exit(f"error: {error}")
-    if dist.is_main:
-        console, folder = trainer.console, trainer.run_dir.path
-        with suppress(ConfigError):  # a full disk may have left no metrics
-            doctor.show(console, read_run(folder, console.warn))
     dist.close()
