@@ -9,9 +9,11 @@ from typing import Any
 from .config import Config, read_toml
 from .defaults import Size
 from .evaluate import ask
+from .model.encoding import messages_of
 from .model.transformer import Transformer
 from .runtime.distributed import DistContext
 from .runtime.logging import EVALUATIONS, METRICS, read_jsonl
+from .runtime.signals import REASONS
 from .tools.train import fit
 from .trainer import Callback, Trainer
 
@@ -48,7 +50,8 @@ def train(
         config: a TOML file or a preset; `settings` override it.
         quiet: print warnings only.
 
-    Raises ConfigError for bad input, before the run starts, and RunFailed if it cannot go on.
+    Raises ConfigError for bad input, before the run starts, RunFailed if it cannot go on, and
+    KeyboardInterrupt after Ctrl-C, when the run is saved.
     """
     given = {"model": model, "data": data, "eval_data": eval_data}
     given |= {"task": task, "rewards": rewards, "loss": loss}
@@ -60,7 +63,10 @@ def train(
     trainer = Trainer(
         Config.of(**chosen), dist=processes(), quiet=quiet, callbacks=callbacks, **objects
     )
-    return TrainedRun(trainer, fit(trainer))
+    summary = fit(trainer)
+    if summary["exit_reason"] in REASONS[1:]:  # the rest of the script must not go on
+        raise KeyboardInterrupt(f"{summary['exit_reason']}: saved in {trainer.run_dir.path}")
+    return TrainedRun(trainer, summary)
 
 
 @cache
@@ -109,6 +115,8 @@ class TrainedRun:
     def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> list[str]:
         """Sample n completions of a prompt with the run's settings.
 
-        A text is a user's message if the model has a chat template, as for `minigrpo sample`.
+        A text is a user's message if the run's prompts are messages.
         """
-        return ask(self.trainer.sampler, prompt, n)[0]
+        sampler, task = self.trainer.sampler, self.trainer.task
+        raw = not messages_of(sampler.tokenizer, task.held_out(0))
+        return ask(sampler, prompt, n, raw=raw)[0]

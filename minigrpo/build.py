@@ -90,7 +90,7 @@ class Objects:
             if (value := getattr(self, field.name)) is None:
                 continue
             if field.name == "rewards":
-                text = ",".join(function.name for function in value)
+                text = ",".join(f"{function.weight:g} x {function.name}" for function in value)
             elif isinstance(value, list):
                 text = hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
             else:

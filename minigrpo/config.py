@@ -321,7 +321,7 @@ class Config(Group):
         known = places()
         for name in settings:
             if name not in known:
-                raise unknown_setting(name)
+                raise unknown_setting(name, known)
         groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
         for name, value in settings.items():
             group, field = known[name]

@@ -3,6 +3,9 @@
 This module imports no torch, so that settings are read and refused without waiting for it.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ConfigError(ValueError):
     """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
@@ -62,7 +65,7 @@ def hint(name: str) -> str:
     return TRL_WORDS.get(word, "")
 
 
-def unknown_setting(name: str) -> ConfigError:
+def unknown_setting(name: str, known: Iterable[str] = ()) -> ConfigError:
     """The error for a setting that there is not."""
-    here = f"; in minigrpo: {hint(name)}" if hint(name) else ""
-    return ConfigError(f"unknown setting: {name}{here}")
+    here = hint(name) or " or ".join(get_close_matches(name, known))
+    return ConfigError(f"unknown setting: {name}{here and f'; in minigrpo: {here}'}")

@@ -159,7 +159,7 @@ class RewardScorer:
         for name in {*self.names, *self.weights}:
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 names = ", ".join(self.names)
-                raise ConfigError(f"reward {name}: is no name, or not the name of one of {names}")
+                raise ConfigError(f"reward {name}: each needs a __name__ of its own, got {names}")
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.success = next((f.name for f in functions if f.success), task.success)
         self.functions = [function for function in functions if not function.tokens]

@@ -102,7 +102,7 @@ def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
     flags = re.findall("--([a-z0-9-]+)", " ".join(TRL_WORDS.values()))
     assert {flag.replace("-", "_") for flag in flags} <= places().keys()
     (tmp_path / "trl.toml").write_text("num_generations = 8\n")
-    for words in (["--num-generations", "8"], ["--vllm_mode=x"], ["--config", "trl.toml"]):
+    for words in (["--num-generations", "8"], ["--use_vllm=x"], ["--config", "trl.toml"]):
         with pytest.raises(ConfigError), contextlib.chdir(tmp_path):
             Config.from_cli(words)
     with pytest.raises(ConfigError, match="--group-size"):

@@ -161,8 +161,7 @@ BAD_LINES = [
     '{"messages": [{"role": "user"}], "answer": "b"}',
     '{"messages": [{"role": "user", "content": 1}], "answer": "b"}',
     '{"messages": [{"role": "system", "content": "a"}], "answer": "b"}',
-    '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],'
-    ' "answer": "b"}',
+    '{"messages": [{"role": "assistant", "content": "b"}]}',
     b"\xff\xfe",
 ]
 
@@ -221,12 +220,13 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
         ({"prompt": [USER], "solution": 4}, "4"),
         ({"prompt": [USER], "completion": [FOUR], "level": 2}, "4"),
         ({"messages": [USER, FOUR]}, "4"),
+        ({"messages": (USER, FOUR), "answer": "four"}, "four"),
         ({"messages": [PARTS], "answer": "four"}, "four"),
     ]:
         question, example = parse_pair(row)
         assert (question, example.answer) == ("2+2?", answer)
         assert example.messages == (USER,)
-        assert example.fields.get("level") == row.get("level")
+        assert example.fields == row
     for row in ({"prompt": [USER]}, {"prompt": "2+2?"}):
         assert parse_any(row).question == "2+2?" and parse_any(row).example.answer == ""
         with pytest.raises(ValueError):

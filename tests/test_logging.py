@@ -1,7 +1,6 @@
 """A run's logs: what is written, what a resume keeps, and what a full disk or a tracker may do."""
 
 import errno
-import io
 import json
 import resource
 import subprocess
@@ -334,13 +333,3 @@ def test_a_reader_that_leaves_does_not_end_the_program() -> None:
         process.stdout.close()
         errors = process.stderr.read()
         assert process.wait() == 0 and errors.count(b"\n") == 1
-
-
-def test_a_run_without_signal_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    console, said = Console(quiet=True), list[str]()
-    monkeypatch.setattr(console, "warn", said.append)
-    usual = {"step_time": 1.0, "reward": 0.0}
-    for step in range(1, 50):
-        console.update(step, 50, {**usual, "frac_reward_zero_std": float(step != 5)}, {})
-    assert len(said) == 1

@@ -129,6 +129,7 @@ class Console:
         if status == "stopped":
             self.say(
                 f"continue: minigrpo train --config {run}/config.toml --out-dir {run} --resume auto"
+                " (of a script: run it again with resume='auto')"
             )
         else:
             ends = summary["first_evaluation"], summary["last_evaluation"]

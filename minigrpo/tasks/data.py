@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,9 +78,9 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
     """
     for key in keys:
         value = record.get(key)
-        if isinstance(value, str | int) or (isinstance(value, float) and value == value):
+        if isinstance(value, str) or (isinstance(value, Real) and value == value):
             return str(value)
-        if not (value is None or isinstance(value, float)):
+        if not (value is None or isinstance(value, Real)):
             raise ValueError(f"{key} must be a text or a number, got {value!r:.60}")
     if default is None:
         raise ValueError(f"needs a text under {' or '.join(keys)}")
@@ -88,8 +89,9 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
 
 def parse_pair(record: Record, default: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are."""
-    record = as_chat(record)
-    return parse_question(record, text_of(record, ANSWERS, default))
+    keys = [key for key in ANSWERS if not is_chat(record.get(key))]
+    said = chat_of(record)[1]
+    return parse_question(record, text_of(record, keys, default if said is None else said))
 
 
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
@@ -97,28 +99,26 @@ parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 def parse_question(record: Record, answer: str) -> Row:
     """The row of a line whose answer is known."""
-    record = as_chat(record)
-    messages = tuple(record.get("messages") or ())
-    if messages and messages[-1]["role"] == "assistant":
-        raise ValueError("there is an answer, and the last message is the assistant's too")
+    messages, _ = chat_of(record)
     question = question_of(messages) or text_of(record, QUESTIONS)
-    return Row(question, Example(question, answer, messages=messages, fields=record))
+    return Row(question, Example(question, answer, messages=tuple(messages), fields=record))
 
 
-def as_chat(record: Record) -> Record:
-    """A row in which `messages` is the chat up to the answer, if the row holds a chat.
+def chat_of(record: Record) -> tuple[list[dict[str, Any]], str | None]:
+    """The messages of a row up to its answer; and the answer, if the last one is the assistant's.
 
-    It may stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). If
-    there is no other answer, it is the assistant's last message.
+    They stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's).
     """
-    lists = {key: record[key] for key in CHATS if isinstance(record.get(key), list)}
-    chat = [as_templates_write(message) for part in lists.values() for message in part]
-    if not chat:
-        return record
-    found = {key: x for key, x in record.items() if key not in lists}
-    if chat[-1]["role"] == "assistant" and all(found.get(key) is None for key in ANSWERS):
-        found["answer"] = chat.pop()["content"]
-    return {**found, "messages": chat}
+    parts = [record[key] for key in CHATS if is_chat(record.get(key))]
+    chat = [as_templates_write(message) for part in parts for message in part]
+    said = chat.pop()["content"] if chat and chat[-1]["role"] == "assistant" else None
+    return chat, said
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, as JSON or Arrow has it."""
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    return is_list and all(isinstance(message, Mapping) for message in value)
 
 
 def as_templates_write(message: Record) -> dict[str, Any]:
@@ -152,7 +152,8 @@ class Rows(Task):
         self.num_held_out = len(first)
         self.about = f"{len(train)} of {len(rows)} rows, {len(first)} questions held out"
         if not first or (data and not train):
-            raise ConfigError(f"--data: {self.about}; each needs at least one")
+            said = "two different questions at least, or --eval-data, are needed"
+            raise ConfigError(f"--data: {self.about}; {said}")
         self.questions = _hashes(row.question for row in train), _hashes(first)
 
     def read(self, files: Files) -> list[Row]:

@@ -10,9 +10,7 @@ exit code 2. Any other error, such as one of a user's function, keeps its traceb
 
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,20 +27,35 @@ COMMANDS = {
     "plan": "estimate the memory of a training step, by parts",
     "benchmark": "measure the gain of each speed layer on this machine",
 }
-# the settings that most runs need, for --help; --help all has the others
-SHORT = (
-    *("model", "data", "task", "rewards", "loss", "max_steps", "prompts_per_step", "group_size"),
-    *("max_new_tokens", "learning_rate", "lora_rank", "out_dir"),
-)
-OWN_JOB = "--model Qwen/Qwen2.5-0.5B-Instruct --data rows.jsonl --rewards rewards.py"
-EXAMPLES = {
-    "train": {
-        "the demo of a model that ships": "",
-        "a model, rows and rewards of your own": f"{OWN_JOB} --out-dir runs/a",
-        "go on after a stop": "--config runs/a/config.toml --out-dir runs/a --resume auto",
-    },
-    "plan": {"a model, rows and rewards of your own": OWN_JOB},
-}
+# of train and plan; tests hold the defaults in it equal to those of config.py
+HELP = """usage: START [--config FILE.toml] [flags]
+
+ABOUT
+
+  --model shipped         a folder, ORG/NAME, a run, shipped (the demo's) or scratch
+  --data                  rows to train on: .jsonl files; for chess also .pgn, .pgn.gz and .txt
+  --task auto             prompts (your rows), math, code, .. or FILE.py: docs/tasks.md
+  --rewards               FILE.py with reward functions, decorated with @minigrpo.reward
+  --loss grpo             dapo, dr_grpo, .., nll (supervised fine-tuning) or FILE.py:NAME
+  --max-steps 350         steps to train for; the learning rate decays over them
+  --prompts-per-step 16   prompts per step, over all processes
+  --group-size 16         completions per prompt
+  --max-new-tokens 96     longest completion in tokens, end of text included
+  --learning-rate 0.0006  peak learning rate
+  --lora-rank 0           train adapters of this rank beside frozen weights; 0: all weights
+  --out-dir               the run's folder; empty: runs/<time>-<loss>
+
+A task and a published model bring other defaults: docs/models.md.
+
+  # the demo of a model that ships
+  START
+  # a model, rows and rewards of your own
+  START --model Qwen/Qwen2.5-0.5B-Instruct --data rows.jsonl --rewards rewards.py \\
+      --out-dir runs/a
+  # go on after a stop
+  START --config runs/a/config.toml --out-dir runs/a --resume auto
+
+START --help all lists every setting, by group."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,7 +80,7 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
     """Run a command; bad input ends the process with one line on stderr and exit code 2."""
     os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     try:
-        if name in EXAMPLES and {"-h", "--help"} & {*argv}:
+        if name in ("train", "plan") and {"-h", "--help"} & {*argv}:
             show_help(name, argv, prog)
             return
         _module(name).main(list(argv), prog)
@@ -83,25 +96,12 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
 
 def show_help(name: str, argv: Sequence[str], prog: str) -> None:
     """Print the settings that most runs need, and examples; with `--help all` every setting."""
-    from ..config import Config, places
-
     if "all" in argv:
+        from ..config import Config
+
         Config.from_cli(["--help"], prog=prog)
     start = f"python {prog}" if prog.endswith(".py") else prog
-    fill = partial(textwrap.wrap, width=96, break_on_hyphens=False)
-    lines = [f"usage: {start} [--config FILE.toml] [flags]", "", COMMANDS[name], ""]
-    for setting in SHORT:
-        group, field = places()[setting]
-        values = getattr(Config(), group)
-        flag = f"  --{setting.replace('_', '-')} {getattr(values, field)}"
-        about = type(values).model_fields[field].description or ""
-        lines += fill(f"{flag:<26}{about}", subsequent_indent=" " * 26)
-    lines += ["", "A task and a published model bring other defaults: docs/models.md.", ""]
-    for what, flags in EXAMPLES[name].items():
-        command = fill(f"  {start} {flags}", subsequent_indent="      ")
-        lines += [f"  # {what}", *" \\\n".join(command).split("\n")]
-    lines += ["", f"{start} --help all lists every setting, by group."]
-    print(*lines, sep="\n")
+    print(HELP.replace("START", start).replace("ABOUT", COMMANDS[name]))
 
 
 def fail(text: str) -> NoReturn:
