@@ -1,10 +1,12 @@
 """`minigrpo.train`: objects in place of names and files, and the run that it returns."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from safetensors.torch import load_file
 import minigrpo
 from minigrpo.build import NO_OBJECTS, Objects, resolve_task
 from minigrpo.config import Config
+from minigrpo.defaults import Size
+from minigrpo.model.transformer import ModelShape
 from minigrpo.runtime.stats import Graded, headline
 from minigrpo.tools.cli import main
 from minigrpo.tools.doctor import diagnose
@@ -84,7 +88,8 @@ def test_a_resume_needs_the_objects_again_and_is_bit_equal(
         )
 
     assert go(stop_after=2).summary["status"] == "stopped"
-    for changed in ({"data": ROWS[1:]}, {"rewards": [digits]}):
+    heavier = minigrpo.reward(weight=5)(solved.function)
+    for changed in ({"data": ROWS[1:]}, {"rewards": [digits]}, {"rewards": [digits, heavier]}):
         with pytest.raises(ConfigError):
             go(resume="auto", **changed)
     flags = ["--config", f"{tmp_path}/config.toml", "--out-dir", str(tmp_path), "--resume", "auto"]
@@ -164,6 +169,38 @@ def test_rewards_are_any_callables_of_the_right_form() -> None:
     for function, options in ((wrong[0], {}), (wrong[1], {}), (made.function, {"tokens": True})):
         with pytest.raises(ConfigError):
             minigrpo.reward(**options)(function)
+
+
+def test_a_reward_that_never_works_ends_the_run(model: str, tmp_path: Path) -> None:
+    def broken(example: Example, text: str) -> float:
+        return float(example.fields["no such column"])
+
+    with pytest.raises(ConfigError):
+        minigrpo.train(
+            model=model, data=ROWS, rewards=[digits, broken], out_dir=str(tmp_path), **SIZES
+        )
+
+
+def test_ctrl_c_ends_the_script_when_the_run_is_saved(model: str, tmp_path: Path) -> None:
+    def interrupt(step: int, metrics: Mapping[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    job = {"model": model, "data": ROWS, "rewards": digits, "out_dir": str(tmp_path), **SIZES}
+    with pytest.raises(KeyboardInterrupt):
+        minigrpo.train(**job, callbacks=[interrupt])
+    assert (tmp_path / "checkpoints" / "step_000001").is_dir()
+    assert minigrpo.train(**job, resume="auto").summary["step"] == 4
+
+
+def test_a_transformer_gets_the_defaults_of_its_size() -> None:
+    class Large:
+        shape = ModelShape(10, 4096)
+
+        def parameters(self) -> list[Any]:
+            return [SimpleNamespace(numel=lambda: 500_000_000)]
+
+    fitted = Config.of(lora_rank=4).fitting(Size.of(Large()))
+    assert fitted["learning_rate"] == 1e-5 and fitted["max_new_tokens"] == 512
 
 
 SCRIPT = """
