@@ -99,7 +99,7 @@ class Objects:
         return found
 
     def get(self, config: Config, name: str) -> Any:
-        """The object of this name, or else the setting. Raises ConfigError if both are missing."""
+        """The object of this name, or else the setting. Raises ConfigError for one that is gone."""
         if (value := getattr(self, name)) is not None:
             return value
         setting = config.flat()[name]

@@ -63,10 +63,12 @@ def ask(
 
     A text is a user's message if the model has a chat template, unless it is `raw`.
     """
-    messages = () if isinstance(prompt, str) else tuple(prompt)
-    if isinstance(prompt, str) and sampler.tokenizer.chat and not raw:
-        messages = ({"role": "user", "content": prompt},)
-    example = Example("" if messages else str(prompt), messages=messages)
+    if not isinstance(prompt, str):
+        example = Example("", messages=tuple(prompt))
+    elif sampler.tokenizer.chat and not raw:
+        example = Example(prompt, messages=({"role": "user", "content": prompt},))
+    else:
+        example = Example(prompt)
     done = complete(sampler, [example], **drawing(sampler.config, n))
     return decode(sampler.tokenizer, done)[0], has_ended(done, sampler.stops)[0].tolist()
 
