@@ -11,8 +11,8 @@ class ConfigError(ValueError):
     """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
 
 
-# A word of TRL (GRPOConfig, GRPOTrainer or the command line) -> what is here instead. docs/trl.md has
-# the same rows. Words that mean the same here have none.
+# A word of TRL (GRPOConfig, GRPOTrainer or the command line) -> what is here instead. docs/trl.md
+# has the same rows. Words that mean the same here have none.
 TRL_WORDS = {
     "model_name_or_path": "--model",
     "processing_class": "--tokenizer",
