@@ -12,11 +12,11 @@ import inspect
 import runpy
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class RewardFunction:
 
     def values(self, examples: Sequence[Example], texts: Sequence[str]) -> np.ndarray:
         """`[n]` values of n texts: of any, of a group, or of one."""
+        examples = [copy.deepcopy(x) for x in examples]  # code may empty a list in `fields`
         if self.batched or self.grouped:
             given: Any = examples if self.batched else examples[0]
             return as_numbers(self.function(given, texts), (len(texts),))
@@ -113,6 +114,76 @@ def load_rewards(path: str) -> list[RewardFunction]:
     if not found:
         raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
     return found
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+Outcome = tuple[Any, Any, BaseException | None]  # the key of a call, its result, its error
+
+
+class Pool:
+    """Calls code of others in `size` threads. They are daemons: none keeps the process alive.
+
+    A call that outlasts its deadline has failed. Its thread is given up for another one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.todo, self.done = SimpleQueue[Any](), SimpleQueue[Outcome]()
+        self.deadlines: dict[Any, float] = {}  # of the calls that run, by key
+        self.num_open = 0  # calls whose outcome has not been taken
+        self.size = size
+        for _ in range(size):
+            self._start_thread()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let idle threads end."""
+        for _ in range(self.size):
+            self.todo.put(None)
+
+    def submit(self, key: Any, function: Callable[[], Any], timeout_s: float) -> None:
+        """Call a function, as soon as a thread is free, for at most `timeout_s` seconds."""
+        self.num_open += 1
+        self.todo.put((key, function, timeout_s))
+
+    def ended(self, *, wait: bool) -> Iterator[Outcome]:
+        """Take the calls that have ended; with `wait`, at least one if there is any."""
+        while self.num_open:
+            now, deadline = time.monotonic(), min(self.deadlines.values(), default=0.0)
+            try:
+                outcome = self.done.get(wait, max(0.0, deadline - now) if deadline else 0.1)
+            except Empty:
+                late = [key for key, until in self.deadlines.copy().items() if until <= now]
+                # its thread may just have taken it away
+                if not late or self.deadlines.pop(late[0], None) is None:
+                    if wait:
+                        continue
+                    return
+                self._start_thread()
+                outcome = late[0], None, TimeoutError()
+            self.num_open, wait = self.num_open - 1, False
+            yield outcome
+
+    def all(self) -> Iterator[Outcome]:
+        """Take all calls, as they end."""
+        while self.num_open:
+            yield from self.ended(wait=True)
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        for key, function, timeout_s in iter(self.todo.get, None):
+            self.deadlines[key] = time.monotonic() + timeout_s
+            try:
+                outcome = key, function(), None
+            except BaseException as error:  # sys.exit() too
+                outcome = key, None, error
+            if self.deadlines.pop(key, None) is None:
+                return  # too late
+            self.done.put(outcome)
 
 
 # --- the scorer ---------------------------------------------------------------------------------
@@ -219,33 +290,19 @@ class RewardScorer:
 
     def _run(self, function: RewardFunction, calls: Sequence[Call]) -> np.ndarray:
         """`[n]` values of n completions; NaN where a call failed."""
-        values, waiting = list[np.ndarray](), iter(calls)
-        running = deque(started(function, call) for call in islice(waiting, self.workers))
-        for _, texts in calls:
-            future, deadline = running.popleft()
-            wait([future], deadline - time.monotonic())
-            error = future.exception() if future.done() else TimeoutError()
-            values.append(np.full(len(texts), np.nan) if error else future.result())
-            if error and function.name not in self.warned:  # a line per failure would flood the log
-                self.warned.add(function.name)
-                self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
-            running.extend(started(function, call) for call in islice(waiting, 1))
+        values = [np.full(len(texts), np.nan) for _, texts in calls]
+        with Pool(self.workers) as pool:
+            for number, call in enumerate(calls):
+                pool.submit(
+                    number, partial(function.values, *call), function.timeout_s * len(call[1])
+                )
+            for number, found, error in pool.all():
+                if error is None:
+                    values[number] = found
+                elif function.name not in self.warned:  # a line per failure would flood the log
+                    self.warned.add(function.name)
+                    self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
         return np.concatenate(values)
-
-
-def started(function: RewardFunction, call: Call) -> tuple[Future[np.ndarray], float]:
-    """A call in a daemon thread, which does not keep the process alive; and its deadline."""
-    future = Future[np.ndarray]()
-
-    def run() -> None:
-        try:
-            # a copy for each text: code may take numbers out of a list in `fields`
-            future.set_result(function.values([copy.deepcopy(x) for x in call[0]], call[1]))
-        except BaseException as error:  # sys.exit() too
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future, time.monotonic() + function.timeout_s * len(call[1])
 
 
 def split(examples: Sequence[Example], pairs: Sequence[tuple[int, str]], size: int) -> list[Call]:

@@ -143,7 +143,7 @@ class RolloutBatches:
             assert completions.sampler_logp is not None
             total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if loss.overlong == "punish":
-            lengths = completions.completion_mask.sum(-1)
+            lengths = completions.completion_len
             longest = self.config.sampling.max_new_tokens
             total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
         total = self.dist.gather(total)

@@ -44,17 +44,33 @@ def each_tensor(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
 
 @dataclass(frozen=True)
 class Completions:
-    """Sampled completions, or the true answers in supervised fine-tuning."""
+    """Sampled completions, or the true answers in supervised fine-tuning.
+
+    In a dialogue, a completion is all that follows the prompt: the turns of the policy, and between
+    them what the environment said, whose tokens are outside the mask. The last token is sampled.
+    """
 
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row per prompt
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
-    completion_mask: Tensor  # [P, G, S] bool, true up to and including the stop token
+    completion_mask: Tensor  # [P, G, S] bool, true for tokens that the policy sampled
     sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, see RolloutBatch
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
 
+    def __post_init__(self) -> None:
+        mask, ids = self.completion_mask, self.completion_ids
+        if mask.dtype != torch.bool or mask.shape != ids.shape:
+            said = f"got {mask.dtype} {list(mask.shape)}"
+            raise ValueError(f"completion_mask must be bool {list(ids.shape)}, {said}")
+
     def __len__(self) -> int:
         return len(self.prompt_len)
+
+    @property
+    def completion_len(self) -> Tensor:
+        """`[P, G]` int64, tokens up to the last sampled one; others in between are counted too."""
+        columns = torch.arange(1, self.completion_mask.shape[-1] + 1, device=self.prompt_len.device)
+        return (self.completion_mask * columns).amax(-1)
 
     @property
     def behavior_logp(self) -> Tensor | None:

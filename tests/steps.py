@@ -33,9 +33,17 @@ SHAPES = {
 
 
 def make_completions(
-    seed: int, prompts: int = 3, samples: int = 4, width: int = 7, length: int = 9
+    seed: int,
+    prompts: int = 3,
+    samples: int = 4,
+    width: int = 7,
+    length: int = 9,
+    dialogue: bool = False,
 ) -> Completions:
-    """Ragged prompts and completions, some of a group equal, one of one token, padding junk."""
+    """Ragged prompts and completions, some of a group equal, one of one token, padding junk.
+
+    In a dialogue, a third of the tokens is not sampled: the mask has holes.
+    """
     rng = np.random.default_rng(seed)
     prompt_len = rng.integers(1, width + 1, prompts)
     prompt_len[0] = width
@@ -45,6 +53,8 @@ def make_completions(
     lengths[:, 1], ids[:, 1] = lengths[:, 0], ids[:, 0]  # a completion written twice
     ids[:, 2, : length // 2] = ids[:, 0, : length // 2]  # and one with a common beginning
     mask = np.arange(length) < lengths[..., None]
+    if dialogue:
+        mask &= rng.random(mask.shape) < 2 / 3
     return Completions(
         torch.from_numpy(rng.integers(0, EOS, (prompts, width))),
         torch.from_numpy(prompt_len),

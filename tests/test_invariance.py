@@ -45,6 +45,7 @@ class Way(NamedTuple):
     lora_rank: int = 0
     shape: str = "gpt2"
     processes: int = 1
+    dialogue: int = 0
 
 
 # loss -> its settings; "off-policy": with old log-probs that differ from the policy's
@@ -62,36 +63,36 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 TREE, PLAIN, GROUPED = "prefix-tree", "repeated", "grouped-query"
 WAYS = [
-    Way("grpo", TREE, 2, 0, 1, 0, GROUPED, 1),
-    Way("grpo", PLAIN, 0, 1, 0, 2, "gpt2", 2),
-    Way("grpo", PLAIN, 1, 1, 1, 0, "gpt2", 2),
-    Way("dr_grpo", PLAIN, 0, 1, 1, 2, GROUPED, 1),
-    Way("dr_grpo", TREE, 1, 1, 0, 0, "gpt2", 2),
-    Way("dr_grpo", TREE, 2, 0, 0, 2, "gpt2", 1),
-    Way("dapo", TREE, 1, 0, 1, 2, GROUPED, 2),
-    Way("dapo", PLAIN, 2, 1, 0, 0, "gpt2", 2),
-    Way("dapo", TREE, 0, 0, 0, 0, "gpt2", 1),
-    Way("gspo", PLAIN, 0, 0, 1, 0, GROUPED, 1),
-    Way("gspo", TREE, 2, 1, 0, 2, "gpt2", 1),
-    Way("gspo", TREE, 1, 1, 1, 0, GROUPED, 2),
-    Way("cispo", TREE, 0, 0, 0, 0, GROUPED, 2),
-    Way("cispo", PLAIN, 2, 1, 1, 2, "gpt2", 1),
-    Way("cispo", PLAIN, 1, 0, 1, 0, "gpt2", 1),
-    Way("rloo", PLAIN, 2, 0, 0, 0, "gpt2", 1),
-    Way("rloo", TREE, 1, 0, 1, 2, GROUPED, 2),
-    Way("rloo", PLAIN, 0, 1, 0, 2, "gpt2", 2),
-    Way("maxrl", PLAIN, 1, 0, 1, 2, "gpt2", 1),
-    Way("maxrl", TREE, 2, 0, 0, 0, GROUPED, 2),
-    Way("maxrl", PLAIN, 0, 1, 1, 2, GROUPED, 2),
-    Way("sapo", PLAIN, 2, 0, 0, 2, "gpt2", 1),
-    Way("sapo", TREE, 0, 1, 1, 0, GROUPED, 2),
-    Way("sapo", TREE, 1, 1, 1, 2, "gpt2", 1),
-    Way("gmpo", PLAIN, 0, 1, 1, 0, "gpt2", 2),
-    Way("gmpo", TREE, 1, 0, 0, 2, GROUPED, 1),
-    Way("gmpo", TREE, 2, 0, 0, 2, GROUPED, 1),
-    Way("nll", PLAIN, 2, 1, 0, 2, GROUPED, 2),
-    Way("nll", TREE, 1, 1, 1, 0, GROUPED, 1),
-    Way("nll", TREE, 0, 0, 1, 0, "gpt2", 2),
+    Way("grpo", TREE, 2, 0, 1, 0, GROUPED, 1, 1),
+    Way("grpo", PLAIN, 0, 1, 0, 2, "gpt2", 2, 0),
+    Way("grpo", PLAIN, 1, 1, 1, 0, "gpt2", 2, 1),
+    Way("dr_grpo", PLAIN, 0, 1, 1, 2, GROUPED, 1, 0),
+    Way("dr_grpo", TREE, 1, 1, 0, 0, "gpt2", 2, 0),
+    Way("dr_grpo", TREE, 2, 0, 0, 2, "gpt2", 1, 1),
+    Way("dapo", TREE, 1, 0, 1, 2, GROUPED, 2, 1),
+    Way("dapo", PLAIN, 2, 1, 0, 0, "gpt2", 2, 0),
+    Way("dapo", TREE, 0, 0, 0, 0, "gpt2", 1, 1),
+    Way("gspo", PLAIN, 0, 0, 1, 0, GROUPED, 1, 0),
+    Way("gspo", TREE, 2, 1, 0, 2, "gpt2", 1, 0),
+    Way("gspo", TREE, 1, 1, 1, 0, GROUPED, 2, 1),
+    Way("cispo", TREE, 0, 0, 0, 0, GROUPED, 2, 0),
+    Way("cispo", PLAIN, 2, 1, 1, 2, "gpt2", 1, 1),
+    Way("cispo", PLAIN, 1, 0, 1, 0, "gpt2", 1, 1),
+    Way("rloo", PLAIN, 2, 0, 0, 0, "gpt2", 1, 0),
+    Way("rloo", TREE, 1, 0, 1, 2, GROUPED, 2, 1),
+    Way("rloo", PLAIN, 0, 1, 0, 2, "gpt2", 2, 1),
+    Way("maxrl", PLAIN, 1, 0, 1, 2, "gpt2", 1, 1),
+    Way("maxrl", TREE, 2, 0, 0, 0, GROUPED, 2, 1),
+    Way("maxrl", PLAIN, 0, 1, 1, 2, GROUPED, 2, 0),
+    Way("sapo", PLAIN, 2, 0, 0, 2, "gpt2", 1, 1),
+    Way("sapo", TREE, 0, 1, 1, 0, GROUPED, 2, 0),
+    Way("sapo", TREE, 1, 1, 1, 2, "gpt2", 1, 1),
+    Way("gmpo", PLAIN, 0, 1, 1, 0, "gpt2", 2, 1),
+    Way("gmpo", TREE, 1, 0, 0, 2, GROUPED, 1, 0),
+    Way("gmpo", TREE, 2, 0, 0, 2, GROUPED, 1, 1),
+    Way("nll", PLAIN, 2, 1, 0, 2, GROUPED, 2, 1),
+    Way("nll", TREE, 1, 1, 1, 0, GROUPED, 1, 0),
+    Way("nll", TREE, 0, 0, 1, 0, "gpt2", 2, 1),
 ]
 
 
@@ -112,7 +113,7 @@ def make_model(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
 
 def make_batch(way: Way, dtype: torch.dtype = torch.float64) -> RolloutBatch:
     """Six groups of four completions, of which two have no variance."""
-    completions = make_completions(5, PROMPTS, 4, 7, LENGTH)
+    completions = make_completions(5, PROMPTS, 4, 7, LENGTH, bool(way.dialogue))
     rng = torch.Generator().manual_seed(4)
     shape = completions.completion_ids.shape
     near, old, reference = (

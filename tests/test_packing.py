@@ -55,7 +55,7 @@ def one_by_one(
     """For each completion: its place, its tokens `[n]`, and the log-probs `[n, V]` for them."""
     for p, g in np.ndindex(c.completion_ids.shape[:2]):
         prompt = c.prompt_ids[p, : c.prompt_len[p]]
-        completion = c.completion_ids[p, g][c.completion_mask[p, g]]
+        completion = c.completion_ids[p, g, : c.completion_len[p, g]]
         logits = model.logits(torch.cat([prompt, completion])[None])[0] / temperature
         yield (p, g), completion, logits.log_softmax(-1)[len(prompt) - 1 : -1]
 
@@ -68,7 +68,7 @@ def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple
         n = len(completion)
         logp[(*place, slice(n))] = predicted.gather(1, completion[:, None])[:, 0]
         entropy[(*place, slice(n))] = -(predicted.detach().exp() * predicted.detach()).sum(-1)
-    return logp, entropy
+    return logp.where(c.completion_mask, 0), entropy.where(c.completion_mask, 0)
 
 
 LLAMA: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -305,3 +305,10 @@ def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) ->
     with torch.autocast("cpu", torch.bfloat16):
         dtypes = {part.dtype for part in model.float().h[0].attn.qkv(x)}
     assert dtypes == {torch.bfloat16}
+
+
+def test_a_mask_that_does_not_fit_the_tokens_is_refused() -> None:
+    c = make_completions(0)
+    for mask in (c.completion_mask[..., :-1], c.completion_mask[:, 0], c.completion_mask.long()):
+        with pytest.raises(ValueError):
+            dataclasses.replace(c, completion_mask=mask)

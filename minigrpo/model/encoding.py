@@ -101,7 +101,7 @@ def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int
 
 def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
     """The texts of completions, `[P][G]`, without the tokens that end them."""
-    lengths = completions.completion_mask.sum(-1).tolist()
+    lengths = completions.completion_len.tolist()
     groups = zip(completions.completion_ids.tolist(), lengths, strict=True)
     return [
         [tokenizer.decode(ids[:length]) for ids, length in zip(*group, strict=True)]

@@ -58,7 +58,7 @@ class FrozenModel:
 
         Prompts and common beginnings of a group run once, as for the policy.
         """
-        lengths = completions.prompt_len + completions.completion_mask.sum(-1).amax(-1)
+        lengths = completions.prompt_len + completions.completion_len.amax(-1)
         longest = int(lengths.max()) - 1  # the last token predicts nothing
         if longest > self.model.shape.context:  # no embedding, or one that was never trained
             raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")

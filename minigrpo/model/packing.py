@@ -34,7 +34,7 @@ first group [1, 2], nothing, [3]; of the second [4, 5], nothing, [6].
 25
 
 Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
-maps each completion token to its prediction. Where completions share a prefix, they point to
+maps each sampled token to its prediction. Where completions share a prefix, they point to
 the same predictions, and autograd sums their gradients.
 
 >>> packing.sources.tolist()
@@ -150,7 +150,7 @@ class Packing:
     positions: Tensor  # [N] int64, the position of each in its own text
     sources: Tensor  # [M] packed tokens whose next token is predicted
     targets: Tensor  # [M] that next token
-    index: Tensor  # [P, G, S] into the M predictions; 0 where masked
+    index: Tensor  # [P, G, S] into the M predictions; 0 where no token was sampled
     mask: Tensor  # [P, G, S] bool
     causal_rows: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
     completion_rows: tuple[CompletionRows, ...]  # up to two sets, of rows of similar lengths
@@ -187,8 +187,8 @@ def pack(completions: Completions, share: bool = True) -> Packing:
     predictions: dict[tuple[int, int], int] = {}  # (place, next token) -> number
     causal: list[range] = []
     added: list[_AddedRow] = []
-    index = np.zeros(completions.completion_mask.shape, dtype=np.int64)
-    lengths = completions.completion_mask.sum(-1).tolist()
+    mask, lengths = completions.completion_mask.numpy(), completions.completion_len.tolist()
+    index = np.zeros(mask.shape, dtype=np.int64)
     prompts = zip(completions.prompt_ids.tolist(), completions.prompt_len.tolist(), strict=True)
     for p, (prompt_ids, prompt_len) in enumerate(prompts):
         for g, padded in enumerate(completions.completion_ids[p].tolist()):
@@ -204,9 +204,9 @@ def pack(completions: Completions, share: bool = True) -> Packing:
                     ids.append(token)
                     positions.append(position)
                 path.append(place)
-            keys = zip(path, completion, strict=False)  # an empty completion has none
-            numbers = [predictions.setdefault(key, len(predictions)) for key in keys]
-            index[p, g, : len(numbers)] = numbers
+            for s in np.flatnonzero(mask[p, g]).tolist():
+                key = path[s], completion[s]
+                index[p, g, s] = predictions.setdefault(key, len(predictions))
             if not share:
                 causal.append(range(prompt[0], len(ids)))
             elif len(ids) > num_before:

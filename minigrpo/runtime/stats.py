@@ -56,9 +56,9 @@ def has_zero_variance(rewards: RewardTable | None) -> np.ndarray:
 
 def has_ended(completions: Completions, stops: Collection[int]) -> Tensor:
     """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
-    last = (completions.completion_mask.sum(-1, keepdim=True) - 1).clamp(min=0)
+    last = (completions.completion_len - 1).clamp(min=0)
     ends = torch.tensor(sorted(stops), dtype=torch.int64)
-    return torch.isin(completions.completion_ids.gather(-1, last)[..., 0], ends)
+    return torch.isin(completions.completion_ids.gather(-1, last[..., None])[..., 0], ends)
 
 
 # --- evaluations ----------------------------------------------------------------------------------
