@@ -187,10 +187,8 @@ class Step:
         self.model = copy.deepcopy(work.model) if model is None else model
         add_lora(self.model, config.model)
         self.learner = Learner(config, self.model, warn=fail)
-        autocast, speculate = self.learner.autocast, work.task.speculate
-        self.sampler = sampler(
-            config, self.model, work.tokenizer, autocast, fail, speculate=speculate
-        )
+        low = self.learner.autocast
+        self.sampler = sampler(config, self.model, work.tokenizer, low, fail, work.task)
         if work.forced:
             self.sampler.stops = frozenset()  # no token ends a completion
         self.timer, dist = PhaseTimer(self.device), DistContext()

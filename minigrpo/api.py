@@ -1,6 +1,6 @@
 """`minigrpo.train`: a run from Python, with objects where the command line has names of files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import Config, read_toml
 from .defaults import Size
+from .environments import World
 from .evaluate import ask
 from .model.encoding import messages_of
 from .model.transformer import Transformer
@@ -28,6 +29,8 @@ def train(
     task: Any = None,
     rewards: Any = None,
     loss: Any = None,
+    environment: Any = None,
+    tools: Sequence[Callable[..., Any]] = (),
     callbacks: Sequence[Callback] = (),
     config: str | Path | None = None,
     quiet: bool = False,
@@ -46,6 +49,9 @@ def train(
         rewards: functions of (example, text), decorated with `minigrpo.reward` or plain, or a file.
             If there is no `task`, they alone are the reward.
         loss: a name as for --loss, or a function of `losses.LossInputs` (docs/tasks.md).
+        environment: a class that answers turns, a dict of them, or a name as for --environment; see
+            environments.py.
+        tools: functions that the model may call in its turns.
         callbacks: called after each step with (step, metrics), in the main process.
         config: a TOML file or a preset; `settings` override it.
         quiet: print warnings only.
@@ -55,6 +61,7 @@ def train(
     """
     given = {"model": model, "data": data, "eval_data": eval_data}
     given |= {"task": task, "rewards": rewards, "loss": loss}
+    given["environment"] = World.of(environment, tools) if tools else environment
     names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if x is not None and name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}

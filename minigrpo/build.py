@@ -2,16 +2,16 @@
 
 import copy
 import hashlib
-import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .config import LOSS_NAMES, Config, ModelConfig
+from .environments import Begun, World, load_name
 from .learner import Learner
 from .losses import LossSpec, loss_spec
 from .model.encoding import encode_pairs, encode_prompts
@@ -70,6 +70,7 @@ class Objects:
     task: Any = None  # a class, or an object
     rewards: Sequence[RewardFunction] | None = None
     loss: Any = None  # a function of LossInputs, or a LossSpec
+    environment: World | None = None
 
     @classmethod
     def of(cls, **given: Any) -> "Objects":
@@ -77,6 +78,9 @@ class Objects:
         for name in ("data", "eval_data"):
             if given.get(name) is not None:
                 given[name] = [dict(row) for row in given[name]]
+        world = given.get("environment")
+        if world is not None and not isinstance(world, World):
+            given["environment"] = World.of(world)
         if functions := given.pop("rewards", None):
             functions = [functions] if callable(functions) else functions
             own = [x if isinstance(x, RewardFunction) else RewardFunction(x) for x in functions]
@@ -108,6 +112,11 @@ class Objects:
             said = "an object of the script that began this run: run the script again, or give"
             raise ConfigError(f"--{flag} {setting}: {said} --{flag} a name or a file")
         return setting
+
+    def world(self, config: Config) -> World | None:
+        """The caller's environment and tools, or those of --environment."""
+        found = self.get(config, "environment")
+        return World.of(found) if found and isinstance(found, str) else found or None
 
     def functions(self, config: Config) -> Sequence[RewardFunction]:
         """The caller's reward functions, or those of --rewards."""
@@ -153,9 +162,9 @@ def resolve_task(config: Config, objects: Objects = NO_OBJECTS) -> Config:
     task = config.task
     if task.name != "auto":
         return config
-    functions = objects.functions(config)
-    if task.data and not task.data.endswith(CHESS_FILES):
-        args = {"judge": "none"} if functions else {}
+    functions, world = objects.functions(config), objects.world(config)
+    if world or (task.data and not task.data.endswith(CHESS_FILES)):
+        args = {"judge": "none"} if functions or (world and world.parts) else {}
         return config.replace(task="prompts", task_args={**args, **task.task_args})
     weights = {function.name: function.weight for function in functions}
     return config.replace(task="chess-env", reward_weights=task.reward_weights or weights)
@@ -178,15 +187,19 @@ def make_tokenizer(config: Config) -> Tokenizer:
 
 def make_task(config: Config, objects: Objects = NO_OBJECTS) -> Task:
     """The task of --task, --data and --eval-data. Raises ConfigError."""
-    config = resolve_task(config, objects)
-    return load_task(
+    config, world = resolve_task(config, objects), objects.world(config)
+    task = load_task(
         objects.get(config, "task"),
         seed=config.run.seed,
         data=objects.get(config, "data"),
         eval_data=objects.get(config, "eval_data"),
         chat=bool(config.task.system),
+        environment=bool(world),
         args=config.task.task_args,
     )
+    if not world and (task.environment or task.tools):
+        world = World.of(task.environment, task.tools)
+    return cast(Task, Begun(task, world, config.run.seed)) if world else task
 
 
 def check_examples(config: Config, task: Task, tokenizer: Tokenizer, context: int) -> None:
@@ -363,10 +376,7 @@ def make_loss(config: Config, objects: Objects = NO_OBJECTS) -> LossSpec:
     if not isinstance(given, str) or given in LOSS_NAMES:
         return loss_spec(given)
     file, _, name = given.rpartition(":")
-    found = runpy.run_path(file).get(name)
-    if not (callable(found) or isinstance(found, LossSpec)):
-        raise ConfigError(f"--loss {given}: {file} has no function {name}")
-    return loss_spec(found)
+    return loss_spec(load_name(f"--loss {given}", file, name))
 
 
 def make_scorer(

@@ -69,6 +69,8 @@ class TaskConfig(Group):
     """A system message for all prompts without their own; the chat template then writes them."""
     rewards: str = ""
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
+    environment: str = ""
+    """FILE.py:NAME,..: a class that answers turns, and functions that are tools (docs/turns.md)."""
     reward_weights: Weights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
 
@@ -101,6 +103,8 @@ class SamplingConfig(Group):
     """Completions per prompt."""
     max_new_tokens: int = Field(96, ge=1)
     """Longest completion in tokens, end of text included."""
+    max_turns: int = Field(8, ge=1)
+    """With --environment, most turns of the model; --max-new-tokens counts all turns together."""
     temperature: float = Field(1.0, ge=0.001)
     """Sampling temperature; training divides the logits by it too."""
     top_k: int = Field(0, ge=0)

@@ -11,7 +11,6 @@ import numpy as np
 
 from .config import Config, RunConfig, SamplingConfig
 from .model.chat import Message
-from .model.encoding import decode
 from .rewards import RewardScorer
 from .runtime.rng import uniforms
 from .runtime.stats import SAMPLED, Estimate, Graded, estimate, has_ended, passes
@@ -70,7 +69,7 @@ def ask(
     else:
         example = Example(prompt)
     done = complete(sampler, [example], **drawing(sampler.config, n))
-    return decode(sampler.tokenizer, done)[0], has_ended(done, sampler.stops)[0].tolist()
+    return sampler.texts(done)[0], has_ended(done, sampler.stops)[0].tolist()
 
 
 def grade(
@@ -83,7 +82,7 @@ def grade(
 ) -> Graded:
     """Complete examples and score the texts. `how`: more arguments of `complete`."""
     completions = complete(sampler, examples, sampling=sampling, **how)
-    texts = decode(sampler.tokenizer, completions)
+    texts = sampler.texts(completions)
     rewards = scorer.score(examples, texts, completions, sampling.temperature)
     return Graded(examples, texts, rewards, scorer.success)
 

@@ -25,7 +25,7 @@ from rapidfuzz.distance import Levenshtein
 
 from .fen import is_valid_fen as is_valid_fen
 from .task import Task, TokenBatch
-from .types import ConfigError, Example, RewardTable
+from .types import ConfigError, Dialogue, Example, RewardTable
 
 RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
 
@@ -138,7 +138,10 @@ class Pool:
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Let idle threads end."""
         for _ in range(self.size):
             self.todo.put(None)
@@ -177,6 +180,7 @@ class Pool:
     def _work(self) -> None:
         for key, function, timeout_s in iter(self.todo.get, None):
             self.deadlines[key] = time.monotonic() + timeout_s
+            outcome: Outcome
             try:
                 outcome = key, function(), None
             except BaseException as error:  # sys.exit() too
@@ -224,8 +228,9 @@ class RewardScorer:
             token_model: for functions of tokens: from a name to a frozen model.
             tokenizer: the policy's, for functions of tokens.
         """
-        self.names = [*task.parts, *(function.name for function in functions)]
-        own = {**task.parts, **{function.name: function.weight for function in functions}}
+        environments = task.world.parts if task.world else {}
+        self.names = [*task.parts, *environments, *(function.name for function in functions)]
+        own = {**task.parts, **environments, **{x.name: x.weight for x in functions}}
         self.task, self.weights = task, dict(weights or own)
         for name in {*self.names, *self.weights}:
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
@@ -253,9 +258,17 @@ class RewardScorer:
         """
         shape = len(texts), len(texts[0])
         every = [(p, text) for p, group in enumerate(texts) for text in group]
-        number = {pair: i for i, pair in enumerate(dict.fromkeys(every))}  # distinct texts
-        index = np.array([number[pair] for pair in every]).reshape(shape)
+        # dialogues may differ although their last turns are equal
+        keys = [(p, text, id(text) * isinstance(text, Dialogue)) for p, text in every]
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # distinct texts
+        index = np.array([number[key] for key in keys]).reshape(shape)
+        distinct = [(p, text) for p, text, _ in number]
         parts, failures = dict[str, np.ndarray](), dict[str, int]()
+        for name in self.task.world.parts if self.task.world else ():
+            dialogues = [text for _, text in every if isinstance(text, Dialogue)]
+            given = [text.rewards.get(name, np.nan) for text in dialogues]
+            parts[name] = np.array(given).reshape(shape)
+            failures[name] = sum(text.failed for text in dialogues if name in text.rewards)
 
         def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
             own = copy.deepcopy((examples, texts, completions))
@@ -268,15 +281,15 @@ class RewardScorer:
             for function in self.token_functions:
                 parts[function.name] = as_numbers(function(batch()), shape)
         if self.text_parts:
-            calls = split(examples, list(number), -(-len(number) // self.workers))
+            calls = split(examples, distinct, -(-len(distinct) // self.workers))
             with ThreadPoolExecutor(self.workers) as pool:
                 rows = list(pool.map(self.task.score_batch, *zip(*calls, strict=True)))
             for name in self.text_parts:
                 parts[name] = np.concatenate([x[name] for x in rows], dtype=np.float64)[index]
         for function in self.functions:
-            pairs, size, where = list(number), 1, index
+            pairs, size, where = distinct, 1, index
             if function.batched:
-                size = len(number)
+                size = len(distinct)
             elif function.grouped:
                 pairs, size, where = every, shape[1], np.arange(len(every)).reshape(shape)
             values = self._run(function, split(examples, pairs, size))[where]

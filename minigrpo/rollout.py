@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .config import Config
 from .losses import KL_IN_REWARD, LossSpec, advantages, loss_spec
-from .model.encoding import decode, encode_pairs
+from .model.encoding import encode_pairs
 from .model.frozen_model import FrozenModel
 from .model.tokenizer import Tokenizer
 from .rewards import RewardScorer
@@ -115,7 +115,7 @@ class RolloutBatches:
                 batch_size=config.memory.rollout_batch_size,
             )
             completions = Completions.join(list(parts))
-            texts = decode(self.sampler.tokenizer, completions)
+            texts = self.sampler.texts(completions)
         with self.timer.phase("reward"):
             rewards = self.scorer.score(examples, texts, completions, sampling.temperature)
         return RolloutBatch(examples, completions, texts, rewards)

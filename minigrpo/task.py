@@ -36,6 +36,10 @@ class Task:
     about: str = ""  # what the examples are and how they are scored, printed when a run starts
     token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
     speculate: bool = False  # whether completions resemble the answer: propose its tokens
+    # the environment, and the tools, of completions with several turns: see environments.py
+    environment: Any = None
+    tools: Sequence[Callable[..., Any]] = ()
+    world: Any = None  # both of a task that has begun
     # 64-bit hashes of the training and the held-out questions; None: questions are made by a seed
     questions: tuple[np.ndarray, np.ndarray] | None = None
 

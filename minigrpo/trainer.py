@@ -67,8 +67,8 @@ class Trainer:
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump, loss)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = build.make_reference(config, self.learner, self.tokenizer)
-        low, speculate = self.learner.autocast, self.task.speculate
-        self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, speculate)
+        low = self.learner.autocast
+        self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, self.task)
         self.timer = PhaseTimer(self.device)
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         questions = self.task.questions

@@ -29,6 +29,18 @@ class Example:
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line
+    # schemas for the chat template; None: no dialogue, so a plain prompt is no message of a user's
+    tools: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
+
+
+class Dialogue(str):
+    """The text of a completion of several turns: the policy's last one, with all that was said."""
+
+    messages: Sequence[Mapping[str, Any]]  # after the prompt: role, content
+    turns: int  # of the policy
+    cut: bool  # ended by a limit, although the environment had answered
+    failed: bool  # the environment did
+    rewards: Mapping[str, float]  # of its environment, by name
 
 
 def each_tensor(data: Data, change: Callable[[Tensor], Tensor]) -> Data:

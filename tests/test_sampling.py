@@ -19,6 +19,7 @@ from minigrpo.sampling import generate as sampling
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.generate import Generation, Sampler
 from minigrpo.sampling.pick import pick_token, truncate
+from minigrpo.task import Task
 from minigrpo.types import Completions, Example
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
@@ -233,7 +234,9 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
     with torch.no_grad():
         model = Transformer(SHAPES["gpt2"], seed=1).double()
         model.head_weight.mul_(4)
-    return Sampler(Config.of(**settings), model, Letters(), speculate=speculate)  # type: ignore[arg-type]
+    task = Task()
+    task.speculate = speculate
+    return Sampler(Config.of(**settings), model, Letters(), task=task)  # type: ignore[arg-type]
 
 
 def completed(sampler: Sampler, **options: Any) -> list[Completions]:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jinja2
@@ -62,12 +62,18 @@ class Chat:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: {error}") from None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The text of messages, up to where the assistant's answer begins."""
         try:
             return self.template.render(
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.tokens,
@@ -75,32 +81,50 @@ class Chat:
         except Exception as error:  # a template is a program: it raises whatever it likes
             raise ConfigError(f"{self.name}: {error}") from None
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
-        roles = tuple(message["role"] for message in messages)
-        if self.system and not {*roles} & {*INSTRUCTIONS}:
-            roles = "system", *roles
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a prompt. Raises ConfigError for messages that the template cannot write.
+
+        Args:
+            tools: JSON schemas of what the model may call.
+        """
+        if self.system and not {message["role"] for message in messages} & {*INSTRUCTIONS}:
             messages = [{"role": "system", "content": self.system}, *messages]
+        self._check(messages)
+        return self.render(messages, tools)
+
+    def between(self, answers: Sequence[Message]) -> str:
+        """What the template writes from the end of an assistant's turn to its next one.
+
+        `answers`: of a user, or of tools. The text is read off a dialogue that is always the same.
+        So it does not depend on earlier turns, which stay as they were sampled even where the
+        template would write them differently (Qwen3's drops earlier reasoning).
+        """
+        said = {"role": "assistant", "content": PROBE}
+        dialogue = [{"role": "user", "content": "A"}, said, *answers]
+        self._check(dialogue)
+        return self.render(dialogue).partition(PROBE)[2].lstrip().removeprefix(self.turn_end)
+
+    def _check(self, messages: Sequence[Message]) -> None:
+        """Raise ConfigError for a special token in a message, or messages that are left out.
+
+        The former could end its own turn. Without the last message, or one with instructions,
+        prompts with different questions would be equal, or a system message would do nothing.
+        """
         data = json.dumps(messages, ensure_ascii=False)
         if spelt := [token for token in self.special if token in data]:
             raise ConfigError(f"a message has the special token {spelt[0]}: remove it")
-        if roles not in self.checked:
-            self._check_that_it_writes(messages)
-            self.checked.add(roles)
-        return self.render(messages)
-
-    def _check_that_it_writes(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError if the last message, or one with instructions, is left out.
-
-        Prompts with different questions would be equal, or a system message would do nothing.
-        """
+        roles = tuple(message["role"] for message in messages)
+        if roles in self.checked:
+            return
         probes = [{**message, "content": f"{PROBE}{n}."} for n, message in enumerate(messages)]
         text = self.render(probes)
         for probe in probes:
             matters = probe["role"] in INSTRUCTIONS or probe is probes[-1]
             if matters and probe["content"] not in text:
                 raise ConfigError(f"{self.name}: leaves out messages of {probe['role']}")
+        self.checked.add(roles)
 
+    @cached_property
     def turn_end(self) -> str:
         """The special token that the template writes after an assistant's answer, or ""."""
         dialogue = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]

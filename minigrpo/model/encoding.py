@@ -36,10 +36,11 @@ def to_completions(
 def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
     """The messages of which the chat template writes a prompt; none if the prompt is plain text.
 
-    A plain prompt is a user's message if there is a --system message, and stays plain otherwise,
-    whether or not the tokenizer has a template: base models have one too.
+    A plain prompt is a user's message if there is a --system message, or if a dialogue follows. It
+    stays plain otherwise, whether or not the tokenizer has a template: base models have one too.
     """
-    if example.messages or not (tokenizer.chat and tokenizer.chat.system):
+    in_turns = tokenizer.chat and (tokenizer.chat.system or example.tools is not None)
+    if example.messages or not in_turns:
         return example.messages
     return ({"role": "user", "content": example.prompt},)
 
@@ -51,7 +52,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
         return [*tokenizer.prefix, *tokenizer.encode(example.prompt)]
     if tokenizer.chat is None:
         raise ConfigError(f"messages: --tokenizer {tokenizer.name} has no chat template")
-    return tokenizer.encode(tokenizer.chat.prompt(messages), special=True)
+    return tokenizer.encode(tokenizer.chat.prompt(messages, example.tools or ()), special=True)
 
 
 def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:

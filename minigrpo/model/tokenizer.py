@@ -134,7 +134,7 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     if system and not source:
         raise ConfigError(f"--system: --tokenizer {name} has no chat template (--chat-template)")
     chat = Chat(source, where, named, list(special), system) if source else None
-    turn_end = special.get(chat.turn_end(), ends[0]) if chat else ends[0]
+    turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
     whole, plain = (engine.encode("a", add_special_tokens=on).ids for on in (True, False))
     return Tokenizer(
         name,

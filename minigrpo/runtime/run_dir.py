@@ -11,6 +11,7 @@ but no whole checkpoint has lost what was saved.
 """
 
 import fcntl
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -248,8 +249,9 @@ class RunDir:
 
 def versions(config: Config, processes: int) -> dict[str, Any]:
     """What the bits of a run depend on besides its settings: software, machine, users' files."""
-    task, loss = config.task, config.loss.name.rpartition(":")[0]
-    names = ",".join((task.name, task.rewards, task.data, task.eval_data, loss)).split(",")
+    task, loss = config.task, config.loss.name
+    texts = (task.name, task.rewards, task.data, task.eval_data, loss, task.environment)
+    names = re.sub(r"\.py:\w+", ".py", ",".join(texts)).split(",")
     files = [file for name in names if (file := Path(name.strip()).absolute()).is_file()]
     return {
         "torch": str(torch.__version__),

@@ -4,6 +4,7 @@ samples.jsonl: every few steps the whole group of one prompt (`source` is `train
 evaluation the completions of the same held-out prompts (`held_out`). All lines have these keys:
 
     step, source, index, kind, prompt (and messages), truth, completion, parts, reward
+    in a dialogue: dialogue, the messages after the prompt; completion is the policy's last one
     train: advantage, prompt_tokens (their number), token_ids, tokens (their texts)
     held_out: decoding (greedy or sampled), right (1, 0, or null where that is not known)
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
-from ..types import Example, RewardTable, RolloutBatch
+from ..types import Dialogue, Example, RewardTable, RolloutBatch
 from .logging import HELD_OUT, SAMPLES, Record, RunLog
 from .stats import Graded, means
 
@@ -104,6 +105,7 @@ def _scored(example: Example, text: str, rewards: RewardTable, place: tuple[int,
         **({"messages": list(example.messages)} if example.messages else {}),
         "truth": example.answer,
         "completion": text,
+        **({"dialogue": list(text.messages)} if isinstance(text, Dialogue) else {}),
         "parts": _known(rewards.parts, place),
         "reward": float(rewards.total[place]),
     }

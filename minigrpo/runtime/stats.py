@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import EXACT, REWARD, Completions, Example, RewardTable, RolloutBatch
+from ..types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, RolloutBatch
 from .rng import stream
 
 SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
@@ -43,6 +43,9 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
         values |= {f"rewards/{name}/mean": x for name, x in rewards.parts.items()}
         values |= {f"rewards/{name}/failures": n for name, n in rewards.failures.items()}
         values["completions/clipped_ratio"] = ~has_ended(batch.completions, stops)
+        if dialogues := [x for group in batch.texts for x in group if isinstance(x, Dialogue)]:
+            values["dialogues/turns"] = [x.turns for x in dialogues]
+            values["dialogues/cut_ratio"] = [x.cut for x in dialogues]
     if (log_kept_mass := batch.completions.log_kept_mass) is not None:
         values["sampling/removed_mass"] = 1 - log_kept_mass[mask].exp()
     return {name: np.asarray(x, dtype=np.float64) for name, x in values.items()}

@@ -8,6 +8,9 @@ Completions of a prompt that are equal so far share a *slot*, a place in the dec
 because the model would compute the same logits for all of them. Once they differ, they get slots of
 their own.
 
+In a dialogue, a sequence whose turn has ended waits in its slot, while others are decoded, until
+the environment answers. The answer is appended, run in one forward pass, and decoding goes on.
+
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
 """
@@ -15,18 +18,21 @@ slots; W tokens per slot and round.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import Config, SamplingConfig
-from ..model.encoding import encode_answer, encode_prompts, pad
+from ..environments import Dialogues
+from ..model.encoding import decode, encode_answer, encode_prompts, pad
 from ..model.logprobs import log_softmax
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime.device import low_precision_copy, refresh
 from ..runtime.guard import OOMBackoff
+from ..task import Task
 from ..types import Completions, Example
 from .decoder import Decoder
 from .drafts import propose
@@ -36,6 +42,16 @@ from .pick import pick_token, truncate
 # because an entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
 PLAIN = SamplingConfig()  # the model's own distribution
+
+
+class Part(NamedTuple):
+    """Slots that run together in a round."""
+
+    sequences: Tensor  # [N']
+    slot: Tensor  # [N'] the slot of each, by its place in this part
+    representatives: Tensor  # [B'] one sequence of each slot
+    slots: np.ndarray | None = None  # [B'] the decoder's numbers of the slots; None: all
+    answers: Tensor | None = None  # [B'] tokens of the environment that have not been run
 
 
 class Generation:
@@ -56,6 +72,7 @@ class Generation:
         drafts: Tensor | None = None,
         num_speculative_tokens: int = 4,
         work: Counter[str] | None = None,
+        dialogues: Any = None,
     ) -> None:
         """
         Args:
@@ -70,6 +87,7 @@ class Generation:
             drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
                 as the known answer. It changes the number of rounds, not the tokens.
             work: a counter to add to: `rounds` after the prompts, and `tokens` that the model ran.
+            dialogues: answers turns (environments.Dialogues); None: a completion is one turn.
         """
         device, self.sampling = model.device, sampling
         self.prompt_ids, self.prompt_len = prompt_ids.to(device), prompt_len.to(device)
@@ -82,6 +100,7 @@ class Generation:
         # W spare columns, because proposals may go past the last column
         size = len(prompt_ids) * num_samples, max_new_tokens + self.window
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.sampled = torch.zeros(size, dtype=torch.bool, device=device)
         self.logp = torch.zeros(size, dtype=torch.float32, device=device)
         truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
@@ -93,8 +112,12 @@ class Generation:
         self.decoder = Decoder(model)
         self.running = self.lengths[:0]  # [N] unfinished sequences, in ascending order
         self.slot = self.lengths[:0]  # [N] the slot of each
-        self.representatives = self.lengths[:0]  # [B] one running sequence of each slot
+        self.num_slots = 0  # B
+        self.parts_of_round: list[Part] = []
         self.longest = 0  # length of the longest running sequence
+        self.dialogues = dialogues
+        self.waiting = set[int]()  # sequences whose turn has ended and has no answer yet
+        self.unread: dict[int, int] = {}  # sequence -> tokens of an answer that have not been run
         self.num_entered = 0  # prompts that have been run
         self.num_finished = 0  # prompts before the first that has a running sequence
 
@@ -125,21 +148,31 @@ class Generation:
         sequences = torch.arange(first * samples, last * samples, device=logits.device)
         slot = sequences // samples - first
         self._accept(logits[:, None], sequences, slot, self.ids[: len(logits), :0])
-        self.slot = torch.cat([self.slot, slot + len(self.representatives)])
+        self.slot = torch.cat([self.slot, slot + self.num_slots])
         self.running = torch.cat([self.running, sequences])
         self.num_entered = last
         self.work["tokens"] += int(lengths.sum())
 
     def _run_round(self) -> None:
         """Run the last token of each slot, and the tokens that are proposed after it."""
-        ids, lengths = self.ids[self.representatives], self.lengths[self.representatives]
-        tokens = ids.gather(1, lengths[:, None] - 1)
-        if self.drafts is not None:
-            drafts = self.drafts[self.representatives // self.num_samples]
-            tokens = torch.cat([tokens, propose(drafts, ids, lengths, self.window - 1)], dim=1)
-        logits = self.decoder.step(tokens, lengths - 1, self.longest - 1 + self.window)
-        self._accept(logits, self.running, self.slot, tokens[:, 1:])
-        self.work.update(rounds=1, tokens=tokens.numel())
+        for part in self.parts_of_round:
+            ids, lengths = self.ids[part.representatives], self.lengths[part.representatives]
+            if part.answers is None:
+                tokens, first, last = ids.gather(1, lengths[:, None] - 1), lengths - 1, None
+                if self.drafts is not None:
+                    drafts = self.drafts[part.representatives // self.num_samples]
+                    following = propose(drafts, ids, lengths, self.window - 1)
+                    tokens = torch.cat([tokens, following], dim=1)
+            else:  # the end of the turn has not been run either
+                first, last = lengths - 1 - part.answers, part.answers
+                columns = first[:, None] + torch.arange(int(last.max()) + 1, device=ids.device)
+                tokens = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))
+            num_columns = self.longest - 1 + tokens.shape[1]
+            logits = self.decoder.step(tokens, first, num_columns, part.slots, last)
+            self._accept(logits, part.sequences, part.slot, tokens[:, 1 : logits.shape[1]])
+            self.work["tokens"] += tokens.numel()
+        self.unread.clear()
+        self.work["rounds"] += 1
 
     def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
@@ -160,6 +193,7 @@ class Generation:
             table[rows, columns] = torch.where(kept, values, 0).to(table.dtype)
 
         store(self.ids, picks)
+        store(self.sampled, kept)
         store(self.logp, logp[slot[:, None], offsets, picks])
         if self.log_kept_mass is not None:
             store(self.log_kept_mass, allowed.logsumexp(-1)[slot])
@@ -169,32 +203,84 @@ class Generation:
         """Drop finished sequences, and separate those of a slot that now differ."""
         lengths = self.lengths[self.running]
         last = self.ids[self.running, lengths - 1]
-        unfinished = (lengths < self.max_new_tokens) & ~torch.isin(last, self.stops)
+        ended = torch.isin(last, self.stops)
         # a single copy to the host and back, because each makes the host wait for the device
-        numbers = torch.stack([unfinished.long(), self.running, self.slot, lengths, last])
-        on_host = numbers.cpu().numpy()
-        running, slot, running_lengths, running_last = on_host[1:, on_host[0] > 0]
+        numbers = torch.stack([ended.long(), self.running, self.slot, lengths, last])
+        ended, *state = numbers.cpu().numpy()
+        unfinished = (ended == 0) & (state[2] < self.max_new_tokens)
+        if self.dialogues is not None:
+            unfinished = self._talk(unfinished, ended, *state)
+        running, slot, running_lengths, running_last = (x[unfinished] for x in state)
         # Sequences of a slot were equal before this round and got the same proposals. So they are
-        # equal now if they have the same length and the same last token.
+        # equal now if they have the same length and the same last token, or the same answer.
         sources, slot, chosen = assign_slots(slot, running_lengths, running_last)
         joined = torch.from_numpy(np.concatenate([running, slot, running[chosen]]))
         sizes = [len(running), len(running), len(chosen)]
-        self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
-        self.longest = int(running_lengths.max(initial=0))
+        self.running, self.slot, representatives = joined.to(last.device).split(sizes)
+        self.num_slots, self.longest = len(chosen), int(running_lengths.max(initial=0))
         self.num_finished = (
             int(running[0]) // self.num_samples if len(running) else self.num_entered
         )
         self.decoder.reorder(sources, len(running))
+        self.parts_of_round = [Part(self.running, self.slot, representatives)]
+        if self.waiting or self.unread:
+            self.parts_of_round = list(self._parts(running, slot, chosen))
+
+    def _talk(
+        self,
+        unfinished: np.ndarray,
+        ended: np.ndarray,
+        running: np.ndarray,
+        slot: np.ndarray,
+        lengths: np.ndarray,
+        last: np.ndarray,
+    ) -> np.ndarray:
+        """Have ended turns answered, append the answers that have come; return which go on.
+
+        All arrays are `[N]`. Lengths of answers are added to `lengths`, and `last` gets a number
+        for each different answer.
+        """
+        turns = np.flatnonzero((ended > 0) & (lengths < self.max_new_tokens))
+        new = [i for i in turns.tolist() if int(running[i]) not in self.waiting]
+        rows = self.ids[torch.from_numpy(running[new]).to(self.ids.device)] if new else self.ids[:0]
+        for i, ids in zip(new, rows.tolist(), strict=True):
+            room = self.max_new_tokens - 1 - int(lengths[i])
+            self.dialogues.submit(int(running[i]), ids[: lengths[i]], room)
+            self.waiting.add(int(running[i]))
+        different = dict[tuple[int, ...], int]()
+        beyond = last.max(initial=0) + 1
+        for sequence, answer in self.dialogues.replies(wait=not unfinished.any()).items():
+            self.waiting.remove(sequence)
+            if answer:
+                i, n = int(np.searchsorted(running, sequence)), len(answer)
+                self.ids[sequence, lengths[i] : lengths[i] + n] = self.ids.new_tensor(answer)
+                self.lengths[sequence] += n
+                self.unread[sequence] = n
+                unfinished[i], lengths[i] = True, lengths[i] + n
+                last[i] = beyond + different.setdefault(tuple(answer), len(different))
+        return unfinished | np.isin(running, [*self.waiting])
+
+    def _parts(self, running: np.ndarray, slot: np.ndarray, chosen: np.ndarray) -> Iterator[Part]:
+        """The slots that decode, and those that read an answer; the others wait."""
+        unread = np.array([self.unread.get(s, 0) for s in running.tolist()], dtype=np.int64)
+        decodes = (unread == 0) & ~np.isin(running, [*self.waiting])
+        for members in map(np.flatnonzero, (decodes, unread)):
+            if len(members):
+                slots, place = np.unique(slot[members], return_inverse=True)
+                arrays = running[members], place, running[chosen[slots]], unread[chosen[slots]]
+                sequences, own, first, answers = (
+                    torch.from_numpy(x).to(self.ids.device) for x in arrays
+                )
+                yield Part(sequences, own, first, slots, answers if unread[members[0]] else None)
 
     def _part(self, first: int, last: int) -> Completions:
         """The completions of some prompts that have finished, as long as the longest of them."""
         rows = slice(first * self.num_samples, last * self.num_samples)
-        lengths = self.lengths[rows]
-        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        tables = [self.ids[rows], mask, self.logp[rows]]
+        longest = int(self.lengths[rows].max())
+        tables = [self.ids, self.sampled, self.logp]
         if self.log_kept_mass is not None:
-            tables.append(self.log_kept_mass[rows])
-        grouped = [x[:, : mask.shape[1]].unflatten(0, (-1, self.num_samples)) for x in tables]
+            tables.append(self.log_kept_mass)
+        grouped = [x[rows, :longest].unflatten(0, (-1, self.num_samples)) for x in tables]
         return Completions(self.prompt_ids[first:last], self.prompt_len[first:last], *grouped)
 
 
@@ -231,16 +317,24 @@ class Sampler:
         tokenizer: Tokenizer,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         warn: Callable[[str], object] = lambda text: None,
-        speculate: bool = False,
+        task: Task | None = None,
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding.
 
         Args:
-            speculate: whether completions resemble the true answers, whose tokens are proposed.
+            task: says whether completions resemble the true answers, whose tokens are proposed, and
+                in which environments they are dialogues.
         """
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.stops: Collection[int] = tokenizer.stops
-        self.num_speculative_tokens = config.speed.num_speculative_tokens if speculate else 0
+        speculates = task is not None and task.speculate
+        self.num_speculative_tokens = config.speed.num_speculative_tokens if speculates else 0
+        self.dialogues: Dialogues | None = None
+        if task is not None and task.world is not None:
+            turns, workers = config.sampling.max_turns, config.speed.num_reward_workers
+            self.dialogues = Dialogues(
+                task.world, tokenizer, max_turns=turns, workers=workers, warn=warn
+            )
         self.low_precision = low_precision_copy(config.speed, model)
         # by number of samples per prompt: training and evaluation fit different numbers of prompts
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
@@ -284,6 +378,8 @@ class Sampler:
                 if (part := next(parts, None)) is not None:
                     return part
                 low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
+                if self.dialogues:
+                    self.dialogues.begin(examples, num_samples, done)
                 parts = Generation(
                     self.low_precision if low else self.model,
                     **{name: x[done:] for name, x in tensors.items()},
@@ -294,6 +390,7 @@ class Sampler:
                     sampling=sampling,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
+                    dialogues=self.dialogues,
                 ).parts()
                 return next(parts)
 
@@ -301,3 +398,9 @@ class Sampler:
             part = self.backoffs[num_samples].run(next_part, min(batch_size or total, total))
             done += len(part)
             yield part.to("cpu")
+
+    def texts(self, completions: Completions) -> list[list[str]]:
+        """The texts of the completions of the last `complete`, `[P][G]`; see `types.Dialogue`."""
+        if self.dialogues:
+            return self.dialogues.finish(completions)
+        return decode(self.tokenizer, completions)

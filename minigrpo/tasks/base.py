@@ -30,16 +30,19 @@ def load_task(
     data: Data = "",
     eval_data: Data = "",
     chat: bool = False,
+    environment: bool = False,
     args: Mapping[str, Any] | None = None,
 ) -> Task:
     """The task of --task, --data, --eval-data and --task-args.
 
-    A class gets `seed` and `chat` if its `__init__` names them, and the others if they are given.
+    A class gets `seed`, `chat` and `environment` if its `__init__` names them, and the others if
+    they are given.
 
     Args:
         task: a key of TASKS, a Python file with one task, a class, or an object that is made.
         data, eval_data: files, separated by commas, or the rows themselves.
         chat: whether --system makes prompts the messages of a user.
+        environment: whether there is one, which may say what a row does not.
     """
     given = {"data": sources(data), "eval_data": sources(eval_data)}
     given = {name: value for name, value in given.items() if value} | dict(args or {})
@@ -52,7 +55,8 @@ def load_task(
     cls = class_of(task)
     cls = cls if task in TASKS else with_defaults(cls)
     named = inspect.signature(cls).parameters
-    own = {name: x for name, x in {"seed": seed, "chat": chat}.items() if name in named}
+    known = {"seed": seed, "chat": chat, "environment": environment}
+    own = {name: x for name, x in known.items() if name in named}
     try:
         return cast(Task, cls(**own, **given))
     except ConfigError:

@@ -97,11 +97,21 @@ def parse_pair(record: Record, default: str | None = None) -> Row:
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 
+def parse_begun(record: Record) -> Row:
+    """A row for an environment, which may say what is asked."""
+    if not any(key in record for key in (*QUESTIONS, *CHATS)):
+        return Row(json.dumps(record, sort_keys=True, default=str), Example("", fields=record))
+    return parse_any(record)
+
+
 def parse_question(record: Record, answer: str) -> Row:
     """The row of a line whose answer is known."""
     messages, _ = chat_of(record)
     question = question_of(messages) or text_of(record, QUESTIONS)
-    return Row(question, Example(question, answer, messages=tuple(messages), fields=record))
+    tools = record.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    example = Example(question, answer, messages=tuple(messages), fields=record)
+    return Row(question, replace(example, tools=tools if isinstance(tools, list) else None))
 
 
 def chat_of(record: Record) -> tuple[list[dict[str, Any]], str | None]:

@@ -16,8 +16,18 @@ from typing import Any
 
 from ..rewards import similarity
 from ..types import REWARD, ConfigError, Example
-from .base import SourceTask, tagged_answer
-from .data import ANSWERS, Files, Parse, Row, Rows, parse_any, parse_pair, parse_question
+from .base import Generated, SourceTask, tagged_answer
+from .data import (
+    ANSWERS,
+    Files,
+    Parse,
+    Row,
+    Rows,
+    parse_any,
+    parse_begun,
+    parse_pair,
+    parse_question,
+)
 
 REQUEST = (
     "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
@@ -37,14 +47,20 @@ class Prompts(SourceTask):
         eval_data: Files = (),
         chat: bool = False,
         judge: str = "exact",
+        environment: bool = False,
     ) -> None:
-        if not (data or eval_data):
+        """`environment`: it may say what is asked, so that no row needs to."""
+        if not (data or eval_data or environment):
             raise ConfigError("--task prompts needs --data FILE.jsonl")
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
         self.success = next(iter(self.parts), REWARD)
-        super().__init__(Rows(seed, data, eval_data, parse))
+        if data or eval_data:
+            parse = parse_begun if environment and judge == "none" else parse
+            super().__init__(Rows(seed, data, eval_data, parse))
+        else:
+            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
 

@@ -60,18 +60,18 @@ def load(config: Config, data: str, warn: Say) -> tuple[Task, Sampler, RewardSco
         task = make_task(config.replace(data="", eval_data=""), Objects(eval_data=data))
     else:
         task = make_task(config)
-    sampler = load_sampler(config, warn, speculate=task.speculate)
+    sampler = load_sampler(config, warn, task)
     return task, sampler, make_scorer(config, task, sampler.tokenizer, sampler.model.device, warn)
 
 
-def load_sampler(config: Config, warn: Say, *, speculate: bool = False) -> Sampler:
+def load_sampler(config: Config, warn: Say, task: Task | None = None) -> Sampler:
     """The model of a config, ready to sample from. Raises ConfigError."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
     tokenizer = make_tokenizer(config)
     model = make_model(config, tokenizer, device, warn)
     low = partial(autocast, config.speed, device)
-    return Sampler(config, model, tokenizer, low, warn, speculate=speculate)
+    return Sampler(config, model, tokenizer, low, warn, task)
 
 
 def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:

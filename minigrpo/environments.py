@@ -1,0 +1,371 @@
+"""Several turns: environments, tools, and the dialogues that completions then are.
+
+The interface is TRL's, by the names of methods alone, so there is no base class:
+
+    class Environment:                  an instance for each completion
+        reset(self, **row)              may return what the user says first, or more of it
+        any_public_method(self, x: int) a tool, if there is no step
+        step(self, text)                a game: (observation, reward, done), or Gymnasium's five
+        get_reward(self)                optional: the reward at the end, of a game else the sum
+
+`reset` gets the keys of a data row that its signature names, and `seed`. It must say the same to
+all completions of a prompt, because they start alike. Plain functions are tools too. A model calls
+tools as Qwen or Llama does, and reads the results before its next turn; a turn that calls none is
+the last one.
+
+The tokens of a dialogue are those that were sampled, and between them what the chat template writes
+around the answers. No turn is rendered or encoded again.
+"""
+
+import asyncio
+import inspect
+import json
+import re
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from pydantic import TypeAdapter, validate_call
+
+from .model.chat import Message
+from .model.tokenizer import Tokenizer
+from .rewards import Pool, as_numbers
+from .runtime.rng import stream
+from .task import Task
+from .types import Completions, ConfigError, Dialogue, Example
+
+NO_TOOLS = ("reset", "step", "get_reward")  # public methods that are none
+TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
+SEEDS = 2**31
+# how Qwen calls a tool; Llama's whole turn is the object, perhaps after <|python_tag|>
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+ARGUMENT = re.compile(r"^\s+(\w+)[^:\n]*:\s*(.+)", re.MULTILINE)  # in a docstring of Google's style
+SCHEMA = ("type", "properties", "required", "$defs")  # what is kept of a tool's JSON schema
+Tools = Mapping[str, Callable[..., Any]]
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def methods_of(environment: Any) -> Tools:
+    """The public methods of an environment, which are tools. A game has none."""
+    if hasattr(environment, "step"):
+        return {}
+    names = [name for name in dir(environment) if not name.startswith("_") and name not in NO_TOOLS]
+    members = {name: getattr(environment, name) for name in names if environment is not None}
+    return {name: member for name, member in members.items() if inspect.isroutine(member)}
+
+
+def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    """A tool as chat templates expect it, from its type hints and its docstring."""
+    about, _, arguments = (inspect.getdoc(tool) or "").partition("\nArgs:\n")
+    told = dict(ARGUMENT.findall(arguments))
+    schema = TypeAdapter[Any](tool).json_schema()  # type: ignore[arg-type]
+    for argument, described in schema["properties"].items():
+        del described["title"]
+        if argument in told:
+            described["description"] = told[argument].strip()
+    parameters = {key: schema[key] for key in SCHEMA if key in schema}
+    function = {"name": name, "description": about.strip(), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def calls_of(text: str) -> list[tuple[str, Any]]:
+    """The tools that a turn calls, by name, with their arguments."""
+    written = CALL.findall(text)
+    whole = text.strip().removeprefix("<|python_tag|>")
+    if not written and whole.startswith('{"name"'):
+        written = [whole]
+    calls = list[tuple[str, Any]]()
+    for call in written:
+        try:
+            read = json.loads(call)
+            calls.append((read["name"], read.get("arguments", read.get("parameters", {}))))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            calls.append((call, {}))  # the model reads that there is no such tool
+    return calls
+
+
+# --- environments ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """The environments and tools of a run."""
+
+    classes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    tools: Tools = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, environment: Any = None, tools: Sequence[Callable[..., Any]] = ()) -> "World":
+        """
+        Args:
+            environment: a class, or several by the name that a row's `environment` gives; or
+                `FILE.py:NAME,..` of classes and functions. A file is run: trust it.
+            tools: functions.
+        """
+        if isinstance(environment, str):
+            named = [part.rpartition(":")[::2] for part in environment.split(",")]
+            found = [load_name(f"--environment {environment}", *each) for each in named]
+            tools = [*tools, *(x for x in found if not isinstance(x, type))]
+            environment = {x.__name__: x for x in found if isinstance(x, type)}
+        if not isinstance(environment, Mapping):
+            environment = {environment.__name__: environment} if environment else {}
+        return cls(environment, {tool.__name__: validate_call(tool) for tool in tools})
+
+    @property
+    def __name__(self) -> str:
+        return ",".join([*self.classes, *self.tools])
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The environments that give a reward, by the name of their class, and its weight."""
+        giving = [
+            x for x in self.classes.values() if hasattr(x, "step") or hasattr(x, "get_reward")
+        ]
+        return {x.__name__: 1.0 for x in giving}
+
+    def class_of(self, example: Example) -> Callable[..., Any]:
+        """What makes the environment of an example."""
+        if not self.classes:
+            return lambda: None
+        name = example.fields.get("environment", next(iter(self.classes)))
+        if name not in self.classes:
+            raise ConfigError(f"environment {name!r} is none of {', '.join(self.classes)}")
+        return self.classes[name]
+
+
+def load_name(setting: str, file: str, name: str) -> Any:
+    """What a Python file calls so. Raises ConfigError."""
+    found = runpy.run_path(file).get(name)
+    if found is None:
+        raise ConfigError(f"{setting}: {file} has no class or function {name}")
+    return found
+
+
+def reset(environment: Any, example: Example) -> str:
+    """What an environment says first."""
+    if environment is None:
+        return ""
+    row, named = dict(example.fields), inspect.signature(environment.reset).parameters
+    if not any(x.kind is x.VAR_KEYWORD for x in named.values()):
+        row = {name: value for name, value in row.items() if name in named}
+    return environment.reset(**row) or ""
+
+
+class Begun:
+    """A task whose prompts end with what the environment says first, and name the tools."""
+
+    def __init__(self, task: Task, world: World, seed: int) -> None:
+        self.task, self.world, self.seed = task, world, seed
+        self.schemas: dict[Any, list[dict[str, Any]]] = {}  # by class
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["task"], name)
+
+    def train(self, number: int) -> Example:
+        return self._begin(self.task.train(number), "train", number)
+
+    def held_out(self, number: int) -> Example:
+        return self._begin(self.task.held_out(number), "held-out", number)
+
+    def longest(self, number: int) -> Sequence[Example]:
+        return [self._begin(example, "longest", 0) for example in self.task.longest(number)]
+
+    def _begin(self, example: Example, split: str, number: int) -> Example:
+        seed = int(stream(self.seed, f"environment/{split}", number).integers(SEEDS))
+        fields = {"seed": seed, **example.fields}
+        kind = self.world.class_of(example)
+        environment = kind()
+        said = reset(environment, replace(example, fields=fields))
+        if kind not in self.schemas:
+            callable_ = {**methods_of(environment), **self.world.tools}
+            self.schemas[kind] = [schema_of(*tool) for tool in callable_.items()]
+        tools = [*(example.tools or ()), *self.schemas[kind]]
+        messages = [*example.messages]
+        if messages and said:
+            if messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": ""})
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said}
+        prompt = example.prompt if messages else example.prompt + said
+        return replace(example, prompt=prompt, messages=messages, fields=fields, tools=tools)
+
+
+# --- dialogues ------------------------------------------------------------------------------------
+
+
+class Episode:
+    """A completion in its environment: what was said after the prompt, and what it is worth."""
+
+    def __init__(self, world: World, example: Example) -> None:
+        self.world, self.example, self.kind = world, example, world.class_of(example)
+        self.environment: Any = None
+        self.messages: list[Message] = []
+        self.start = 0  # tokens of the completion before the turn in work
+        self.room = 0  # most tokens that the next answer may have
+        self.turns, self.reward = 0, 0.0
+        self.over = self.cut = self.failed = False
+
+    @property
+    def timeout_s(self) -> float:
+        return getattr(self.kind, "timeout_s", TIMEOUT_S)
+
+    def begin(self) -> None:
+        """Make the environment when it is first needed: the prompt has what it says first."""
+        if self.environment is None:
+            self.environment = self.kind()
+            said, messages = reset(self.environment, self.example), self.example.messages
+            if not (messages[-1]["content"] if messages else self.example.prompt).endswith(said):
+                raise ValueError("reset must say the same to all completions of a prompt")
+
+    def answer(self, text: str) -> list[Message]:
+        """What the environment answers to a turn; nothing, if the turn calls no tool."""
+        self.begin()
+        if not hasattr(self.environment, "step"):
+            return [self._call(*call) for call in calls_of(text)]
+        observation, reward, done, *more = self.environment.step(text)
+        self.reward += float(reward)
+        # Gymnasium's five are observation, reward, terminated, truncated, info
+        self.over = bool(done or (len(more) == 2 and more[0]))
+        return [{"role": "user", "content": str(observation)}]
+
+    def _call(self, name: str, arguments: Any) -> Message:
+        """The result of a tool as a message; an error is one too."""
+        methods = {} if name in self.world.tools else methods_of(self.environment)
+        try:
+            tool = self.world.tools.get(name) or validate_call(methods[name])
+            result = tool(**arguments)
+            result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        except Exception as error:
+            known = name in self.world.tools or name in methods
+            result = {"error": str(error) if known else f"there is no tool {name}"}
+        return {"role": "tool", "name": name, "content": str(result)}
+
+    def score(self) -> float:
+        """The reward of the environment."""
+        self.begin()
+        final = getattr(self.environment, "get_reward", None)
+        return float(as_numbers(final() if final else self.reward, ()))
+
+    def dialogue(self, reward: float) -> Dialogue:
+        """What there is to say of it; `reward`: that of the environment."""
+        turns = [message for message in self.messages if message["role"] == "assistant"]
+        text = Dialogue(turns[-1]["content"])
+        text.messages, text.turns = self.messages, self.turns
+        text.cut, text.failed = self.cut, self.failed
+        name = getattr(self.kind, "__name__", "")
+        text.rewards = {name: reward} if name in self.world.parts else {}
+        return text
+
+
+class Dialogues:
+    """Answers the turns of a batch of completions, and keeps what was said.
+
+    Completion g of prompt p is sequence p * G + g.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tokenizer: Tokenizer,
+        *,
+        max_turns: int,
+        workers: int,
+        warn: Callable[[str], object],
+    ) -> None:
+        """`max_turns`: of the policy, per dialogue. `workers`: turns answered side by side."""
+        self.world, self.tokenizer, self.max_turns = world, tokenizer, max_turns
+        self.workers, self.warn, self.has_warned = workers, warn, False
+        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # environments repeat themselves
+        self.pool, self.first = Pool(0), 0
+        self.episodes: list[Episode] = []
+        for kind in world.classes.values() or [None]:  # refuse a template that cannot write answers
+            role = "user" if hasattr(kind, "step") else "tool"
+            if role == "tool" and not tokenizer.chat:
+                raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
+            self.encode(json.dumps([{"role": role, "name": "tool", "content": "A"}]))
+
+    def begin(self, examples: Sequence[Example], num_samples: int, done: int = 0) -> None:
+        """Begin a batch, or begin it again with the prompts from `done` on."""
+        self.first = done * num_samples  # the others count sequences from here
+        fresh = [Episode(self.world, x) for x in examples[done:] for _ in range(num_samples)]
+        self.episodes[self.first :] = fresh
+        self.pool.close()
+        self.pool = Pool(self.workers)
+
+    def submit(self, sequence: int, ids: Sequence[int], room: int) -> None:
+        """Have a turn answered.
+
+        Args:
+            ids: all tokens of the completion so far, the end of the turn included.
+            room: most tokens that the answer may have.
+        """
+        episode = self.episodes[self.first + sequence]
+        episode.room, text = room, self._take_turn(episode, ids)
+        self.pool.submit(sequence, partial(episode.answer, text), episode.timeout_s)
+
+    def replies(self, *, wait: bool) -> dict[int, list[int]]:
+        """Tokens after which a sequence goes on, by sequence; none: its dialogue is over.
+
+        With `wait`, there is at least one reply if one is to come.
+        """
+        found = {}
+        for sequence, messages, error in self.pool.ended(wait=wait):
+            episode = self.episodes[self.first + sequence]
+            found[sequence] = [] if error else self._go_on(episode, messages)
+            if error:
+                self._fail(episode, error)
+            episode.start += len(found[sequence])
+        return found
+
+    def finish(self, completions: Completions) -> list[list[str]]:
+        """The dialogues of the batch, `[P][G]`, with the rewards of their environments."""
+        lengths = completions.completion_len.flatten().tolist()
+        rows = completions.completion_ids.flatten(0, 1).tolist()
+        for episode, ids, length in zip(self.episodes, rows, lengths, strict=True):
+            if length > episode.start:  # cut off within a turn
+                self._take_turn(episode, ids[:length])
+        rewards = dict[int, float]()
+        for number, episode in enumerate(self.episodes):
+            if self.world.parts and not episode.failed:
+                self.pool.submit(number, episode.score, episode.timeout_s)
+        for number, value, error in self.pool.all():
+            if error:
+                self._fail(self.episodes[number], error)
+            rewards[number] = 0.0 if error else value
+        texts: list[str] = [x.dialogue(rewards.get(i, 0.0)) for i, x in enumerate(self.episodes)]
+        size = completions.completion_ids.shape[1]
+        return [texts[i : i + size] for i in range(0, len(texts), size)]
+
+    def _take_turn(self, episode: Episode, ids: Sequence[int]) -> str:
+        """Add what the policy said to the messages."""
+        text = self.tokenizer.decode(ids[episode.start :])
+        episode.messages.append({"role": "assistant", "content": text})
+        episode.turns, episode.start = episode.turns + 1, len(ids)
+        return text
+
+    def _go_on(self, episode: Episode, messages: list[Message]) -> list[int]:
+        """Add an answer to the messages; return its tokens if the dialogue goes on after it."""
+        episode.messages += messages
+        if not messages or episode.over:
+            return []
+        try:
+            ids = self.encode(json.dumps(messages))
+        except ConfigError as error:  # it spells a special token
+            self._fail(episode, error)
+            return []
+        episode.cut = episode.turns == self.max_turns or len(ids) > episode.room
+        return [] if episode.cut else ids
+
+    def _encode(self, messages: str) -> list[int]:
+        answer = json.loads(messages)
+        if self.tokenizer.chat:
+            return self.tokenizer.encode(self.tokenizer.chat.between(answer), special=True)
+        return self.tokenizer.encode("".join(message["content"] for message in answer))
+
+    def _fail(self, episode: Episode, error: BaseException) -> None:
+        episode.failed = True
+        if not self.has_warned:
+            self.has_warned = True
+            self.warn(f"environment: {error!r:.200}; such a dialogue ends with reward 0")
