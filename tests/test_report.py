@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,8 +15,8 @@ import pytest
 from minigrpo.config import Config
 from minigrpo.runtime.stats import wilson
 from minigrpo.tools import cli
-from minigrpo.tools.report import MOST_SAMPLES, changed_settings, figures_of
-from minigrpo.tools.runs import MOST_POINTS, Run, draw, read_run
+from minigrpo.tools.report import MOST_SAMPLES, figures_of
+from minigrpo.tools.runs import MOST_POINTS, Run, differing, draw, read_run
 
 from .test_compare import lines, write_run
 from .tiny import toml
@@ -126,7 +127,7 @@ def made_up(steps: int, name: str = "a", **series: Any) -> Run:
     records = [
         {"step": i + 1, **{key: float(x[i]) for key, x in series.items()}} for i in range(steps)
     ]
-    return Run(Path(name), Config(), records)
+    return Run(Path(name), Config(), records, [], {})
 
 
 def lines_of(*runs: Run, name: str = "reward", held_out: bool = False) -> list[np.ndarray]:
@@ -159,8 +160,8 @@ def test_a_long_run_is_averaged() -> None:
 
 def test_shares_have_the_intervals_of_wilson(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", [1, 0, 0, 0] * 10), print)
-    assert run.shares("exact_sampled") == {0: wilson(0.25, 40), 3: wilson(0.25, 40)}
-    assert run.shares("reward") == {}
+    assert run.shares == [wilson(0.25, 40), wilson(0.25, 40)]
+    assert math.isnan(run.curve("reward")[1].low)
 
 
 def test_several_runs_share_each_figure(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_several_runs_share_each_figure(tmp_path: Path) -> None:
     longer = made_up(6, "c", reward=range(6))
     runs = [*(read_run(path, print) for path in (a, b)), longer]
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
-    assert ["group_size", "16", "16", "8", "16"] in changed_settings(runs)
+    assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
 
 
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
