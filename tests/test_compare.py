@@ -1,6 +1,5 @@
 """`minigrpo compare`: which runs are paired, and what their paired tests show."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +14,7 @@ from minigrpo.tools import cli
 from minigrpo.tools.compare import differences, settings_of
 from minigrpo.tools.runs import read_run
 
-from .tiny import toml
-
-
-def lines(records: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
+from .tiny import toml, write_jsonl
 
 
 def write_run(
@@ -36,20 +31,18 @@ def write_run(
     """
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(toml(Config.of(**settings), a="1"))
-    (folder / "metrics.jsonl").write_text(
-        lines([{"step": step, "reward": step / 3, "step_time": 0.5} for step in (1, 2, 3)])
-    )
+    metrics = [{"step": step, "reward": step / 3, "step_time": 0.5} for step in (1, 2, 3)]
+    write_jsonl(folder / "metrics.jsonl", metrics)
     ends = [(0, 0.25), (3, float(np.mean(right)))]
-    (folder / "eval.jsonl").write_text(
-        lines([{"step": x, "n": len(right), "exact_sampled": y, "exact": y} for x, y in ends])
-    )
+    shares = [{"step": x, "n": len(right), "exact_sampled": y, "exact": y} for x, y in ends]
+    write_jsonl(folder / "eval.jsonl", shares)
     answers = []
     for i, x in enumerate(right):
         parts = {"exact": x, "reward": 2 * x}
         if i < len(similarity):
             parts["similarity"] = similarity[i]
         answers.append({"step": 3, "example": f"{asked} {i}", "greedy": parts, "sampled": parts})
-    (folder / "held_out.jsonl").write_text(lines(answers))
+    write_jsonl(folder / "held_out.jsonl", answers)
     return folder
 
 
@@ -62,12 +55,9 @@ def compared(*runs: Path, pool: bool = False) -> dict[str, Difference]:
 def test_examples_are_paired_and_tested_by_mcnemar(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", [1] * 30 + [0] * 30)
     b = write_run(tmp_path / "b", [1] * 29 + [0] + [1] * 12 + [0] * 18, learning_rate=1e-3)
-    tests = compared(a, b)
-    found = tests["exact_sampled"]
-    assert found.n == 60
-    assert found.p == mcnemar(1, 12) == pytest.approx(2 * (1 + 13) / 2**13)
-    assert found.change.value == pytest.approx(11 / 60)
-    assert found.is_shown
+    found = compared(a, b)["exact_sampled"]
+    assert found.n == 60 and found.change.value == pytest.approx(11 / 60)
+    assert found.is_shown and found.p == mcnemar(1, 12) == pytest.approx(2 * (1 + 13) / 2**13)
 
 
 def test_only_the_examples_that_both_were_asked_are_compared(tmp_path: Path) -> None:
@@ -117,9 +107,9 @@ def test_three_seeds_decide_by_their_spread(
 
 def test_seeds_that_agree_by_chance_show_no_more_than_their_examples(tmp_path: Path) -> None:
     """Three differences of one example each have no spread, so their interval has no length."""
-    a = seeds(tmp_path, "a", [[1] * 30 + [0] * 34] * 3)
-    b = seeds(tmp_path, "b", [[1] * 31 + [0] * 33] * 3, kl_coef=0.1)
-    assert not compared(*a, *b, pool=True)["exact"].is_shown
+    a, b = ([[1] * right + [0] * (64 - right)] * 3 for right in (30, 31))
+    runs = seeds(tmp_path, "a", a) + seeds(tmp_path, "b", b, kl_coef=0.1)
+    assert not compared(*runs, pool=True)["exact"].is_shown
 
 
 @pytest.mark.parametrize("asked", ["the same", ""])

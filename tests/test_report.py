@@ -18,8 +18,8 @@ from minigrpo.tools import cli
 from minigrpo.tools.report import MOST_SAMPLES, figures_of
 from minigrpo.tools.runs import MOST_POINTS, Run, differing, draw, read_run
 
-from .test_compare import lines, write_run
-from .tiny import toml
+from .test_compare import write_run
+from .tiny import toml, write_jsonl
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}\ud800\x1b[2J"
@@ -49,7 +49,7 @@ def held_out(step: int, number: int, text: str) -> dict[str, Any]:
 
 def run_with_samples(folder: Path, records: list[dict[str, Any]]) -> Path:
     run = write_run(folder, [1, 0] * 20)
-    (run / "samples.jsonl").write_text(lines(records))
+    write_jsonl(run / "samples.jsonl", records)
     return run
 
 
@@ -75,9 +75,6 @@ class Parsed(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -92,7 +89,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1})
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
     metric = f"rewards/{HOSTILE.replace(chr(0xD800), '')}/mean"
-    (run / "metrics.jsonl").write_text(lines([{"step": 1, metric: 0.5}]))
+    write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5}])
     (run / "eval.jsonl").unlink()
     config = Config.of(group_size=8, task_args={"x": HOSTILE.replace("\ud800", "")})
     (run / "config.toml").write_text(toml(config))
@@ -112,7 +109,7 @@ def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
     (run / "eval.jsonl").unlink()
     names = [f"rewards/{i}/mean" for i in range(3)]
     metrics = [{"step": i, **dict.fromkeys(names, i % 7)} for i in range(1, 5001)]
-    (run / "metrics.jsonl").write_text(lines(metrics))
+    write_jsonl(run / "metrics.jsonl", metrics)
     html = page_of(run)
     assert len(html) < 2e6
     page = Parsed(html)
@@ -166,8 +163,7 @@ def test_shares_have_the_intervals_of_wilson(tmp_path: Path) -> None:
 
 def test_several_runs_share_each_figure(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", [1, 0]), write_run(tmp_path / "b", [1, 1], group_size=8)
-    longer = made_up(6, "c", reward=range(6))
-    runs = [*(read_run(path, print) for path in (a, b)), longer]
+    runs = [read_run(a, print), read_run(b, print), made_up(6, "c", reward=range(6))]
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
 

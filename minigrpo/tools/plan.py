@@ -1,9 +1,10 @@
 """Does a training step fit my card? `minigrpo plan [flags of train]`.
 
-Every part is a closed form of the model's shape and of the tokens in a step, so no weights are
-fetched; the tokenizer and the data are, to measure the prompts. It is the worst case: completions share nothing but their prompt, and are as long as
---max-new-tokens allows. The step is that of one process on a GPU. Not counted: models that rewards
-ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading moves there.
+Every part is a closed form of the model's shape and of the tokens in a step. So no weights are
+fetched; the tokenizer and the data are read, to measure prompts. It is the worst case: completions
+share nothing but their prompt, and are as long as --max-new-tokens allows. The step is that of one
+process on a GPU. Not counted: models that rewards ask, and on a CPU Python and torch themselves
+(some 400 MiB) and what offloading moves there.
 """
 
 from collections.abc import Mapping, Sequence
