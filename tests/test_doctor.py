@@ -93,13 +93,9 @@ def test_a_short_run_without_any_signal_is_told_so(dead: float, found: list[str]
     assert found_in(made_up({"frac_reward_zero_std": np.full(3, dead)}, [])) == found
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss": "nll"}])
-def test_metrics_that_are_missing_trigger_nothing(settings: dict[str, Any]) -> None:
-    """As in a supervised run, or one whose losses are not finite."""
-    assert found_in(made_up({"loss": np.zeros(STEPS)}, [], **settings)) == []
-
-
-def test_entropy_may_collapse_in_supervised_fine_tuning() -> None:
+def test_runs_that_lack_metrics_or_learn_true_answers_are_well() -> None:
+    """Entropy may collapse in supervised fine-tuning."""
+    assert found_in(made_up({"loss": np.zeros(STEPS)}, [])) == []
     assert found_in(made_up({"entropy": between(0.5, 0.01)}, [], loss="nll")) == []
 
 

@@ -25,7 +25,7 @@ from minigrpo.runtime.stats import (
 )
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
-EOS, NO_SEEDS = 9, np.zeros(0)
+EOS = 9
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -64,13 +64,10 @@ def test_rollout_metrics_by_hand() -> None:
 # --- intervals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("share", "n", "low", "high"),
-    [(0.5, 10, 0.2366, 0.7634), (0.0, 20, 0.0, 0.1611), (1.0, 20, 0.8389, 1.0)],
-)
-def test_wilson_has_published_values(share: float, n: int, low: float, high: float) -> None:
-    found = wilson(share, n)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+def test_wilson_has_published_values() -> None:
+    for share, n, *ends in ((0.5, 10, 0.2366, 0.7634), (0, 20, 0, 0.1611), (1, 20, 0.8389, 1)):
+        found = wilson(share, n)
+        assert [found.low, found.high] == pytest.approx(ends, abs=1e-4)
 
 
 DRAWS: dict[str, Callable[[np.random.Generator], tuple[np.ndarray, float]]] = {
@@ -98,12 +95,12 @@ def test_an_estimate_leaves_out_what_is_not_known() -> None:
     assert str(estimate(np.array([[0.25]]))) == "0.250" and math.isnan(students_t(np.ones(1))[0])
 
 
-@pytest.mark.parametrize(("n", "t"), [(3, 4.303), (4, 3.182), (6, 2.571), (30, 2.045)])
-def test_students_t_has_published_values(n: int, t: float) -> None:
-    values = np.random.default_rng(0).normal(size=n)
-    low, high = students_t(values)
-    assert (low + high) / 2 == pytest.approx(values.mean())
-    assert (high - low) / 2 == pytest.approx(t * values.std(ddof=1) / math.sqrt(n), rel=0.01)
+def test_students_t_has_published_values() -> None:
+    for n, t in ((3, 4.303), (4, 3.182), (6, 2.571), (30, 2.045)):
+        values = np.random.default_rng(0).normal(size=n)
+        half = t * values.std(ddof=1) / math.sqrt(n)
+        ends = (values.mean() - half, values.mean() + half)
+        assert students_t(values) == pytest.approx(ends, abs=0.01 * half)
 
 
 # --- pass@k, the headline -------------------------------------------------------------------------
@@ -148,22 +145,12 @@ def test_mcnemar_is_the_two_sided_sign_test(lost: int, won: int) -> None:
 def test_two_models_are_compared_example_by_example() -> None:
     first = np.array([1.0, 1, 0, 0, 0, 0, 0, 0, 0])
     second = np.array([1.0, 0, 1, 1, 1, 1, 1, 1, 1])
-    found = difference(first, second, NO_SEEDS)
+    no_seeds = np.zeros(0)
+    found = difference(first, second, no_seeds)
     assert found.change.value == pytest.approx(6 / 9) and found.p == pytest.approx(2 * 9 / 256)
     assert not found.is_shown and found.change.low < found.change.value < found.change.high
-    scores = difference(np.linspace(0, 1, 50), np.linspace(0, 1, 50) + 0.01, NO_SEEDS)
+    scores = difference(np.linspace(0, 1, 50), np.linspace(0, 1, 50) + 0.01, no_seeds)
     assert scores.is_shown and math.isnan(scores.p)
-
-
-def test_differences_of_chance_are_rarely_shown() -> None:
-    """Also between means of several seeds, which are hard and easy on the same examples."""
-    rng, shown, of_means = np.random.default_rng(0), 0, 0
-    for _ in range(200):
-        chance = rng.beta(0.3, 0.3, 50)
-        draws = (rng.random((2, 2, 50)) < chance).astype(float)
-        shown += difference(*draws[0], NO_SEEDS).is_shown
-        of_means += difference(*draws.mean(1), NO_SEEDS).is_shown
-    assert shown <= 14 and of_means <= 14
 
 
 # --- calibration ----------------------------------------------------------------------------------

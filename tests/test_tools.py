@@ -221,13 +221,16 @@ def test_a_prompt_is_a_users_message_unless_it_is_raw(
 # --- export ---------------------------------------------------------------------------------------
 
 
-def test_an_export_of_a_run_is_a_model_like_any_other(finished_run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "model"
-    assert call("export", finished_run, "--out", out) == 0
-    exported, own = Transformer.from_pretrained(out), load_model(str(finished_run))
-    assert torch.equal(exported.logits(IDS), own.logits(IDS))
+def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:
+    """A run without model file is read from its checkpoint."""
+    own, out = load_model(str(tiny_run)), tmp_path / "new" / "model"
+    (tiny_run / "model.safetensors").unlink()
+    assert call("export", tiny_run, "--out", out) == 0
+    assert torch.equal(Transformer.from_pretrained(out).logits(IDS), own.logits(IDS))
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [load_tokenizer("chess").eot]
+    shutil.rmtree(tiny_run / "checkpoints")
+    assert call("export", tiny_run, "--out", tmp_path / "again") == 2
 
 
 def test_an_export_has_the_tokenizer_of_its_model_and_all_tokens_that_end_a_text(
@@ -269,22 +272,16 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_has_merged_adapters_and_what_they_were_trained_on(
     adapted: Path, tmp_path: Path
 ) -> None:
-    run, out = adapted / "run", tmp_path / "out"
+    """Adapters are those of the checkpoint, or of the files that a run leaves."""
+    run, out, without = adapted / "run", tmp_path / "out", tmp_path / "run"
     assert call("export", run, "--out", out) == 0
-    merged, own = Transformer.from_pretrained(out), load_model(str(run))
-    assert torch.equal(merged.logits(IDS), own.logits(IDS))
+    shutil.copytree(run, without, ignore=lambda folder, names: {"checkpoints"})
+    merged = Transformer.from_pretrained(out).logits(IDS)
+    assert torch.equal(merged, load_model(str(run)).logits(IDS))
+    assert torch.equal(merged, load_model(str(without)).logits(IDS))
     base = Transformer.from_pretrained(adapted / "model")
-    assert not torch.equal(merged.logits(IDS), base.logits(IDS))
+    assert not torch.equal(merged, base.logits(IDS))
     assert len(trained_on(out)) and np.array_equal(trained_on(out), trained_on(run))
-
-
-def test_adapters_without_checkpoints_are_those_of_the_checkpoint(
-    adapted: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(adapted / "run", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    again, own = (load_model(str(folder / "run")) for folder in (tmp_path, adapted))
-    assert torch.equal(again.logits(IDS), own.logits(IDS))
 
 
 @pytest.mark.peer
@@ -298,12 +295,3 @@ def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Pat
     base = AutoModelForCausalLM.from_pretrained(adapted / "model")
     for peer in (AutoModelForCausalLM.from_pretrained(out), PeftModel.from_pretrained(base, run)):
         torch.testing.assert_close(peer(IDS).logits, expected, atol=0.1, rtol=1e-3)
-
-
-def test_a_run_without_model_file_is_read_from_its_checkpoint(
-    tiny_run: Path, tmp_path: Path
-) -> None:
-    (tiny_run / "model.safetensors").unlink()
-    assert call("export", tiny_run, "--out", tmp_path / "out") == 0
-    shutil.rmtree(tiny_run / "checkpoints")
-    assert call("export", tiny_run, "--out", tmp_path / "again") == 2
