@@ -28,7 +28,7 @@ from minigrpo.tools.report import render
 from minigrpo.tools.runs import read_run
 
 from . import tiny
-from .test_compare import lines, write_run
+from .test_compare import write_run
 from .test_report import held_out, sample
 from .test_tools import call
 
@@ -104,7 +104,7 @@ def make_data(folder: Path) -> None:
         {"messages": [{"role": "user", "content": f"ask {i}"}], "answer": "b"} for i in range(9)
     ]
     rows = [{"prompt": f"ask {i}", "answer": "b", "kind": "c", "extra": [1]} for i in range(40)]
-    (folder / "a.jsonl").write_text(lines(rows + chats))
+    tiny.write_jsonl(folder / "a.jsonl", rows + chats)
 
 
 def read_data(folder: Path) -> None:
@@ -115,7 +115,7 @@ def read_data(folder: Path) -> None:
 
 def make_countdown(folder: Path) -> None:
     rows = [{"nums": [i, 7, 3], "target": i + 4} for i in range(1, 60)]
-    (folder / "a.jsonl").write_text(lines(rows))
+    tiny.write_jsonl(folder / "a.jsonl", rows)
 
 
 def read_countdown(folder: Path) -> None:
@@ -138,7 +138,7 @@ def read_tokenizer(folder: Path) -> None:
 
 def make_run(folder: Path) -> None:
     run = write_run(folder / "run", [1, 0] * 5)
-    (run / "samples.jsonl").write_text(lines([sample(10, "a"), held_out(3, 0, "b")]))
+    tiny.write_jsonl(run / "samples.jsonl", [sample(10, "a"), held_out(3, 0, "b")])
 
 
 def read_the_run(folder: Path) -> None:

@@ -56,10 +56,8 @@ def parse(
 
 def load(config: Config, data: str, warn: Say) -> tuple[Task, Sampler, RewardScorer]:
     """The task of a config, with the files of --data held out whole, its model and its scorer."""
-    if data:
-        task = make_task(config.replace(data="", eval_data=""), Objects(eval_data=data))
-    else:
-        task = make_task(config)
+    objects = Objects(data="", eval_data=data) if data else Objects()
+    task = make_task(config, objects)
     sampler = load_sampler(config, warn, task)
     return task, sampler, make_scorer(config, task, sampler.tokenizer, sampler.model.device, warn)
 
@@ -76,7 +74,7 @@ def load_sampler(config: Config, warn: Say, task: Task | None = None) -> Sampler
 
 def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
     """Say how many held-out questions the run, or the one that it began from, was trained on."""
-    held_out = () if task.questions is None else task.questions[1]
+    _, held_out = task.questions or ((), ())
     if known := int(np.isin(held_out, trained_on(Path(run))).sum()):
         warn(f"{known} of {len(held_out)} held-out questions are among its training data")
 

@@ -16,7 +16,6 @@ from ..model.hf import read_json, save_model_folder
 from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG, Tokenizer
 from ..runtime.console import Console
 from ..runtime.run_dir import TRAINED_ON
-from ..types import ConfigError
 from .evaluate import ModelArguments, parse
 
 
@@ -43,9 +42,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     console, out = Console(), arguments.out
     tokenizer = make_tokenizer(config)
     model = make_model(config, tokenizer, say=console.warn)
-    if out.exists():
-        raise ConfigError(f"--out {out}: is there already; name a new folder")
-    out.mkdir(parents=True)
+    out.mkdir(parents=True)  # an error if it is there
     save_model_folder(model, out)
     write_tokenizer(tokenizer, out)
     trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Template
 
 from ..config import Config
-from ..runtime.logging import SAMPLES, Record, read_jsonl
+from ..runtime.logging import SAMPLES, Record, Warn, read_jsonl
 from .doctor import diagnose
-from .runs import ENDS, Run, RunArguments, Warn, differing, draw, is_number, runs_of
+from .runs import ENDS, Run, RunArguments, differing, draw, runs_of
 
 Figures = dict[str, list[tuple[str, str]]]  # section -> pairs of an SVG and a note
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
@@ -61,12 +61,9 @@ def figures_of(runs: Sequence[Run]) -> Figures:
     settings = {run.name: [run] for run in runs}
     for section, panels in PANELS.items():
         held_out = section == HELD_OUT
+        logs = [run.evaluations if held_out else run.metrics for run in runs]
         names = dict.fromkeys(
-            name
-            for run in runs
-            for record in (run.evaluations if held_out else run.metrics)
-            for name, value in record.items()
-            if value
+            name for log in logs for record in log for name in record if record[name]
         )
         for pattern, note in panels.items():
             for name in fnmatch.filter([*names], pattern.replace("SUCCESS", runs[0].success)):
@@ -74,16 +71,6 @@ def figures_of(runs: Sequence[Run]) -> Figures:
                 draw(settings, name, out := StringIO(), held_out=held_out)
                 found.setdefault(section, []).append((out.getvalue(), note))
     return found
-
-
-def changed_settings(runs: Sequence[Run]) -> list[list[str]]:
-    """A setting or version, its default for the first run's task, and its value in each run."""
-    flat = runs[0].config.flat()
-    default = Config.of(
-        **{name: flat[name] for name in ("task", "data", "model", "lora_rank")}
-    ).flat()
-    default["model"] = Config().model.name
-    return differing([default, *(dict(run.versions) | run.config.flat() for run in runs)])
 
 
 def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
@@ -101,18 +88,15 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
 
 def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
     """The page."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    environment.filters["number"] = lambda value: f"{value:.4g}" if is_number(value) else ""
-    return environment.get_template("report.html.j2").render(
+    page = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    return Template(page, autoescape=True, trim_blocks=True).render(
         runs=runs,
         ends=ENDS,
         results=[run.ends() for run in runs],
-        findings=[diagnose(run) for run in runs],
+        diagnose=diagnose,
         samples=[samples_of(run, warn) for run in runs],
         figures=figures,
-        changed=changed_settings(runs),
+        changed=differing([Config().flat(), *(run.config.flat() | run.versions for run in runs)]),
     )
 
 
@@ -125,4 +109,4 @@ def main(argv: Sequence[str], prog: str) -> None:
     arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
     html = render(runs, figures_of(runs), console.warn)
     arguments.out.write_text(html, encoding="utf-8", errors="replace")
-    console.say(f"wrote {arguments.out} ({len(html) / 1e6:.1f} MB)")
+    console.say(f"wrote {arguments.out}")

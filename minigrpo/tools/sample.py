@@ -6,7 +6,6 @@ minigrpo sample RUN --examples 5 --n 4
 It samples with the settings of the run unless flags change them, such as --temperature 0.7.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -31,16 +30,14 @@ class Arguments(ModelArguments):
 
 
 def show(console: Console, graded: Graded) -> None:
-    """Print prompts, their answers in the data, and each distinct completion with its count."""
+    """Print prompts, their answers in the data, and each completion with its reward."""
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
-    for example, texts, right, rewards in rows:
+    for example, *completions in rows:
         lines = [f"prompt      {example.prompt}"]
         lines += [f"answer      {example.answer}"] if example.answer else []
-        for text, count in Counter(texts).most_common():
-            place = texts.index(text)
-            verdict = {1: "right, ", 0: "wrong, "}.get(right[place], "")  # NaN: not known
-            times = f", {count} of {len(texts)}" if len(texts) > 1 else ""
-            lines.append(f"completion  {text}   {verdict}reward {rewards[place]:.3g}{times}")
+        for text, right, reward in zip(*completions, strict=True):
+            verdict = {1: "right, ", 0: "wrong, "}.get(right, "")  # NaN: not known
+            lines.append(f"completion  {text}   {verdict}reward {reward:.3g}")
         console.say(printable("\n".join([*lines, ""])))
 
 
