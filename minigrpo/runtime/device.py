@@ -5,10 +5,11 @@ Besides, what a step took: seconds per phase, peak memory, a trace.
 
 import copy
 import ctypes
+import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -71,34 +72,25 @@ def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScale
 
 
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
-    """With --use-amp, a copy with the linear layers of the blocks in --amp-dtype, else the model.
+    """With --use-amp, a copy with the frozen linear layers of the blocks in --amp-dtype.
 
-    It shares all other parameters. The results are those of autocast, which would cast these
-    weights again in every forward.
+    It shares all other parameters, and its results are those of autocast. That casts a trained
+    weight once for all products in its context, but a frozen one again for each.
     """
     if not speed.use_amp:
         return model
-    dtype = getattr(torch, speed.amp_dtype)
-    cast = {
-        id(parameter): nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        for module in model.h.modules()
-        if isinstance(module, nn.Linear)
-        for parameter in module.parameters()
-    }
-    return sharing_weights(model, cast)
+    low, dtype = sharing_weights(model), getattr(torch, speed.amp_dtype)
+    for module in low.h.modules():
+        if isinstance(module, nn.Linear):
+            for name, x in module.named_parameters():
+                if not x.requires_grad:
+                    setattr(module, name, nn.Parameter(x.to(dtype), requires_grad=False))
+    return low
 
 
-def sharing_weights(model: Transformer, replaced: Mapping[int, nn.Parameter] = {}) -> Transformer:
-    """A copy of the modules that shares their parameters, except those in `replaced`, by id."""
-    return copy.deepcopy(model, {**{id(p): p for p in model.parameters()}, **replaced})
-
-
-@torch.no_grad()
-def refresh(low: Transformer, model: Transformer) -> None:
-    """Copy the current weights into a low-precision copy."""
-    for copied, weights in zip(low.parameters(), model.parameters(), strict=True):
-        if copied.dtype != weights.dtype:  # others are shared
-            copied.copy_(weights)
+def sharing_weights(model: Transformer) -> Transformer:
+    """A copy of the modules that shares their parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def with_training_layers(config: Config, model: Transformer) -> Transformer:
@@ -148,8 +140,6 @@ def peak_memory_mib(device: torch.device) -> float:
     """Peak memory so far: allocated on the CUDA device, else resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource  # not on Windows
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 

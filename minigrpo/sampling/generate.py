@@ -25,7 +25,7 @@ from ..model.encoding import encode_answer, encode_prompts, pad
 from ..model.logprobs import log_softmax
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..runtime.device import low_precision_copy, refresh
+from ..runtime.device import low_precision_copy
 from ..runtime.guard import OOMBackoff
 from ..types import Completions, Example
 from .decoder import Decoder
@@ -273,7 +273,6 @@ class Sampler:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
             tensors["drafts"] = pad(answers)[0][:, : 2 * longest]
-        refresh(self.low_precision, self.model)
         done, total = 0, len(examples)
         parts: Iterator[Completions] = iter(())  # of the examples from `done` on
 
