@@ -61,11 +61,9 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0 / step, "rewards/exact/mean": 0.0})
         log.write(SAMPLES, step, [SAMPLE, SAMPLE])
-    log.write(SAMPLES, 2, [{"source": "held_out"}])
-    log.write(HELD_OUT, 2, [{"truth": "4"}], mode="wb")
+    log.write(HELD_OUT, 2, [{"truth": "4"}], mode="w")
     log.evaluation(2, {"exact": 0.75})
-    log.write(SAMPLES, 3, [{"source": "held_out"}])  # killed before the line of its evaluation
-    log.write(HELD_OUT, 3, [{"truth": "4"}, {"truth": "5"}], mode="wb")
+    log.write(HELD_OUT, 3, [{"truth": "4"}, {"truth": "5"}], mode="w")
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     again = log_of(tmp_path, 2)
     assert again.evaluated == [
@@ -76,7 +74,7 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     again.close()
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2] == before[:2]
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    assert steps_of(tmp_path / "samples.jsonl") == [1, 1, 2, 2, 2]
+    assert steps_of(tmp_path / "samples.jsonl") == [1, 1, 2, 2]
     assert steps_of(tmp_path / "held_out.jsonl") == []  # of a step that is made again
     assert events(tmp_path, "train/loss") == [1, 2, 3]
     assert events(tmp_path, "eval/exact") == [0, 2]
@@ -299,7 +297,7 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
     run_dir = RunDir(config, DistContext(), Console(quiet=True))
     run_dir.open(pytest.fail, {})
     with pytest.raises(ConfigError):
-        run_dir.open_log(0, {})
+        run_dir.open_log({"step": 0})
     run_dir.close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
