@@ -20,7 +20,6 @@ from minigrpo.runtime.guard import (
     Diverged,
     NonFiniteGuard,
     OOMBackoff,
-    check_weights,
     is_out_of_memory,
     largest_weight,
 )
@@ -90,17 +89,12 @@ def test_an_overflow_is_no_bad_step_while_the_scale_can_fall(
     assert guard.metrics(scaler)["scaler/skipped_steps"] == excused
 
 
-def test_weights_that_are_not_finite_end_the_run_and_huge_ones_do_not() -> None:
+def test_the_largest_weight_tells_whether_all_are_finite() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False).fill_(torch.inf)  # frozen: not looked at
-    assert largest_weight(model) == model.weight.abs().max()
-    with torch.no_grad():
-        model.weight[0, 0] = 1e30  # its square overflows
-        check_weights(float(largest_weight(model)), 0)
-        for bad in (torch.nan, -torch.inf):
-            model.weight[1, 1] = bad
-            with pytest.raises(Diverged):
-                check_weights(float(largest_weight(model)), 0)
+    for x in (1e30, -torch.inf, torch.nan):  # the square of the first overflows
+        model.weight.data[0, 0] = x
+        assert largest_weight(model).isfinite() == (x == 1e30)
 
 
 # --- out of memory --------------------------------------------------------------------------------

@@ -88,16 +88,6 @@ def largest_weight(model: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm(trained, norm_type=math.inf)
 
 
-def check_weights(largest: float, step: int) -> None:
-    """Raise Diverged, before anything is saved, if weights are not finite after a step.
-
-    A large learning rate can do that to a finite gradient.
-    """
-    if not math.isfinite(largest):
-        said = "the update made weights that are not finite"
-        raise Diverged(f"step {step + 1}: {said}; a smaller --learning-rate may help")
-
-
 # --- out of memory --------------------------------------------------------------------------------
 
 # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
@@ -106,9 +96,8 @@ OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "ALLOC
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that memory ran out, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 class OOMBackoff:
