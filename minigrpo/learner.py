@@ -78,7 +78,7 @@ class Learner:
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
-            if not self._update(metrics["loss"], norm, step):
+            if not self._update(metrics["loss"], norm):
                 self.guard.skip(self.warn)
                 numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
                 self.warn(f"step {step + 1}: {numbers}: no update")
@@ -219,7 +219,7 @@ class Learner:
 
     # --- update ---------------------------------------------------------------------------------
 
-    def _update(self, loss: Tensor, norm: Tensor, step: int) -> bool:
+    def _update(self, loss: Tensor, norm: Tensor) -> bool:
         """Step the optimizer if loss and gradient are finite; return False for a bad step.
 
         Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
@@ -230,7 +230,7 @@ class Learner:
             self.in_update = True
             self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite
+        return self.guard.update_scale(self.scaler, loss) or finite
 
     # --- state ----------------------------------------------------------------------------------
 

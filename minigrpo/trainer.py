@@ -56,11 +56,9 @@ class Trainer:
         self.run_dir = RunDir(config, self.dist, self.console)
         self.device = pick_device(config.speed.device, self.dist.local_rank)
         set_up_process(config.speed, self.device)
-        self.tokenizer = self.dist.on_main_first(lambda: build.make_tokenizer(config))
+        self.tokenizer = build.make_tokenizer(config)
         self.task = build.make_task(config, given)
-        self.model = self.dist.on_main_first(
-            lambda: build.make_model(config, self.tokenizer, self.device, say, given)
-        )
+        self.model = build.make_model(config, self.tokenizer, self.device, say, given)
         build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
         self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
         loss = build.make_loss(config, given)

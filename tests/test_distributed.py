@@ -36,7 +36,7 @@ def raised_by(function: Any) -> BaseException | None:
     return None
 
 
-def exchange(dist: DistContext, folder: Path) -> dict[str, Any]:
+def exchange(dist: DistContext) -> dict[str, Any]:
     """Every kind of exchange, once."""
     rank, found = dist.rank, dict[str, Any]()
     found["share"] = list(dist.share(6))
@@ -52,8 +52,6 @@ def exchange(dist: DistContext, folder: Path) -> dict[str, Any]:
     found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
     found["calls"] = list(calls)
     found["raised"] = type(raised_by(lambda: dist.on_main(lambda: [][0]))).__name__
-    marker = folder / "downloaded"
-    found["on_main_first"] = dist.on_main_first(lambda: (marker.exists(), marker.touch())[0])
     # longer than a collective may take: the others wait without one
     dist.on_main(lambda: time.sleep(TIMEOUT_S + 0.5))
     found["after"] = dist.sum(torch.ones(1)).item()
@@ -80,7 +78,7 @@ def work(folder: Path, rank: int, ports: list[int]) -> None:
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     dist = DistContext.from_env(TIMEOUT_S)
-    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist, folder)))
+    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist)))
     dist.close()
     os.environ["MASTER_PORT"] = str(ports[1])
     dist = DistContext.from_env()
@@ -142,7 +140,6 @@ def test_the_main_process_works_while_no_collective_is_pending(found: list[dict[
     assert main["calls"] == [0] and other["calls"] == []
     assert main["on_main"] == other["on_main"] == "from 0"
     assert (main["raised"], other["raised"]) == ("IndexError", "RunFailed")
-    assert (main["on_main_first"], other["on_main_first"]) == (False, True)
     assert main["after"] == other["after"] == 2
 
 

@@ -84,7 +84,7 @@ def test_an_overflow_is_no_bad_step_while_the_scale_can_fall(
 ) -> None:
     scaler: Any = Scaler(scale, overflow=overflow)
     guard = NonFiniteGuard()
-    assert guard.update_scale(scaler, torch.tensor(loss), 0, ignore) == excused
+    assert guard.update_scale(scaler, torch.tensor(loss)) == excused
     assert scaler.scale == after and guard.overflows == excused
     assert guard.metrics(scaler)["scaler/skipped_steps"] == excused
 

@@ -128,12 +128,6 @@ class DistContext:
             raise RunFailed(outcome[1])
         return outcome[0]
 
-    def on_main_first(self, function: Callable[[], T]) -> T:
-        """Run a function in every process, in the main one first: others find what it downloads."""
-        made = list[T]()
-        self.on_main(lambda: made.append(function()))
-        return made[0] if made else function()
-
     # --- the model --------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:

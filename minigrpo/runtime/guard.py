@@ -57,20 +57,15 @@ class NonFiniteGuard:
                 "a smaller --learning-rate, or no --use-amp, may help"
             )
 
-    def update_scale(
-        self, scaler: torch.amp.GradScaler, loss: Tensor, step: int, warn: Say
-    ) -> bool:
+    def update_scale(self, scaler: torch.amp.GradScaler, loss: Tensor) -> bool:
         """Update the loss scale; return whether the update was skipped only to lower it.
 
         A float16 overflow does not explain a loss that is not finite.
         """
         before = scaler.get_scale()
         scaler.update()
-        after = scaler.get_scale()
-        lowered = SCALE_FLOOR <= after < before and bool(torch.isfinite(loss))
-        if lowered:
-            self.overflows += 1
-            warn(f"step {step + 1}: float16 overflow, no update; the loss scale is now {after:g}")
+        lowered = SCALE_FLOOR <= scaler.get_scale() < before and bool(torch.isfinite(loss))
+        self.overflows += lowered
         return lowered
 
     def metrics(self, scaler: torch.amp.GradScaler) -> dict[str, float]:
