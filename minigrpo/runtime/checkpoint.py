@@ -26,7 +26,6 @@ from ..types import ConfigError
 
 State = dict[str, Any]
 STATE, MANIFEST = "state.pt", "manifest.json"
-ASIDE = ".partial_"  # what the name of an unfinished file or folder begins with
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,7 +34,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file, or make a folder, by what `write` puts into the path that it is given."""
-    aside = path.with_name(ASIDE + path.name)
+    aside = path.with_name(f".partial_{path.name}")
     try:
         write(aside)
         flush(aside)
@@ -91,11 +90,8 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
     target = folder / f"step_{state['step']:06d}"
     older = [path for path in checkpoints(folder) if step_of(path) < state["step"]]
 
-    for path in folder.glob(ASIDE + "step_*"):  # a process was killed while it wrote it
-        shutil.rmtree(path, ignore_errors=True)
-
     def write(aside: Path) -> None:
-        aside.mkdir(parents=True)
+        aside.mkdir(parents=True, exist_ok=True)  # a process may have been killed at this step
         with open(aside / STATE, "wb") as file:
             try:
                 torch.save(state, file)

@@ -122,15 +122,12 @@ class RunDir:
 
     def _compare(self, then: Mapping[str, Any]) -> None:
         """Raise ConfigError for another run's checkpoint; warn of what may change bits."""
-        groups = {name: group for name, (group, _) in places().items()}
+        free = {name for name, (group, _) in places().items() if group in MAY_DIFFER} - {"seed"}
         for name, x in self.run.items():
-            if then.get(name) == x:
-                continue
             said = f"--resume: {name} was {then.get(name)!r}, is {x!r}"
-            may_differ = groups.get(name) in MAY_DIFFER and name != "seed"
-            if not (may_differ or name in self.versions):
+            if then.get(name) != x and name not in free | self.versions.keys():
                 raise ConfigError(said)
-            if self.dist.is_main:
+            if then.get(name) != x and self.dist.is_main:
                 self.console.warn(f"{said}: bits may differ")
 
     def open_log(self, state: State) -> RunLog:
