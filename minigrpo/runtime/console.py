@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from statistics import mean
 from typing import Any, TextIO
 
 from ..config import Config
@@ -24,16 +23,17 @@ class Console:
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
         self.quiet, self.rank = quiet or rank > 0, rank
         self.last_line = 0.0  # when the last line of progress was printed
-        self.recent: list[float] = []  # rewards or losses since then
         self.evaluations: dict[float, Mapping[str, Estimate]] = {}  # by step, with intervals
 
-    def say(self, text: str) -> None:
-        if not self.quiet:
-            _print(text, sys.stdout)
+    def say(self, text: str, stream: TextIO | None = None) -> None:
+        """Print a line, to stdout unless quiet. A closed terminal or pipe must not end a run."""
+        if stream or not self.quiet:
+            with suppress(OSError):
+                print(text, file=stream, flush=True)
 
     def warn(self, text: str) -> None:
         where = f" (rank {self.rank})" if self.rank else ""
-        _print(f"warning{where}: {text}", sys.stderr)
+        self.say(f"warning{where}: {text}", sys.stderr)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows under the names of their columns."""
@@ -70,22 +70,18 @@ class Console:
 
     def defaults(self, config: Config) -> None:
         """Say which values in force are those that the task or the model brings, and why."""
-        flat, parts = config.flat(), []
+        flat = config.flat()
         for why, brought in config.brought().items():
             if same := [f"{name} {x}" for name, x in brought.items() if flat[name] == x]:
-                parts.append(f"{', '.join(same)} {why}")
-        if parts:
-            self.say(f"defaults: {'; '.join(parts)}")
+                self.say(f"defaults {why}: {', '.join(same)}")
 
     def update(self, step: int, last_step: int, metrics: Mapping[str, float]) -> None:
-        """Say where a run is: its mean reward or loss since the line before, and the time left."""
+        """Say now and then where a run is: its reward or loss, and the time left."""
         now, name = time.monotonic(), "reward" if "reward" in metrics else "loss"
-        self.recent.append(metrics[name])
         if now - self.last_line >= SECONDS_BETWEEN_LINES or step == last_step:
-            self.last_line, recent, self.recent = now, mean(self.recent), []
-            left = int((last_step - step) * metrics["step_time"])
+            self.last_line, left = now, int((last_step - step) * metrics["step_time"])
             self.say(
-                f"step {step}/{last_step}  {name} {recent:.3f}  "
+                f"step {step}/{last_step}  {name} {metrics[name]:.3f}  "
                 f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
             )
 
@@ -120,9 +116,3 @@ class Console:
             known = self.evaluations
             self.measures({f"step {x['step']:.0f}": known.get(x["step"], x) for x in ends})
         self.say(f"next: minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}")
-
-
-def _print(text: str, stream: TextIO) -> None:
-    """Print a line. A closed terminal or pipe must not end a run."""
-    with suppress(OSError):
-        print(text, file=stream, flush=True)
