@@ -144,11 +144,11 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             parts, found = batch.split(size), list[Metrics]()
             for part in parts:
-                # DDP reduces gradients only in the last part
-                with self.dist.accumulating(self.wrapped, part is not parts[-1]):
-                    loss, metrics = self.objective(part, normalizer)
-                    # undo DDP's averaging: the loss is already this process's share of the sum
-                    self.scaler.scale(loss * self.dist.world_size).backward()
+                # what DDP's no_sync() sets: gradients are reduced only in the last part
+                self.wrapped.require_backward_grad_sync = part is parts[-1]  # type: ignore[assignment]
+                loss, metrics = self.objective(part, normalizer)
+                # undo DDP's averaging: the loss is already this process's share of the sum
+                self.scaler.scale(loss * self.dist.world_size).backward()
                 found.append(metrics)
             return self._total(found)
 

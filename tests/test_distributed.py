@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from minigrpo import Config
+from minigrpo.runtime import distributed
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
@@ -24,7 +26,7 @@ from minigrpo.runtime.signals import StopRequest
 from . import tiny
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 3.0  # of a collective
+TIMEOUT = timedelta(seconds=3)  # of a collective
 STEPS = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 1, "eval_every": 0}
 
 
@@ -53,7 +55,7 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     found["calls"] = list(calls)
     found["raised"] = type(raised_by(lambda: dist.on_main(lambda: [][0]))).__name__
     # longer than a collective may take: the others wait without one
-    dist.on_main(lambda: time.sleep(TIMEOUT_S + 0.5))
+    dist.on_main(lambda: time.sleep(TIMEOUT.total_seconds() + 0.5))
     found["after"] = dist.sum(torch.ones(1)).item()
 
     with StopRequest(lambda text: None) as request:
@@ -65,9 +67,10 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     model = nn.Linear(3, 1)  # other weights in each process
     wrapped, x = dist.wrap(model), torch.arange(1.0, 4.0) + rank
     found["weights"] = model.weight.tolist()
-    with dist.accumulating(wrapped):
-        wrapped(x).backward()
+    wrapped.require_backward_grad_sync = False  # as the learner does
+    wrapped(x).backward()
     found["own_gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
+    wrapped.require_backward_grad_sync = True
     wrapped(x).backward()
     found["gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
     return found
@@ -77,12 +80,12 @@ def work(folder: Path, rank: int, ports: list[int]) -> None:
     """One of two processes, which meet twice."""
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    dist = DistContext.from_env(TIMEOUT_S)
-    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist)))
-    dist.close()
-    os.environ["MASTER_PORT"] = str(ports[1])
     dist = DistContext.from_env()
     train(folder, folder / "two", dist)
+    dist.close()
+    os.environ["MASTER_PORT"], distributed.TIMEOUT = str(ports[1]), TIMEOUT
+    dist = DistContext.from_env()
+    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist)))
     dist.close()
 
 

@@ -6,7 +6,6 @@ other module uses torch.distributed.
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,8 +23,8 @@ from .guard import RunFailed
 
 T = TypeVar("T")
 COUNTED = ("/tokens", "/failures")  # endings of metrics that are summed, not averaged
-TIMEOUT_S = 600.0  # of a collective
-PATIENCE = timedelta(days=7)  # for the main process, which evaluates and saves alone
+TIMEOUT = timedelta(minutes=10)  # of a collective
+PATIENCE = timedelta(days=7)  # with the main process, which evaluates and saves alone
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class DistContext:
     patient: Any = None  # torch's group of the same processes, with PATIENCE
 
     @classmethod
-    def from_env(cls, timeout_s: float = TIMEOUT_S) -> "DistContext":
+    def from_env(cls) -> "DistContext":
         """Join the processes that torchrun started; without torchrun, a run of one process.
 
-        CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than
-        `timeout_s` seconds is an error.
+        CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than TIMEOUT
+        is an error.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
@@ -54,7 +53,7 @@ class DistContext:
             store=PrefixStore(f"attempt_{attempt}", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=TIMEOUT,
         )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -138,12 +137,6 @@ class DistContext:
         if self.world_size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def accumulating(self, model: nn.Module, more: bool = True) -> AbstractContextManager[object]:
-        """While there is `more`, backward passes only add to the gradient, and DDP reduces none."""
-        if more and isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return nullcontext()
 
     def close(self) -> None:
         if dist.is_initialized():
