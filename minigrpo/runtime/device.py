@@ -10,13 +10,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerAction
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, RunConfig, SpeedConfig
@@ -56,11 +55,9 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
         mallopt(TRIM_THRESHOLD, LARGEST_KEPT)
 
 
-def autocast(speed: SpeedConfig, device: torch.device) -> AbstractContextManager[object]:
+def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
     """--use-amp: matrix products in --amp-dtype; parameters, moments, log-softmax in float32."""
-    if not speed.use_amp:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, speed.amp_dtype))
+    return torch.autocast(device.type, getattr(torch, speed.amp_dtype), enabled=speed.use_amp)
 
 
 def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
@@ -131,8 +128,7 @@ class PhaseTimer:
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call."""
-        seconds = dict(self.seconds)
-        self.seconds.clear()
+        seconds, self.seconds = self.seconds, defaultdict[str, float](float)
         return seconds
 
 
@@ -146,8 +142,8 @@ def peak_memory_mib(device: torch.device) -> float:
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
     """--profile: a trace of the 4th to 6th step of the main process, in the run's folder."""
-    steps = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
+    begin = 0 if run.profile and is_main else sys.maxsize
     return torch.profiler.profile(
-        schedule=steps if run.profile and is_main else lambda step: ProfilerAction.NONE,
+        schedule=torch.profiler.schedule(skip_first=begin, wait=2, warmup=1, active=3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
     )

@@ -72,8 +72,8 @@ class NonFiniteGuard:
         """Counts since the beginning of the run, and the scale of a scaler that is in use."""
         counts = {"skipped_steps": float(self.skipped)}
         if scaler.is_enabled():
-            counts["scaler/scale"] = scaler.get_scale()
-            counts["scaler/skipped_steps"] = float(self.overflows)
+            overflows = float(self.overflows)
+            counts |= {"scaler/scale": scaler.get_scale(), "scaler/skipped_steps": overflows}
         return counts
 
 

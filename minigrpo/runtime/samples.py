@@ -2,7 +2,7 @@
 
 All lines have these keys:
 
-    step, index, kind, prompt (and messages), truth, completion, parts, reward
+    step, index, kind, prompt, messages, truth, completion, parts, reward
 
 samples.jsonl: every few steps the whole group of one prompt (`source` is `train`), and at each
 evaluation the completions of the same held-out prompts (`held_out`):
@@ -89,7 +89,7 @@ def _record(done: Graded | RolloutBatch, p: int, g: int) -> Record:
         "index": example.index,
         "kind": example.kind,
         "prompt": example.prompt,
-        **({"messages": list(example.messages)} if example.messages else {}),
+        "messages": list(example.messages),
         "truth": example.answer,
         "completion": done.texts[p][g],
         "parts": _known(rewards.parts, (p, g)),
