@@ -20,6 +20,7 @@ from torch import nn
 from minigrpo import Config
 from minigrpo.runtime import distributed
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
 
@@ -28,14 +29,6 @@ from . import tiny
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=3)  # of a collective
 STEPS = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 1, "eval_every": 0}
-
-
-def raised_by(function: Any) -> BaseException | None:
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None
 
 
 def exchange(dist: DistContext) -> dict[str, Any]:
@@ -53,7 +46,9 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     calls = list[int]()
     found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
     found["calls"] = list(calls)
-    found["raised"] = type(raised_by(lambda: dist.on_main(lambda: [][0]))).__name__
+    with pytest.raises((IndexError, RunFailed)) as raised:
+        dist.on_main(lambda: [][0])
+    found["raised"] = raised.type.__name__
     # longer than a collective may take: the others wait without one
     dist.on_main(lambda: time.sleep(TIMEOUT.total_seconds() + 0.5))
     found["after"] = dist.sum(torch.ones(1)).item()
@@ -174,10 +169,9 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     def start(out_dir: Path) -> subprocess.Popen[bytes]:
         settings = {**tiny.TINY, **STEPS, "max_steps": 30, "save_every": 1, "resume": "auto"}
         settings |= {"model": folder / "model", "out_dir": out_dir, "reward_weights": "valid=1"}
-        flags = [word for name, x in settings.items() for word in (flag(name), str(x))]
         launcher = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
         words = [sys.executable, "-m", "torch.distributed.run", *launcher, "distributed_train.py"]
-        return subprocess.Popen([*words, *flags], cwd=ROOT, start_new_session=True)
+        return subprocess.Popen([*words, *tiny.flags(settings)], cwd=ROOT, start_new_session=True)
 
     runs = [folder / "calm", folder / "killed"]
     for run in runs:
@@ -197,7 +191,3 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     states = [torch.load(run / "checkpoints/step_000030/state.pt") for run in runs]
     for name, weight in states[0]["model"].items():
         assert torch.equal(weight, states[1]["model"][name])
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

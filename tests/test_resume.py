@@ -8,7 +8,6 @@ tensor operation.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -28,7 +27,8 @@ from minigrpo import Config, Trainer, learner, rewards, trainer
 from minigrpo.runtime.checkpoint import checkpoints, is_finite, load_checkpoint, newest
 from minigrpo.runtime.guard import Diverged, RunFailed
 
-from .tiny import TINY, tiny_chess_model
+from .steps import bits
+from .tiny import TINY, flags, tiny_chess_model
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {**TINY, "eval_every": 4, "save_every": 1, "keep_last": 2, "max_steps": 6}
@@ -55,16 +55,6 @@ def make(folder: Path, **changes: Any) -> Trainer:
     model = str(tiny_chess_model(folder.parent / "model"))
     config = Config.of(**{**OPTIONS, "model": model, **changes, "out_dir": str(folder)})
     return Trainer(config, quiet=True)
-
-
-def bits(run: Trainer) -> str:
-    """sha256 of weights and optimizer state."""
-    digest = hashlib.sha256()
-    state = run.learner.state_dict()
-    for tensors in (state["model"], *state["optimizer"]["state"].values()):
-        for name in sorted(tensors):
-            digest.update(torch.as_tensor(tensors[name]).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -183,8 +173,7 @@ def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_i
     run, calm = tmp_path / "run", make(tmp_path / "calm", max_steps=300, eval_every=0)
     settings = {**OPTIONS, "max_steps": 300, "eval_every": 0, "model": tmp_path / "model"}
     settings |= {"out_dir": run, "reward_weights": "similarity=1", "save_every": 1000}
-    flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
-    command = [sys.executable, "train.py", *flags]
+    command = [sys.executable, "train.py", *flags(settings)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     log = run / "metrics.jsonl"
     while not (log.exists() and log.stat().st_size) and process.poll() is None:
@@ -288,17 +277,11 @@ def test_an_error_in_one_of_two_processes_ends_both_with_the_steps_saved(tmp_pat
         "            raise TypeError('of rank 1')\n"
         "        return super().train(number)\n"
     )
-    settings = {
-        **OPTIONS,
-        "save_every": 100,
-        "max_steps": 40,
-        "model": tiny_chess_model(tmp_path / "model"),
-    }
+    settings = {**OPTIONS, "save_every": 100, "max_steps": 40, "reward_weights": "similarity=1"}
     settings |= {"task": tmp_path / "task.py", "out_dir": tmp_path / "run"}
-    settings |= {"reward_weights": "similarity=1"}
-    flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
+    settings |= {"model": tiny_chess_model(tmp_path / "model")}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", "distributed_train.py", *flags]
+    command = [*launcher, "--nproc-per-node=2", "distributed_train.py", *flags(settings)]
     assert subprocess.run(command, cwd=ROOT, timeout=90).returncode != 0
     saved = load_checkpoint(newest(tmp_path / "run" / "checkpoints", pytest.fail))
     assert 0 < saved["step"] <= 18
