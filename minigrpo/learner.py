@@ -5,9 +5,10 @@
     update      clip the gradient, skip the step if it is not finite, step AdamW
 
 The objective is `Learner.objective` here and `policy_loss` in losses.py. Sampling is in rollout.py;
-the learner writes no files and prints nothing, but calls `warn` and `dump`.
+the learner writes no files and prints nothing, but calls `warn`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime.device import autocast, grad_scaler, with_training_layers
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard, OOMBackoff, check_weights, largest_weight
+from .runtime.guard import Diverged, NonFiniteGuard, OOMBackoff, largest_weight
 from .runtime.optimizer import learning_rate_at, make_optimizer
 from .types import RolloutBatch
 
@@ -44,13 +45,12 @@ class Learner:
         model: Transformer,
         dist: DistContext | None = None,
         warn: Callable[[str], object] = lambda text: None,
-        dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
         loss: LossSpec | None = None,
     ) -> None:
-        """`dump` saves a batch whose step was skipped; `loss`: None for the row of --loss."""
+        """`loss`: None for the row of --loss."""
         self.loss = loss or loss_spec(config.loss.name)
         self.config, self.model, self.dist = config, model, dist or DistContext()
-        self.warn, self.dump, self.device = warn, dump, model.device
+        self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
         self.trained = with_training_layers(config, model)
         self.wrapped = self.dist.wrap(self.trained)
@@ -78,17 +78,18 @@ class Learner:
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
-            if not self._update(metrics["loss"], norm, step):
+            if not self._update(metrics["loss"], norm):
                 self.guard.skip(self.warn)
-                where = f"; the batch is in {kept}" if (kept := self.dump(batch, step)) else ""
                 numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
-                self.warn(f"step {step + 1}: {numbers}: no update{where}")
+                self.warn(f"step {step + 1}: {numbers}: no update")
                 break
         else:
             self.guard.in_a_row = 0
         scalars = [*metrics.values(), largest_weight(self.model)]
         *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
-        check_weights(largest, step)
+        if not math.isfinite(largest):  # a large learning rate can do that to a finite gradient
+            said = "the update made weights that are not finite; a smaller --learning-rate may help"
+            raise Diverged(f"step {step + 1}: {said}")
         self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
         return learnt | self.guard.metrics(self.scaler)
@@ -143,11 +144,11 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             parts, found = batch.split(size), list[Metrics]()
             for part in parts:
-                # DDP reduces gradients only in the last part
-                with self.dist.accumulating(self.wrapped, part is not parts[-1]):
-                    loss, metrics = self.objective(part, normalizer)
-                    # undo DDP's averaging: the loss is already this process's share of the sum
-                    self.scaler.scale(loss * self.dist.world_size).backward()
+                # what DDP's no_sync() sets: gradients are reduced only in the last part
+                self.wrapped.require_backward_grad_sync = part is parts[-1]  # type: ignore[assignment]
+                loss, metrics = self.objective(part, normalizer)
+                # undo DDP's averaging: the loss is already this process's share of the sum
+                self.scaler.scale(loss * self.dist.world_size).backward()
                 found.append(metrics)
             return self._total(found)
 
@@ -218,7 +219,7 @@ class Learner:
 
     # --- update ---------------------------------------------------------------------------------
 
-    def _update(self, loss: Tensor, norm: Tensor, step: int) -> bool:
+    def _update(self, loss: Tensor, norm: Tensor) -> bool:
         """Step the optimizer if loss and gradient are finite; return False for a bad step.
 
         Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
@@ -229,13 +230,14 @@ class Learner:
             self.in_update = True
             self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite
+        return self.guard.update_scale(self.scaler, loss) or finite
 
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""
         return {
+            "step": self.steps_done,
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "guard": dict(vars(self.guard)),
@@ -244,6 +246,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
+        self.steps_done = state["step"]
         load_trained(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:  # a resume may change the flag

@@ -56,24 +56,20 @@ class Trainer:
         self.run_dir = RunDir(config, self.dist, self.console)
         self.device = pick_device(config.speed.device, self.dist.local_rank)
         set_up_process(config.speed, self.device)
-        self.tokenizer = self.dist.on_main_first(lambda: build.make_tokenizer(config))
+        self.tokenizer = build.make_tokenizer(config)
         self.task = build.make_task(config, given)
-        self.model = self.dist.on_main_first(
-            lambda: build.make_model(config, self.tokenizer, self.device, say, given)
-        )
+        self.model = build.make_model(config, self.tokenizer, self.device, say, given)
         build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
         self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
         loss = build.make_loss(config, given)
-        self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump, loss)
+        self.learner = Learner(config, self.model, self.dist, warn, loss)
         # before a checkpoint is loaded: the reference stays the initial model
         self.reference = build.make_reference(config, self.learner, self.tokenizer)
         low = self.learner.autocast
         self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, self.task)
         self.timer = PhaseTimer(self.device)
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
-        questions = self.task.questions
-        restore = self.learner.load_state_dict  # called if there is a checkpoint to go on from
-        self.learner.steps_done = self.run_dir.open(restore, facts, questions)
+        self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
         per_step, last = config.sampling.prompts_per_step, config.run.max_steps
         examples = ExamplePrefetcher(self.task, per_step, last, self.dist)
         self.source: SupervisedBatches | RolloutBatches
@@ -84,7 +80,6 @@ class Trainer:
             parts = self.sampler, self.scorer, self.reference, self.timer, self.dist
             self.source = RolloutBatches(config, examples, *parts, loss)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
-        self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 
     @property
     def step(self) -> int:
@@ -94,7 +89,7 @@ class Trainer:
     @cached_property
     def log(self) -> RunLog:
         """The logs, opened by the first step: until then a trainer changes no file of a run."""
-        return self.run_dir.open_log(self.step, self.learner.state_dict())
+        return self.run_dir.open_log(self.learner.state_dict())
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -107,14 +102,14 @@ class Trainer:
         try:
             with StopRequest(self.console.warn) as request:
                 stopped = self._train(request)
-                self.run_dir.save_weights(self.model)  # first: with little room they matter most
-                self.run_dir.save(self.step, self.learner.state_dict())
+                state = self.learner.state_dict()
+                self.dist.on_main(lambda: self.run_dir.save_end(self.model, state))
                 if not stopped:
                     self._evaluate()
         except BaseException as error:
             # else the weights are between two updates of a step, or not finite
             if not self.learner.in_update:
-                self.run_dir.save_here(self.step, self.learner.state_dict())
+                self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
             status = "diverged" if isinstance(error, Diverged) else "failed"
             self._summarise(status, str(error) or type(error).__name__, began)
             raise
@@ -122,7 +117,7 @@ class Trainer:
             log.close()
         status = "stopped" if stopped else "finished"
         summary = self._summarise(status, stopped or "max_steps", began)
-        self.console.finish(self.run_dir.path, summary, self.intervals)
+        self.console.finish(self.run_dir.path, summary)
         return summary
 
     def _train(self, request: StopRequest) -> str:
@@ -133,14 +128,14 @@ class Trainer:
         with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
             while self.step < end and not stopped:
                 metrics = self.one_step()
-                self.console.update(self.step, end, metrics, self.evaluations[-1])
+                self.console.update(self.step, end, metrics)
                 for callback in self.callbacks if self.dist.is_main else ():
                     callback(self.step, metrics)
                 trace.step()
                 if self.step < run.max_steps:  # the last step is evaluated and saved by `fit`
                     self._evaluate_if_due()
                     if self.step % run.save_every == 0:
-                        self.run_dir.save(self.step, self.learner.state_dict(), required=False)
+                        self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
                 stopped = request.agreed(self.dist)
         return stopped or ("stop_after" if self.step < run.max_steps else "")
 
@@ -178,7 +173,6 @@ class Trainer:
         found = self.dist.on_main(on_main)
         values = {name: x.value for name, x in found.items()}
         self.evaluations.append({"step": self.step, **values})
-        self.intervals[self.step] = found
         self.log.evaluation(self.step, values)  # last: a resume takes it as done
         self.console.evaluation(self.step, found)
 

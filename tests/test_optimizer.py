@@ -79,15 +79,9 @@ def test_moments_in_host_memory_give_the_same_weights_and_states(
     if device == "cpu":  # where there is nothing to wait for
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     models = [model(device), model(device)]
-    plain = make_optimizer(models[0], Config.of(**{**OPTIONS, "fused_optimizer": fused}))
-    groups = make_optimizer(models[1], Config.of(**OPTIONS)).param_groups
-    names = ("params", "weight_decay")
-    offloaded = OffloadedAdamW(
-        [{name: group[name] for name in names} for group in groups],
-        lr=OPTIONS["learning_rate"],
-        betas=BETAS,
-        fused=fused,
-    )
+    config = Config.of(**{**OPTIONS, "fused_optimizer": fused})
+    plain, same = (make_optimizer(one, config) for one in models)
+    offloaded = OffloadedAdamW(same.param_groups)
 
     def compare() -> None:
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):

@@ -67,16 +67,12 @@ class RunLog:
 
     def open(self, folder: Path, step: int, base: Path, tracker: Any = None) -> None:
         """Continue the logs of the run in `base` after `step`, in `folder`: drop later lines."""
-        kept = {name: _up_to(step, base / name, self.warn) for name in LOGS}
-        for record in kept[EVALUATIONS]:
-            self.evaluated.append({k: math.nan if x is None else x for k, x in record.items()})
-        # samples of an evaluation that was killed before its own line are made again
-        steps = [record["step"] for record in self.evaluated]
-        kept[SAMPLES] = [
-            x for x in kept[SAMPLES] if x.get("source") == "train" or x["step"] in steps
-        ]
-        for name, records in kept.items():
-            write_text(folder / name, "".join(map(to_json, records)))
+        for name in LOGS:
+            records = read_jsonl(base / name, self.warn)
+            kept = [x for x in records if x.get("step", math.inf) <= step]
+            write_text(folder / name, "".join(map(to_json, kept)))
+            for record in kept if name == EVALUATIONS else ():
+                self.evaluated.append({k: math.nan if x is None else x for k, x in record.items()})
         self.folder = folder
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
         if tracker:
@@ -94,14 +90,14 @@ class RunLog:
         named = {f"eval/{name}": x for name, x in values.items()}
         self._charts(lambda chart: chart.log(named, step=step))
 
-    def write(self, name: str, step: int, records: Iterable[Record], mode: str = "ab") -> None:
+    def write(self, name: str, step: int, records: Iterable[Record], mode: str = "a") -> None:
         """Write lines to a log; warn of the first that cannot be written."""
         if self.folder is None:
             return
         lines = "".join(to_json({"step": step, **record}) for record in records)
         try:
             with open(self.folder / name, mode) as file:
-                file.write(lines.encode())
+                file.write(lines)
         except OSError as error:
             if not self.has_warned:
                 self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
@@ -118,12 +114,6 @@ class RunLog:
             except Exception as error:
                 del self.charts[name]
                 self.warn(f"{name} failed, training continues without it ({error})")
-
-
-def _up_to(step: int, path: Path, warn: Warn) -> list[dict[str, Any]]:
-    """The records of a log up to a step."""
-    records = read_jsonl(path, warn)
-    return [x for x in records if isinstance(x.get("step"), int) and x["step"] <= step]
 
 
 class Board(SummaryWriter):

@@ -30,7 +30,7 @@ from ..model.encoding import decode, encode_answer, encode_prompts, pad
 from ..model.logprobs import log_softmax
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..runtime.device import low_precision_copy, refresh
+from ..runtime.device import low_precision_copy
 from ..runtime.guard import OOMBackoff
 from ..task import Task
 from ..types import Completions, Example
@@ -329,7 +329,6 @@ class Sampler:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
             tensors["drafts"] = pad(answers)[0][:, : 2 * longest]
-        refresh(self.low_precision, self.model)
         done, total = 0, len(examples)
         parts: Iterator[Completions] = iter(())  # of the examples from `done` on
 

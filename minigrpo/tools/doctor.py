@@ -135,7 +135,7 @@ RULES = (
         "skipped_steps",
         lambda values, run: values.any(),
         "Steps were skipped, because their loss or gradient was not finite.",
-        "The batches are in bad_batches/. Lower --learning-rate, or use --no-use-amp.",
+        "Lower --learning-rate, or use --no-use-amp.",
         fewest=1,
     ),
 )
