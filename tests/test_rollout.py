@@ -65,7 +65,7 @@ def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None
 
 def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
     """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
-    options: dict[str, Any] = {"sampler_correction": 2.0, "loss": "cispo", "top_k": 20}
+    options: dict[str, Any] = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c, learner = batch.completions, trainer.learner

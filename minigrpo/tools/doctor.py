@@ -57,8 +57,9 @@ def solved(run: Run) -> bool:
 
 
 def unpaid(run: Run) -> bool:
-    """No completion ever got a reward, and a KL or a loss of the user's has a gradient without."""
-    teaches = run.config.loss.kl_coef or run.config.loss.name not in LOSS_NAMES
+    """No completion got a reward, and a KL, a teacher or a loss of the user's needs none."""
+    loss = run.config.loss
+    teaches = loss.kl_coef or loss.teacher or loss.name not in LOSS_NAMES
     return bool(teaches) and not any(run.curve("reward").values())
 
 
@@ -158,7 +159,8 @@ RULES = (
         "sampling/logp_difference_mean",
         sampler_gap,
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
-        "Run without --use-amp to see whether that is the cause, or use --sampler-correction 2.",
+        "Run without --use-amp to see whether that is the cause, or use --sampler-correction "
+        "token-truncate.",
     ),
     Rule(
         "falls",

@@ -9,7 +9,7 @@ ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..build import add_lora, config_of_run, make_task, make_tokenizer
+from ..build import INITIAL, SELF, add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
 from ..defaults import Size
 from ..model.encoding import encode_prompts
@@ -28,7 +28,7 @@ EXAMPLES = 64  # prompts that are measured
 ASSUMED_PROMPT = 256  # tokens, where the model is not here
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
-ALWAYS = ("weights", "AdamW's moments", "weights in low precision", "reference")
+ALWAYS = ("weights", "AdamW's moments", "weights in low precision", "reference", "teacher")
 ROLLOUT = (*ALWAYS, "KV cache", "decoding round")
 UPDATE = (*ALWAYS, "gradients", "activations", "logits")
 
@@ -93,8 +93,11 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         "logits": FLOAT * shape.vocab_size * rows,
     }
     if not config.supervised:
-        if config.loss.kl_coef and not memory.offload_reference:
-            parts["reference"] = reference_of(config, base)
+        loss = config.loss
+        frozen = {"reference": loss.reference or INITIAL} if loss.kl_coef else {}
+        frozen |= {"teacher": loss.teacher} if loss.teacher not in ("", SELF) else {}
+        for part, name in frozen.items() if not memory.offload_reference else ():
+            parts[part] = copy_of(config, base, name)
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
@@ -102,11 +105,11 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     return parts
 
 
-def reference_of(config: Config, base: float) -> float:
-    """Bytes of the KL's reference; `base`: of the weights of --model, without adapters."""
-    if not config.loss.reference:
+def copy_of(config: Config, base: float, name: str) -> float:
+    """Bytes of a frozen model; `base`: of the weights of --model, without adapters."""
+    if name == INITIAL:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
-    shape = shape_of(config.replace(model=config.loss.reference))
+    shape = shape_of(config.replace(model=name))
     matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
     return matrix * Size.of(Transformer.empty(shape, device="meta")).parameters
 
