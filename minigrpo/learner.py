@@ -185,7 +185,7 @@ class Learner:
             other = self.teacher.predictors(self.teacher.reads(part, config.teacher_context))
         part = part.to(self.device)
         completions, mask = part.completions, part.completions.completion_mask
-        logp, entropy, *kl = self.forward(packing, other)
+        logp, entropy, *kl = self.forward(packing, other)  # the KL to the teacher, if exact
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
         added: Tensor | float = -self.entropy_coef * entropy if self.entropy_coef else 0.0
         advantages, weights = part.advantages, None
@@ -196,6 +196,7 @@ class Learner:
             advantages = advantages[..., None] - config.teacher_coef * kl[0]
         correction, drawn_from = config.sampler_correction, completions.behavior_logp
         if correction != "none" and drawn_from is not None and advantages is not None:
+            # tokens are not drawn from the policy: importance sampling
             probs = logp, old_logp, drawn_from, advantages, mask
             weights = sampler_weights(correction, config.sampler_cap, *probs)
         loss, metrics = policy_loss(
@@ -232,7 +233,7 @@ class Learner:
     def forward(
         self, packing: Packing, other: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropies `[P, G, S]` under the policy, on its device, and a KL."""
+        """Log-probs and entropies `[P, G, S]` under the policy, on its device; `other`: its KL."""
         temperature = self.config.sampling.temperature
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.trained
