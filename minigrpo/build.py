@@ -15,7 +15,7 @@ from .environments import Begun, World, load_name
 from .learner import Learner
 from .losses import LossSpec, loss_spec
 from .model.encoding import encode_pairs, encode_prompts
-from .model.frozen_model import FrozenModel
+from .model.frozen_model import FrozenModel, with_context
 from .model.hf import WEIGHTS, hub_folder
 from .model.lora import (
     ADAPTER_FILE,
@@ -45,6 +45,7 @@ CHESS_FILES = (".pgn", ".pgn.gz", ".txt")  # --task auto: what only chess-env re
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
 # than the tokenizer has.
 MOST_PADDING = 8
+OWN = SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
 CHECKED = 16  # examples of each split that are encoded before a run starts, and 4 x of the longest
 
 
@@ -136,8 +137,9 @@ def resolve(config: Config, objects: Objects = NO_OBJECTS) -> Config:
     and chat template; --task auto becomes a task. Objects get a text that stands for them.
     """
     config = resolve_task(config.replace(**objects.settings()), objects)
-    if config.loss.reference:
-        config = config.replace(reference=pinned(config.loss.reference))
+    for name in ("reference", "teacher"):
+        if (model := getattr(config.loss, name)) not in ("", *OWN):
+            config = config.replace(**{name: pinned(model)})
     if objects.model is not None:
         own = CHESS if config.model.tokenizer == "auto" else config.model.tokenizer
         return config.replace(tokenizer=own)
@@ -208,6 +210,9 @@ def check_examples(config: Config, task: Task, tokenizer: Tokenizer, context: in
     examples = [task.train(i) for i in range(CHECKED)]
     examples += [*(task.held_out(i) for i in held_out), *task.longest(4 * CHECKED)]
     encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
+    if field := config.loss.teacher_context:
+        for example in examples:
+            with_context(tokenizer, example, field)
     if config.supervised:
         encode_pairs(tokenizer, examples, context)
         if not any(example.answer for example in examples):
@@ -315,20 +320,32 @@ def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
 
 
 def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> FrozenModel | None:
-    """The reference of --kl-coef: that of --reference, or the learner's model as it is now.
-
-    The latter is a frozen copy of what is not trained yet. Of a model with adapters it shares all
-    weights, and the adapters are off. Raises ConfigError for a reference with another tokenizer.
-    """
+    """The reference of --kl-coef: that of --reference, or the learner's model as it is now."""
     if not config.loss.kl_coef or config.supervised:
         return None
-    if other := config.loss.reference:
-        found = load_frozen(config, learner.device, learner.warn, other)
+    return make_frozen(config, learner, tokenizer, "--reference", config.loss.reference or INITIAL)
+
+
+def make_frozen(
+    config: Config, learner: Learner, tokenizer: Tokenizer, flag: str, name: str
+) -> FrozenModel | None:
+    """The reference or the teacher: a model by its name, or by one of OWN. None without a name.
+
+    INITIAL is a frozen copy of what is not trained yet. Of a model with adapters it shares all
+    weights, and the adapters are off. Raises ConfigError for a model with another tokenizer.
+    """
+    if not name:
+        return None
+    if name not in OWN:
+        found = load_frozen(config, learner.device, learner.warn, name)
         if found.tokenizer.fingerprint != tokenizer.fingerprint:
-            raise ConfigError(f"--reference {other}: its tokenizer is not that of --model")
+            raise ConfigError(f"{flag} {name}: its tokenizer is not that of --model")
+        found.tokenizer = tokenizer  # the same, with the chat template of the prompts
         return found
-    shares_weights = config.model.lora_rank > 0
-    if shares_weights:
+    shares_weights = name == SELF or config.model.lora_rank > 0
+    if name == SELF:
+        model = learner.model
+    elif shares_weights:
         model = sharing_weights(learner.model)
         disable_adapters(model)
     else:
@@ -338,7 +355,7 @@ def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> Fr
         model,
         tokenizer,
         packing=PACKINGS[config.speed.packing],
-        name="the reference of --kl-coef",
+        name=f"{flag} {name}",
         backoff=learner.backoff,
         autocast=learner.autocast,
         offload=config.memory.offload_reference and not shares_weights,
@@ -400,8 +417,8 @@ def make_scorer(
         tokenizer=tokenizer,
         token_model=cache(partial(load_frozen, config, device, warn)),
     )
-    loss = config.loss  # a KL teaches alone, and a loss of the user's may
+    loss = config.loss  # a KL and a teacher teach alone, and a loss of the user's may
     learns = any(scorer.weights.values()) or loss.overlong == "punish" or loss.kl_coef
-    if not (learns or config.supervised or loss.name not in LOSS_NAMES):
+    if not (learns or loss.teacher or config.supervised or loss.name not in LOSS_NAMES):
         raise ConfigError("no reward: give --rewards functions, or a --reward-weights above 0")
     return scorer

@@ -130,6 +130,8 @@ class LossConfig(Group):
     """Absolute cap on the ratio (cispo, two-sided clip); unset: the loss's default."""
     scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
     """What divides advantages: a standard deviation, the group's mean; auto: the loss's default."""
+    aggregate: Literal["sum-then-normalize", "normalize-then-sum"] = "sum-then-normalize"
+    """normalize-then-sum (GDPO): each reward by its groups' std, the sum by the batch's."""
     kl: Literal["k2", "k3", "k3_is", "k1_reward"] = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: float = Field(0.0, ge=0)
@@ -140,8 +142,30 @@ class LossConfig(Group):
     """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
     overlong_buffer: int = Field(16, ge=1)
     """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
-    sampler_correction: float = Field(0.0, ge=0)
-    """Weight each token by min(p_trainer / p_sampler, this): importance sampling. 0: off."""
+    sampler_correction: Literal[
+        "none",
+        "token-truncate",
+        "token-mask",
+        "icepop",
+        "sequence-truncate",
+        "sequence-mask",
+        "deepseek",
+    ] = "none"
+    """Weigh tokens by p_trainer / p_sampler, in one of the ways of docs/performance.md."""
+    sampler_cap: float = Field(3.0, gt=0)
+    """Largest ratio of --sampler-correction; of deepseek the largest mean difference, in nats."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of a bonus for entropy: this times the entropy is subtracted from the loss."""
+    entropy_target: float = Field(0.0, ge=0)
+    """--entropy-coef rises by 0.005 after steps whose entropy is lower, else falls. 0: off."""
+    teacher: str = ""
+    """Distil a model: named as for --model, self (the trained one) or initial (docs/tasks.md)."""
+    teacher_coef: float = Field(1.0, ge=0)
+    """Weight of the KL to --teacher beside the rewards."""
+    teacher_kl: Literal["sampled", "exact"] = "sampled"
+    """sampled: each token has the advantage log p_teacher - log p; exact: the KL is in the loss."""
+    teacher_context: str = ""
+    """A field of the rows whose text --teacher reads beside the prompt, such as a solution."""
     shuffle_rewards: bool = False
     """For control runs: shuffle rewards within each group, so that they carry no signal."""
 
@@ -249,7 +273,9 @@ class Config(Group):
 
     def check(self) -> Self:
         """The config itself. Raises ConfigError for settings that do not go together."""
-        if self.sampling.group_size < 2 and not self.supervised:
+        if self.supervised and self.loss.teacher:
+            raise ConfigError("--teacher needs samples of the model, which --loss nll has not")
+        if self.sampling.group_size < 2 and not (self.supervised or self.loss.teacher):
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
         if self.loss.reference and not self.loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")

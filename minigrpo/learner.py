@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from .config import Config
-from .losses import LossNormalizer, LossSpec, loss_spec, per_local_token, policy_loss
+from .losses import (
+    LossNormalizer,
+    LossSpec,
+    loss_spec,
+    per_local_token,
+    policy_loss,
+    sampler_weights,
+)
+from .model.frozen_model import FrozenModel
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
@@ -33,7 +41,8 @@ from .types import RolloutBatch
 Metrics = dict[str, Tensor]  # scalars on the device
 MEAN_GAP, LARGEST_GAP = "sampling/logp_difference_mean", "sampling/logp_difference_max"
 # These are means over the tokens with a gradient: zero-variance groups are left out.
-PER_TOKEN = ("entropy", MEAN_GAP)
+PER_TOKEN = ("entropy", "teacher_kl", MEAN_GAP)
+ENTROPY_STEP = 0.005  # by which --entropy-target moves the coefficient (arXiv 2505.22312)
 
 
 class Learner:
@@ -49,6 +58,10 @@ class Learner:
     ) -> None:
         """`loss`: None for the row of --loss."""
         self.loss = loss or loss_spec(config.loss.name)
+        self.teacher: FrozenModel | None = None  # set by the trainer
+        self.entropy_coef, self.exact = config.loss.entropy_coef, config.loss.teacher_kl == "exact"
+        if self.entropy_coef or config.loss.entropy_target or self.exact:
+            self.loss = replace(self.loss, entropy=True)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
@@ -92,6 +105,10 @@ class Learner:
             raise Diverged(f"step {step + 1}: {said}")
         self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
+        if target := self.config.loss.entropy_target:
+            learnt["entropy_coef"] = self.entropy_coef
+            change = ENTROPY_STEP if learnt["entropy"] < target else -ENTROPY_STEP
+            self.entropy_coef = max(0.0, self.entropy_coef + change)
         return learnt | self.guard.metrics(self.scaler)
 
     # --- prepare --------------------------------------------------------------------------------
@@ -108,6 +125,10 @@ class Learner:
             batch = replace(batch, completions=replace(batch.completions, completion_mask=mask))
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
+        if self.teacher and not self.exact:
+            read = self.teacher.reads(batch, self.config.loss.teacher_context)
+            logp = self.teacher.logp(read, self.config.sampling.temperature)
+            batch = replace(batch, teacher_logp=logp)
         batch = batch.select(self.prompts_with_gradient(batch))
         if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
@@ -119,7 +140,8 @@ class Learner:
         every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
         whole = self.loss.entropy or self.loss.weights is per_local_token
-        if batch.advantages is None or batch.ref_logp is not None or whole:
+        taught = batch.ref_logp is not None or batch.teacher_logp is not None
+        if batch.advantages is None or taught or whole:
             return every
         return [p for p in every if batch.advantages[p].any()] or [0]
 
@@ -159,18 +181,29 @@ class Learner:
 
         log-probs -> ratio to the old policy -> clipped surrogate -> KL -> normalise.
         """
-        packing, part, config = self.pack(part), part.to(self.device), self.config.loss
+        packing, config, other = self.pack(part), self.config.loss, None
+        if self.teacher and self.exact:
+            other = self.teacher.predictors(self.teacher.reads(part, config.teacher_context))
+        part = part.to(self.device)
         completions, mask = part.completions, part.completions.completion_mask
-        logp, entropy = self.forward(packing)
+        logp, entropy, *kl = self.forward(packing, other)  # the KL to the teacher, if exact
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        importance, cap = None, config.sampler_correction
-        if cap and completions.behavior_logp is not None:
-            # truncated importance sampling (Ionides 2008): tokens are not drawn from the policy
-            importance = (old_logp - completions.behavior_logp).exp().clamp(max=cap)
+        added: Tensor | float = -self.entropy_coef * entropy if self.entropy_coef else 0.0
+        advantages, weights = part.advantages, None
+        if kl:
+            added = added + config.teacher_coef * kl[0]
+        elif part.teacher_logp is not None and advantages is not None:
+            kl = [(old_logp - part.teacher_logp).masked_fill(~mask, 0)]
+            advantages = advantages[..., None] - config.teacher_coef * kl[0]
+        correction, drawn_from = config.sampler_correction, completions.behavior_logp
+        if correction != "none" and drawn_from is not None and advantages is not None:
+            # tokens are not drawn from the policy: importance sampling
+            probs = logp, old_logp, drawn_from, advantages, mask
+            weights = sampler_weights(correction, config.sampler_cap, *probs)
         loss, metrics = policy_loss(
             logp,
             old_logp,
-            part.advantages,
+            advantages,
             mask,
             loss=self.loss,
             clip_low=config.clip_low,
@@ -179,12 +212,15 @@ class Learner:
             ref_logp=part.ref_logp,
             kl_coef=0.0 if part.ref_logp is None else config.kl_coef,
             kl=config.kl,
-            token_weights=importance,
+            token_weights=weights,
             normalizer=normalizer,
             entropy=entropy if self.loss.entropy else None,
+            added=added,
         )
         total = entropy.detach().sum()
         metrics |= {"loss": loss.detach(), "entropy": total, "tokens": mask.sum().to(logp)}
+        if kl:
+            metrics["teacher_kl"] = kl[0].detach().sum()
         metrics["tokens/run"] = logp.new_full((), len(packing.ids))
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
@@ -195,12 +231,15 @@ class Learner:
         """Build the packing on the host, then move it to the device."""
         return PACKINGS[self.config.speed.packing](part.completions).to(self.device)
 
-    def forward(self, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
+    def forward(
+        self, packing: Packing, other: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Log-probs and entropies `[P, G, S]` under the policy, on its device; `other`: its KL."""
+        temperature = self.config.sampling.temperature
         with self.autocast():
             model = self.wrapped if torch.is_grad_enabled() else self.trained
-            logp, entropy = model(packing, self.config.sampling.temperature, self.loss.entropy)
-        return logp, entropy
+            found: tuple[Tensor, ...] = model(packing, temperature, self.loss.entropy, other)
+        return found
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""
@@ -241,6 +280,7 @@ class Learner:
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "guard": dict(vars(self.guard)),
+            "entropy_coef": self.entropy_coef,
             "scaler": self.scaler.state_dict(),  # {} without float16
         }
 
@@ -252,5 +292,6 @@ class Learner:
         for group in self.optimizer.param_groups:  # a resume may change the flag
             group["fused"] = self.config.speed.fused_optimizer
         self.guard = NonFiniteGuard(**state["guard"])
+        self.entropy_coef = state["entropy_coef"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

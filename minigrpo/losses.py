@@ -16,8 +16,9 @@ calls `policy_loss`, rollout.py calls `advantages`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,6 +56,16 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     # error would become a gradient.
     equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
     return torch.where(equal, 0.0, centred)
+
+
+def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
+
+    `advantages` of it with the scale `batch` are those of GDPO (arXiv 2601.05242). A part that does
+    not concern a group is NaN there.
+    """
+    each = {name: advantages(parts[name].nan_to_num()) for name in weights}
+    return torch.stack([weights[name] * part for name, part in each.items()]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -241,6 +252,49 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 KL_IN_REWARD = "k1_reward"
 
 
+# --- the gap between sampler and trainer: from r = p_trainer / p_sampler to factors of the term ---
+
+
+def truncated(ratio: Tensor, adv: Tensor, cap: float) -> Tensor:
+    """min(r, cap)"""
+    return ratio.clamp(max=cap)
+
+
+def within(ratio: Tensor, adv: Tensor, cap: float, low: float = 0.0) -> Tensor:
+    """r in [low, cap], else 0"""
+    return torch.where((low <= ratio) & (ratio <= cap), ratio, 0.0)
+
+
+def good_or_near(ratio: Tensor, adv: Tensor, cap: float) -> Tensor:
+    """0 where A < 0 and -log r > cap, else 1"""
+    return ((adv >= 0) | (-ratio.log() <= cap)).to(ratio)
+
+
+Factor = Callable[[Tensor, Tensor, float], Tensor]
+SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Factor]] = {
+    "token-truncate": (token_ratio, truncated),
+    "token-mask": (token_ratio, within),
+    "icepop": (token_ratio, partial(within, low=0.5)),  # arXiv 2510.18855, whose cap is 5
+    "sequence-truncate": (sequence_sum_ratio, truncated),
+    "sequence-mask": (sequence_sum_ratio, within),  # TRL's default
+    "deepseek": (sequence_mean_ratio, good_or_near),  # arXiv 2512.02556, equation 9
+}
+
+
+def sampler_weights(
+    correction: str, cap: float, logp: Tensor, old: Tensor, drawn: Tensor, adv: Tensor, mask: Tensor
+) -> Tensor:
+    """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, without gradient.
+
+    `drawn`: `[..., S]`, of the distribution that the tokens are from; the others: `policy_loss`.
+    """
+    form_ratio, factor = SAMPLER_CORRECTIONS[correction]
+    trainer = logp.detach() if factor is good_or_near else old  # it asks how old the tokens are
+    log_ratio = torch.where(mask, trainer - drawn, 0.0)
+    by_token = adv if adv.dim() == logp.dim() else adv[..., None]
+    return factor(form_ratio(log_ratio, mask.to(log_ratio)), by_token, cap)
+
+
 def policy_loss(
     logp: Tensor,
     old_logp: Tensor | None,
@@ -258,6 +312,7 @@ def policy_loss(
     token_weights: Tensor | None = None,
     normalizer: LossNormalizer | None = None,
     entropy: Tensor | None = None,
+    added: Tensor | float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or a micro-batch's share of it.
 
@@ -275,10 +330,11 @@ def policy_loss(
             only. With a common normalizer, losses, gradients and metrics of micro-batches add up to
             the batch's.
         entropy: `[..., S]`, of the policy at each token, with gradient where the loss uses it.
+        added: `[..., S]`, to the terms, with gradient: an entropy bonus, the KL to a teacher.
 
     Returns:
-        The scalar loss, and metrics: scalars without gradient. Only `logp` and `entropy` get a
-        gradient. Raises ValueError for a tensor of another shape, which could broadcast by chance.
+        The scalar loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added`
+        get a gradient. Raises ValueError for a tensor of another shape, which could broadcast.
     """
     spec = loss_spec(loss)
     given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
@@ -324,4 +380,4 @@ def policy_loss(
         metrics["kl"] = (penalty.detach() * by_token).sum()
         term = term + kl_coef * penalty
     weights = spec.weights(m, normalizer)
-    return (weights * term).sum(), metrics
+    return (weights * (term + added)).sum(), metrics

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .losses import KL_IN_REWARD, LossSpec, advantages, loss_spec
+from .losses import KL_IN_REWARD, LossSpec, advantages, decoupled, loss_spec
 from .model.encoding import encode_pairs
 from .model.frozen_model import FrozenModel
 from .model.tokenizer import Tokenizer
@@ -137,6 +137,12 @@ class RolloutBatches:
         loss, spec, completions = self.config.loss, self.spec, batch.completions
         assert batch.rewards is not None
         total = torch.from_numpy(batch.rewards.total)  # float64
+        if total.shape[1] == 1:
+            return torch.zeros(total.shape)  # of a teacher's student
+        scale = spec.scale if loss.scale == "auto" else loss.scale
+        if loss.aggregate == "normalize-then-sum":
+            parts = {name: torch.from_numpy(x) for name, x in batch.rewards.parts.items()}
+            total, scale = decoupled(parts, self.scorer.weights), "batch"
         if loss.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
         if ref_logp is not None and loss.kl == KL_IN_REWARD:
@@ -147,7 +153,6 @@ class RolloutBatches:
             longest = self.config.sampling.max_new_tokens
             total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
         total = self.dist.gather(total)
-        scale = spec.scale if loss.scale == "auto" else loss.scale
         if total.isfinite().all():
             everyone = advantages(total, estimator=spec.estimator, scale=scale).float()
         else:

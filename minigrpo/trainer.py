@@ -63,8 +63,10 @@ class Trainer:
         self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
         loss = build.make_loss(config, given)
         self.learner = Learner(config, self.model, self.dist, warn, loss)
-        # before a checkpoint is loaded: the reference stays the initial model
-        self.reference = build.make_reference(config, self.learner, self.tokenizer)
+        # before a checkpoint is loaded: these stay the initial model
+        parts = config, self.learner, self.tokenizer
+        self.reference = build.make_reference(*parts)
+        self.learner.teacher = build.make_frozen(*parts, "--teacher", config.loss.teacher)
         low = self.learner.autocast
         self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, self.task)
         self.timer = PhaseTimer(self.device)
@@ -77,8 +79,8 @@ class Trainer:
             context = self.model.shape.context
             self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
         else:
-            parts = self.sampler, self.scorer, self.reference, self.timer, self.dist
-            self.source = RolloutBatches(config, examples, *parts, loss)
+            rest = self.sampler, self.scorer, self.reference, self.timer, self.dist
+            self.source = RolloutBatches(config, examples, *rest, loss)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
 
     @property

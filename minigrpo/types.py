@@ -138,13 +138,14 @@ class RewardTable:
 class RolloutBatch:
     """All that the learner needs for one step.
 
-    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are four
+    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are five
     kinds:
     sampler_logp: the policy's, by the sampler's forward; what tokens are drawn from before top-k,
         top-p and min-p.
     behavior_logp: the same, renormalised over the tokens that these keep.
     old_logp: the policy's before the step's first update, by the trainer's forward.
     ref_logp: the frozen reference's.
+    teacher_logp: the teacher's, after the prompt that it reads.
     """
 
     examples: Sequence[Example]  # [P]
@@ -154,6 +155,7 @@ class RolloutBatch:
     advantages: Tensor | None = None  # [P, G] float32, one per completion
     old_logp: Tensor | None = None  # [P, G, S] float32; None: that of the policy, a ratio of 1
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
+    teacher_logp: Tensor | None = None  # [P, G, S] float32; None: no advantages of tokens
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,14 +17,19 @@ from minigrpo.losses import (
     KL_ESTIMATORS,
     KL_IN_REWARD,
     LOSSES,
+    SAMPLER_CORRECTIONS,
     SCALES,
     LossInputs,
     LossNormalizer,
     LossSpec,
     advantages,
+    decoupled,
     policy_loss,
+    sampler_weights,
 )
 from minigrpo.model import logprobs
+
+from .tiny import check_golden, golden
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -43,6 +49,7 @@ ROWS = {
     "cispo hi=5": {"loss": "cispo"},
     "cispo hi=1.28 beta.04": {"loss": "cispo", "ratio_cap": 1.28, **KL},
     "grpo delta=1.3": {"loss": "grpo", **WIDE, "ratio_cap": 1.3},
+    "grpo opm .05": {"loss": "grpo", **WIDE},
     "grpo beta.04 biascorr": {"loss": "grpo", **WIDE, **KL, "kl": "k3_is"},
     "rloo": {"loss": "rloo", **WIDE},
     "sapo": {"loss": "sapo"},
@@ -68,12 +75,16 @@ def golden_inputs() -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("row", ROWS)
 def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     logp, old, ref, adv, mask = golden_inputs()
+    weights = None
+    if "opm" in row:
+        weights = sampler_weights("deepseek", 0.05, logp, old, old, adv, mask)
     loss, metrics = policy_loss(
         logp,
         old,
         adv,
         mask,
         ref_logp=ref,
+        token_weights=weights,
         max_completion_length=GOLDEN["max_completion_length"],
         **ROWS[row],
     )
@@ -92,6 +103,15 @@ def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
 # row -> what it is called in TRL: the trainer, and the settings that its loss reads
 OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
     "sapo": ("GRPOTrainer", {"loss_type": "sapo"}),
+    "grpo opm .05": (
+        "GRPOTrainer",
+        {
+            "loss_type": "grpo",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.28,
+            "off_policy_mask_threshold": 0.05,
+        },
+    ),
     "gmpo": ("GMPOTrainer", {"epsilon_low": 0.4, "epsilon_high": 0.4}),
     "gmpo eps.2 beta.04": ("GMPOTrainer", {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04}),
 }
@@ -120,7 +140,9 @@ def trl_result(row: str) -> dict[str, Any]:
             "_entropy_bonus_enabled": False,
             "current_gradient_accumulation_steps": 1,
             "model": SimpleNamespace(training=True),
-            "args": SimpleNamespace(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05),
+            "args": SimpleNamespace(
+                sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, delta=None
+            ),
             "accelerator": SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
             "_metrics": {"train": defaultdict(list)},
             "_get_per_token_logps_and_entropies": lambda *_, **__: (logp, logp.detach(), None),
@@ -145,6 +167,106 @@ def test_the_golden_numbers_are_those_of_the_trl_that_is_installed(row: str) -> 
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-7)
     torch.testing.assert_close(torch.tensor(found["grad"]), torch.tensor(expected["grad"]))
     assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+
+
+CAP = 1.2
+# row -> what TRL calls it
+MODES: dict[str, dict[str, Any]] = {
+    "token-truncate": {"mode": "token_truncate"},
+    "token-mask": {"mode": "token_mask"},
+    "icepop": {"mode": "token_mask", "clip_min": 0.5},
+    "sequence-truncate": {"mode": "sequence_truncate"},
+    "sequence-mask": {"mode": "sequence_mask"},
+}
+WEIGHTS = [1.0, 0.3, 2.0]
+NAN = math.nan
+PARTS = [  # [P, G, K]: equal rewards in a group, and one that does not concern a group
+    [[1, 0.0, NAN], [0, 0.0, NAN], [0, 0.0, NAN], [1, 0.0, NAN]],
+    [[0, 2.5, 1.0], [0, 1.0, 0.0], [0, 2.5, 0.0], [0, 3.0, 0.0]],
+    [[1, 7.0, -1], [1, 7.0, 2.0], [1, 7.0, 3.0], [0, 7.0, -2]],
+]
+
+
+def gap_inputs() -> tuple[torch.Tensor, ...]:
+    """Log-probs of the trainer and of the sampler, and the mask. Some ratios are below 1/2."""
+    _, old, ref, _, mask = golden_inputs()
+    return old, 2 * ref - old, mask
+
+
+def trl_rollout(**settings: Any) -> dict[str, torch.Tensor]:
+    """Ratios and advantages, by the rollout of the TRL that is installed, which samples nothing."""
+    from trl import GRPOTrainer
+
+    class Trainer(GRPOTrainer):
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    trainer = object.__new__(Trainer)
+    old, drawn, mask = (x.float().repeat(len(PARTS), 1) for x in gap_inputs())
+    rows = [row[:n] for row, n in zip(drawn.tolist(), mask.sum(-1).int().tolist(), strict=True)]
+    vars(trainer).update(
+        {
+            "model": Mock(training=True, is_gradient_checkpointing=False),
+            "accelerator": Mock(device="cpu", gather=lambda x: x, process_index=0),
+            "use_vllm": True,
+            "vllm_importance_sampling_correction": True,
+            "beta": 0.0,
+            "num_iterations": 1,
+            "num_generations": len(PARTS[0]),
+            "_tokenizer": Mock(pad_token_id=0),
+            "args": Mock(gradient_accumulation_steps=1, steps_per_generation=1, report_to=[]),
+            "reward_funcs": [None] * len(WEIGHTS),
+            "reward_func_names": ["a", "b", "c"],
+            "reward_weights": torch.tensor(WEIGHTS),
+            "multi_objective_aggregation": "normalize_then_sum",
+            "_metrics": {"train": defaultdict(list)},
+            "_logs": defaultdict(list, rewards=defaultdict(list)),
+            "_pending_extra_logs": {},
+            "_pending_metrics": {},
+            "_generate": lambda prompts: (
+                [[1]] * len(prompts),
+                [[1] * len(row) for row in rows],
+                None,
+                prompts,
+                rows,
+                {},
+                None,
+                None,
+            ),
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (old, None, None),
+            "_calculate_rewards": lambda *_: torch.tensor(PARTS).flatten(0, 1),
+            **settings,
+        }
+    )
+    return trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+
+
+@pytest.mark.peer
+def test_the_corrections_and_the_advantages_are_those_of_the_trl_that_is_installed() -> None:
+    made: dict[str, Any] = {}
+    for row, names in MODES.items():
+        given = {f"vllm_importance_sampling_{name}": x for name, x in names.items()}
+        given["vllm_importance_sampling_clip_max"] = CAP
+        found = trl_rollout(**given)
+        made[row] = found["importance_sampling_ratio"][:4].expand(4, 3).tolist()
+    check_golden("rollout", "corrections", made)
+    check_golden("rollout", "gdpo", found["advantages"].tolist())
+
+
+@pytest.mark.parametrize("row", MODES)
+def test_the_correction_of_the_sampler_gap_is_that_of_trl(row: str) -> None:
+    old, drawn, mask = gap_inputs()
+    expected = torch.tensor(golden("rollout")["corrections"][row], dtype=torch.float64)
+    found = sampler_weights(row, CAP, old + 1, old, drawn, old[:, 0], mask)
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-6, atol=0)
+    assert MODES.keys() == SAMPLER_CORRECTIONS.keys() - {"deepseek"}
+
+
+def test_decoupled_advantages_are_those_of_trl() -> None:
+    parts = dict(zip("abc", torch.tensor(PARTS, dtype=torch.float64).unbind(-1), strict=True))
+    expected = torch.tensor(golden("rollout")["gdpo"], dtype=torch.float64).view(3, 4)
+    found = advantages(decoupled(parts, dict(zip("abc", WEIGHTS, strict=True))), scale="batch")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -428,6 +550,7 @@ def test_the_settings_name_every_loss_and_kl_estimator() -> None:
     assert list(LOSS_NAMES) == list(LOSSES)
     assert set(get_args(fields["kl"].annotation)) == {*KL_ESTIMATORS, KL_IN_REWARD}
     assert set(get_args(fields["scale"].annotation)) == {"auto", *SCALES}
+    assert set(get_args(fields["sampler_correction"].annotation)) == {"none", *SAMPLER_CORRECTIONS}
 
 
 def test_advantages_have_no_gradient() -> None:

@@ -67,7 +67,7 @@ def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple
     for place, completion, predicted in one_by_one(model, c, temperature):
         n = len(completion)
         logp[(*place, slice(n))] = predicted.gather(1, completion[:, None])[:, 0]
-        entropy[(*place, slice(n))] = -(predicted.detach().exp() * predicted.detach()).sum(-1)
+        entropy[(*place, slice(n))] = -(predicted.exp() * predicted).sum(-1)
     return logp.where(c.completion_mask, 0), entropy.where(c.completion_mask, 0)
 
 

@@ -65,7 +65,7 @@ def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None
 
 def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
     """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
-    options: dict[str, Any] = {"sampler_correction": 2.0, "loss": "cispo", "top_k": 20}
+    options: dict[str, Any] = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c, learner = batch.completions, trainer.learner
@@ -148,3 +148,21 @@ def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
     assert torch.equal(shuffled(total[1:], examples[1:], seed=0, step=3), first[1:])
     for other in ({"seed": 1, "step": 3}, {"seed": 0, "step": 4}):
         assert not torch.equal(shuffled(total, examples, **other), first)
+
+
+def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) -> None:
+    options = {"reward_weights": {"similarity": 1.0, "length": -0.5}, "overlong": "punish"}
+    (tmp_path / "length.py").write_text(
+        "import minigrpo\n@minigrpo.reward\ndef length(example, text):\n    return len(text)\n"
+    )
+    options |= {"rewards": str(tmp_path / "length.py"), "aggregate": "normalize-then-sum"}
+    batch = make_trainer(tmp_path / "run", **options, overlong_buffer=4).source.batch(0)
+    assert batch.rewards is not None and batch.advantages is not None
+    total = overlong_punishment(batch.completions.completion_len, 12, 4).double()
+    for name, weight in (("similarity", 1.0), ("length", -0.5)):
+        part = torch.from_numpy(batch.rewards.parts[name])
+        assert part.std(-1).min() > 0
+        centred = part - part.mean(-1, keepdim=True)
+        total += weight * centred / (part.std(-1, keepdim=True) + 1e-4)
+    expected = (total - total.mean(-1, keepdim=True)) / (total.std() + 1e-4)
+    torch.testing.assert_close(batch.advantages, expected, check_dtype=False, rtol=0, atol=1e-5)

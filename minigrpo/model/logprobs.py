@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .linear import linear
 
+Other = tuple[Tensor, Tensor]  # the [M, D] hidden states and the [V, D] head of another model
+
 # Most logits in memory at once. On a CPU they should fit in its cache.
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 # Fewest tokens per chunk: each chunk reads the whole output head and updates its whole gradient.
@@ -35,8 +37,13 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, learn_entropy: bool = False
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    learn_entropy: bool = False,
+    other: Other | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probabilities of the next tokens, and the entropies of their distributions, in nats.
 
     Args:
@@ -44,17 +51,18 @@ def token_logprobs(
         head: `[V, D]`, the weights of the output head.
         targets: `[M]` int64, the next tokens.
         learn_entropy: whether the entropy has a gradient; otherwise it is only a metric.
+        other: a model without gradient. Then `learn_entropy` must be true.
 
     Returns:
-        `[M]` and `[M]`, float32 or wider.
+        `[M]` and `[M]`, float32 or wider; with `other` also KL(this model || other), `[M]`.
     """
     kind = hidden.device.type
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS[kind] // len(head))
-    if len(hidden) > chunk:
+    if len(hidden) > chunk or other:
         # autocast does not apply in a custom backward
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         inputs = hidden.to(low), head.to(low), targets, temperature, chunk, learn_entropy
-        return _Chunked.apply(*inputs)
+        return _Chunked.apply(*inputs, other and tuple(x.to(low) for x in other))
     logp = log_softmax(linear(hidden, head), temperature)
     with torch.set_grad_enabled(learn_entropy and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
@@ -65,7 +73,8 @@ class _Chunked(torch.autograd.Function):
     """`token_logprobs` chunk by chunk; the backward pass computes the logits again.
 
     d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature
-    d entropy / d (hidden @ head.T) = -softmax (log-softmax + entropy) / temperature
+    d sum(softmax u) / d (hidden @ head.T) = softmax (u - sum(softmax u)) / temperature
+        with u = -log-softmax for the entropy, log-softmax - log q for the KL
 
     Chunks share two buffers: a CPU's allocator was measured to reuse little of what they would
     free, and checkpointed chunks to take as much memory as no chunks at all.
@@ -80,21 +89,27 @@ class _Chunked(torch.autograd.Function):
         temperature: float,
         chunk: int,
         learn_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        other: Other | None,
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, head, targets)
-        ctx.learn_entropy = learn_entropy
+        ctx.learn_entropy, ctx.other = learn_entropy, other
         ctx.temperature, ctx.chunk = temperature, chunk
-        logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
+        logp, entropy, kl = at_least_fp32(hidden.new_empty(3, len(hidden)))
         for part, logits, logps in _logits_in_chunks(hidden, head, temperature, chunk):
             torch.log_softmax(logits, -1, out=logps)
             logp[part] = logps.gather(-1, targets[part, None])[:, 0]
+            if other:
+                log_q = log_softmax(other[0][part] @ other[1].t(), temperature)
+                kl[part] = (logps.exp() * (logps - log_q)).sum(-1)
             entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
         if not learn_entropy:
             ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        return (logp, entropy, kl) if other else (logp, entropy)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor, grad_entropy: Tensor, grad_kl: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         hidden, head, targets = ctx.saved_tensors
         learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
         grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
@@ -105,18 +120,20 @@ class _Chunked(torch.autograd.Function):
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope.mul_(grad[part, None] / ctx.temperature)
             if ctx.learn_entropy:
-                terms = logits.log_softmax(-1)  # a third buffer; what follows is in place
-                probs = torch.exp(terms, out=logits)
-                minus_entropy = terms.mul_(probs).sum(-1, keepdim=True)
-                terms.addcmul_(probs, minus_entropy, value=-1)
-                slope.addcmul_(terms, grad_entropy[part, None], value=-1 / ctx.temperature)
+                logps = logits.log_softmax(-1)  # a third buffer
+                probs, u = torch.exp(logps, out=logits), logps * -grad_entropy[part, None]
+                if grad_kl is not None:
+                    log_q = log_softmax(ctx.other[0][part] @ ctx.other[1].t(), ctx.temperature)
+                    u += grad_kl[part, None] * (logps - log_q)
+                u -= (probs * u).sum(-1, keepdim=True)
+                slope.addcmul_(probs, u, value=1 / ctx.temperature)
             low = slope.to(hidden.dtype)
             torch.mm(low, head, out=grad_hidden[part])
             if learns and low.dtype == grad_head.dtype:
                 grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
             elif learns:
                 grad_head += low.t() @ hidden[part]
-        return grad_hidden, grad_head.to(head.dtype) if learns else None, *[None] * 4
+        return grad_hidden, grad_head.to(head.dtype) if learns else None, *[None] * 5
 
 
 def _logits_in_chunks(

@@ -257,20 +257,30 @@ class Transformer(Weights):
         hidden = self.forward_hidden(ids.flatten(), positions.flatten(), attend)
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
+    def predictors(self, packing: Packing) -> tuple[Tensor, Tensor]:
+        """The hidden states `[M, D]` that predict a completion token, and the head `[V, D]`."""
+        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
+        return hidden.index_select(0, packing.sources), self.head_weight
+
     def forward(
-        self, packing: Packing, temperature: float = 1.0, learn_entropy: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        packing: Packing,
+        temperature: float = 1.0,
+        learn_entropy: bool = False,
+        other: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Log-probability of each completion token, and the entropy of its distribution.
 
         The output head runs only on the M packed tokens that predict a completion token.
 
+        Args:
+            learn_entropy: whether the entropy has a gradient.
+            other: `predictors` of a frozen model; then the KL to it is the third result.
+
         Returns:
-            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy has a
-            gradient if `learn_entropy`.
+            Tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked.
         """
-        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
-        hidden = hidden.index_select(0, packing.sources)
-        head, targets = self.head_weight, packing.targets
-        found = token_logprobs(hidden, head, targets, temperature, learn_entropy)
-        logp, entropy = (x[packing.index].where(packing.mask, 0) for x in found)
-        return logp, entropy
+        hidden, head = self.predictors(packing)
+        given = packing.targets, temperature, learn_entropy, other
+        found = token_logprobs(hidden, head, *given)
+        return tuple(x[packing.index].where(packing.mask, 0) for x in found)

@@ -38,7 +38,8 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
     values: dict[str, Any] = {**batch.metrics, "completions/mean_length": mask.sum(-1)}
     if (rewards := batch.rewards) is not None:
         values["reward"] = rewards.total
-        values["reward_std"] = rewards.total.std(axis=1, ddof=1)
+        several = rewards.total.shape[1] > 1  # one alone may have a teacher
+        values["reward_std"] = rewards.total.std(axis=1, ddof=int(several))
         values["frac_reward_zero_std"] = has_zero_variance(rewards)
         values |= {f"rewards/{name}/mean": x for name, x in rewards.parts.items()}
         values |= {f"rewards/{name}/failures": n for name, n in rewards.failures.items()}

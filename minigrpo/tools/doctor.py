@@ -45,6 +45,11 @@ def solved(run: Run) -> bool:
     return any(share.low > 0.85 for share in run.shares)  # NaN for what is no share
 
 
+def taught(run: Run) -> bool:
+    """A KL or a teacher has a gradient, whatever the rewards are."""
+    return bool(run.config.loss.kl_coef or run.config.loss.teacher)
+
+
 def flat(values: Values, run: Run) -> bool | np.bool:
     """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
     first, _, last = np.array_split(values, 3)
@@ -62,7 +67,7 @@ RULES = (
     ),
     Rule(
         "frac_reward_zero_std",
-        lambda values, run: end(values) > 0.8 and not solved(run),
+        lambda values, run: end(values) > 0.8 and not (solved(run) or taught(run)),
         "In most groups all completions have equal rewards, which teach nothing.",
         "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
         "with partial credit; --loss nll first if the model never gets anything right.",
@@ -121,7 +126,8 @@ RULES = (
         "sampling/logp_difference_mean",
         lambda values, run: end(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
-        "Run without --use-amp to see whether that is the cause, or use --sampler-correction 2.",
+        "Run without --use-amp to see whether that is the cause, or use --sampler-correction "
+        "token-truncate.",
     ),
     Rule(
         HELD_OUT,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from ..build import add_lora, config_of_run, make_task, make_tokenizer
+from ..build import INITIAL, SELF, add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
 from ..defaults import Size
 from ..model.encoding import encode_prompt
@@ -91,8 +91,11 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         "logits": FLOAT * shape.vocab_size * rows,
     }
     if not config.supervised:
-        if config.loss.kl_coef and not memory.offload_reference:
-            parts["reference"] = reference_of(config, parts["weights"])
+        loss = config.loss
+        frozen = {"reference": loss.reference or INITIAL} if loss.kl_coef else {}
+        frozen |= {"teacher": loss.teacher} if loss.teacher not in ("", SELF) else {}
+        for part, name in frozen.items() if not memory.offload_reference else ():
+            parts[part] = copy_of(config, parts["weights"], name)
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
@@ -100,13 +103,13 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     return parts
 
 
-def reference_of(config: Config, weights: float) -> float:
-    """Bytes of the KL's reference: that of --reference, or a copy of the weights."""
-    if not config.loss.reference:
-        return 0 if config.model.lora_rank else weights  # with adapters it shares these weights
-    shape = shape_of(config.replace(model=config.loss.reference))
-    number = LOW if config.model.base_dtype == "bfloat16" else FLOAT
-    return number * Size.of(Transformer.empty(shape, device="meta")).parameters
+def copy_of(config: Config, base: float, name: str) -> float:
+    """Bytes of a frozen model; `base`: of the weights of --model, without adapters."""
+    if name == INITIAL:
+        return 0 if config.model.lora_rank else base  # with adapters it shares these weights
+    shape = shape_of(config.replace(model=name))
+    matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
+    return matrix * Size.of(Transformer.empty(shape, device="meta")).parameters
 
 
 def peak_of(parts: Mapping[str, float]) -> float:
