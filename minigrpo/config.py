@@ -88,7 +88,7 @@ class ModelConfig(Group):
     """Adapters are scaled by this over --lora-rank; 0: twice the rank."""
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     """How frozen weights are stored: under --lora-rank, of --reference, of models of rewards."""
 
 

@@ -124,6 +124,10 @@ def test_a_published_model_needs_its_config_alone(
     assert 2 * 7_615_616_512 < parts["weights"] < 2.03 * 7_615_616_512
     assert 12 * 1024 < peak_of(parts) / MIB + plan.CARD_SPARE < 24 * 1024
     assert bytes_of(job(), shape)["weights"] == 4 * 7_615_616_512
+    coded = parts_of(config.replace(base_dtype="nf4"), shape, plan.ASSUMED_PROMPT)
+    saved = (2 - 34 / 64) * 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)  # bytes, of the layers
+    assert parts["weights"] - coded["weights"] == saved
+    assert peak_of(coded) / MIB + plan.CARD_SPARE < 12 * 1024
 
 
 # --- against what torch allocates -----------------------------------------------------------------

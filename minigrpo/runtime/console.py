@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any, TextIO
 
 from ..config import Config
+from ..defaults import Size
 from ..model.transformer import Transformer
 from ..task import Task
 from .stats import SAMPLED, Estimate, headline
@@ -55,7 +56,7 @@ class Console:
     ) -> None:
         """Say what a step is, which layers are on, and what the reward is."""
         group = f"{config.sampling.group_size} completions"
-        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        parameters = Size.of(model.empty(model.shape, "meta")).parameters / 1e6
         self.say(
             f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x "
             f"{'1 true answer' if config.supervised else group} per step, on "

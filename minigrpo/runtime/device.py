@@ -84,6 +84,7 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
         for module in model.h.modules()
         if isinstance(module, nn.Linear)
         for parameter in module.parameters()
+        if parameter.is_floating_point()  # NF4 is cast when it is used
     }
     return sharing_weights(model, cast)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..build import add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
-from ..defaults import Size
 from ..model.encoding import encode_prompts
 from ..model.hf import hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
@@ -22,13 +21,16 @@ from ..tasks.base import shipped_model
 
 MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
-CARDS = 12, 24  # GB
+CARDS = 12, 16, 24  # GB
 CARD_SPARE = 1024  # MiB for CUDA itself, and for gaps between allocations
 EXAMPLES = 64  # prompts that are measured
 ASSUMED_PROMPT = 256  # tokens, where the model is not here
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
-ALWAYS = ("weights", "AdamW's moments", "weights in low precision", "reference")
+ALWAYS = (
+    *("weights", "AdamW's moments", "weights in low precision", "a matrix from NF4"),
+    "reference",
+)
 ROLLOUT = (*ALWAYS, "KV cache", "decoding round")
 UPDATE = (*ALWAYS, "gradients", "activations", "logits")
 
@@ -77,18 +79,20 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
 
     model = Transformer.empty(shape, device="meta")
-    if config.model.lora_rank and config.model.base_dtype == "bfloat16":
-        model.bfloat16()
+    if config.model.lora_rank:
+        model.store(config.model.base_dtype)
     base = sum(x.nbytes for x in model.parameters())
     add_lora(model, config.model)
     weights = list(model.parameters())
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
     matrices = sum(x.numel() for x in weights if x.dim() == 2 and x.itemsize == FLOAT)
+    coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     parts = {
         "weights": sum(x.nbytes for x in weights),
         "gradients": trained,
         "AdamW's moments": 2 * trained * (not memory.offload_optimizer),
         "weights in low precision": LOW * matrices * config.speed.use_amp,
+        "a matrix from NF4": 2 * (size + 2) * coded,  # numbers, and codes of pairs as int32
         "activations": kept_by_all + masks,
         "logits": FLOAT * shape.vocab_size * rows,
     }
@@ -107,8 +111,9 @@ def reference_of(config: Config, base: float) -> float:
     if not config.loss.reference:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
     shape = shape_of(config.replace(model=config.loss.reference))
-    matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
-    return matrix * Size.of(Transformer.empty(shape, device="meta")).parameters
+    model = Transformer.empty(shape, device="meta")
+    model.store(config.model.base_dtype)
+    return sum(x.nbytes for x in model.parameters())
 
 
 def peak_of(parts: Mapping[str, float]) -> float:
