@@ -160,8 +160,8 @@ class OptimizerConfig(Group):
 class SpeedConfig(Group):
     """Speed layers, one flag each. None of them changes results beyond rounding."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
-    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")
+    """auto (a CUDA GPU if there is one), cpu, mps (Apple's GPU), cuda or cuda:N."""
     use_amp: bool = False
     """Run the model under autocast in --amp-dtype; log-softmax and the loss stay in float32."""
     amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -251,6 +251,8 @@ class Config(Group):
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
+        if self.speed.device == "mps" and self.speed.compile_model:
+            raise ConfigError("--device mps has no --compile-model")
         if self.task.eval_data and not self.task.data:
             raise ConfigError("--eval-data needs --data, the files to train on")
         return self

@@ -87,7 +87,7 @@ class Learner:
         else:
             self.guard.in_a_row = 0
         scalars = [*metrics.values(), largest_weight(self.model)]
-        *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
+        *values, largest = torch.stack(scalars).tolist()  # one device sync
         check_weights(largest, step)
         self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
