@@ -111,6 +111,8 @@ class SamplingConfig(Group):
     """Sample from tokens at least this times as likely as the likeliest; training uses all."""
     dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
+    rest_solved: int = Field(0, ge=0)
+    """A question that was all right at so many visits in a row rests for an epoch; 0: off."""
 
 
 class LossConfig(Group):

@@ -60,6 +60,8 @@ class Learner:
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
         self.steps_done = 0
+        # with --rest-solved: step, from 1 -> 1 for each of its examples that was all right, else 0
+        self.visits: dict[int, list[int]] = {}
         self.in_update = False  # if so, the weights belong to no step
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
@@ -239,6 +241,7 @@ class Learner:
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "guard": dict(vars(self.guard)),
+            "visits": self.visits,
             "scaler": self.scaler.state_dict(),  # {} without float16
         }
 
@@ -249,5 +252,6 @@ class Learner:
         for group in self.optimizer.param_groups:  # a resume may change the flag
             group["fused"] = self.config.speed.fused_optimizer
         self.guard = NonFiniteGuard(**state["guard"])
+        self.visits.update(state["visits"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -26,8 +26,7 @@ def to_nf4(weight: Tensor) -> Tensor:
     Of each block the 64 codes, two in a byte, and the scale, its largest magnitude as bfloat16.
     """
     blocks = weight.float().contiguous().unflatten(1, (-1, math.gcd(weight.shape[1], BLOCK)))
-    limits = torch.finfo(torch.bfloat16)
-    scale = blocks.abs().amax(-1, keepdim=True).clamp(limits.tiny, limits.max).bfloat16()
+    scale = blocks.abs().amax(-1, keepdim=True).bfloat16()
     codes = torch.bucketize(blocks / scale, (NF4[1:] + NF4[:-1]).to(blocks) / 2)  # the nearest
     pairs = codes[..., ::2] * len(NF4) + codes[..., 1::2]
     return torch.cat([pairs.to(torch.uint8), scale.view(torch.uint8)], dim=-1)
