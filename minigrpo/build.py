@@ -237,7 +237,7 @@ def make_model(
     elif given == "scratch":
         model = Transformer(ModelShape(tokenizer.n_vocab), seed)
     else:
-        stored = base_dtype(settings) if settings.lora_rank else None  # trained ones are float32
+        stored = settings.base_dtype if settings.lora_rank else "float32"  # as trained ones are
         model = load_model(
             settings.name, task=config.task.name, say=say, matrices=stored, seed=seed
         )
@@ -246,17 +246,12 @@ def make_model(
     return model.to(device)
 
 
-def base_dtype(settings: ModelConfig) -> torch.dtype | None:
-    """How --base-dtype stores frozen matrices; None: in float32."""
-    return None if settings.base_dtype == "float32" else torch.bfloat16
-
-
 def load_model(
     name: str,
     *,
     task: str = "chess-env",
     say: Say = nothing,
-    matrices: torch.dtype | None = None,
+    matrices: str = "float32",
     seed: int = 0,
 ) -> Transformer:
     """A model by what --model names: shipped, a run, a folder or file, or ORG/NAME on the Hub.
@@ -265,7 +260,7 @@ def load_model(
 
     Args:
         task: whose model `shipped` means.
-        matrices: the type of weights with two dimensions; None: float32.
+        matrices: a value of --base-dtype, see `Weights.store`.
         seed: of the random weights of a folder that has none.
 
     Raises ConfigError.
@@ -293,9 +288,7 @@ def load_model(
         load_trained(model, state["model"])
     else:
         model = Transformer.from_pretrained(run / WEIGHTS)
-    for parameter in model.parameters():
-        if matrices and parameter.dim() >= 2:
-            parameter.data = parameter.data.to(matrices)
+    model.store(matrices)
     return model
 
 
@@ -366,8 +359,8 @@ def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> F
     """A model that a reward asks, or --reference, with its own tokenizer. Raises ConfigError."""
     own, template = own_tokenizer(name)
     tokenizer = load_tokenizer(own, template or None)
-    task, matrices = config.task.name, base_dtype(config.model)
-    model = load_model(name, task=task, say=warn, matrices=matrices)
+    stored = config.model.base_dtype
+    model = load_model(name, task=config.task.name, say=warn, matrices=stored)
     fit_vocab(model, name, tokenizer)
     model = low_precision_copy(config.speed, model.to(device).requires_grad_(False))
     return FrozenModel(

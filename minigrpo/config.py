@@ -90,7 +90,7 @@ class ModelConfig(Group):
     """Adapters are scaled by this over --lora-rank; 0: twice the rank."""
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     """How frozen weights are stored: under --lora-rank, of --reference, of models of rewards."""
 
 
@@ -115,6 +115,8 @@ class SamplingConfig(Group):
     """Sample from tokens at least this times as likely as the likeliest; training uses all."""
     dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
+    rest_solved: int = Field(0, ge=0)
+    """A question that was all right at so many visits in a row rests for an epoch; 0: off."""
 
 
 class LossConfig(Group):
@@ -188,8 +190,8 @@ class OptimizerConfig(Group):
 class SpeedConfig(Group):
     """Speed layers, one flag each. None of them changes results beyond rounding."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
-    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")
+    """auto (a CUDA GPU if there is one), cpu, mps (Apple's GPU), cuda or cuda:N."""
     use_amp: bool = False
     """Run the model under autocast in --amp-dtype; log-softmax and the loss stay in float32."""
     amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -281,6 +283,8 @@ class Config(Group):
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
+        if self.speed.device == "mps" and self.speed.compile_model:
+            raise ConfigError("--device mps has no --compile-model")
         if self.task.eval_data and not self.task.data:
             raise ConfigError("--eval-data needs --data, the files to train on")
         return self

@@ -73,6 +73,8 @@ class Learner:
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
         self.steps_done = 0
+        # with --rest-solved: step, from 1 -> 1 for each of its examples that was all right, else 0
+        self.visits: dict[int, list[int]] = {}
         self.in_update = False  # if so, the weights belong to no step
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
@@ -99,7 +101,7 @@ class Learner:
         else:
             self.guard.in_a_row = 0
         scalars = [*metrics.values(), largest_weight(self.model)]
-        *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
+        *values, largest = torch.stack(scalars).tolist()  # one device sync
         if not math.isfinite(largest):  # a large learning rate can do that to a finite gradient
             said = "the update made weights that are not finite; a smaller --learning-rate may help"
             raise Diverged(f"step {step + 1}: {said}")
@@ -281,6 +283,7 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
             "guard": dict(vars(self.guard)),
             "entropy_coef": self.entropy_coef,
+            "visits": self.visits,
             "scaler": self.scaler.state_dict(),  # {} without float16
         }
 
@@ -293,5 +296,6 @@ class Learner:
             group["fused"] = self.config.speed.fused_optimizer
         self.guard = NonFiniteGuard(**state["guard"])
         self.entropy_coef = state["entropy_coef"]
+        self.visits.update(state["visits"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -22,7 +22,7 @@ from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
-from .runtime.stats import has_ended, has_zero_variance
+from .runtime.stats import Graded, has_ended, has_zero_variance
 from .sampling.generate import Sampler
 from .types import Completions, ConfigError, Example, RolloutBatch
 
@@ -67,7 +67,7 @@ class RolloutBatches:
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch, on the host.
 
-        A pure function of the config, the step and the weights.
+        A pure function of the config, the step, the weights, and with --rest-solved of the visits.
         """
         work, metrics = self.sampler.work, dict[str, float]()
         work.clear()
@@ -75,6 +75,10 @@ class RolloutBatches:
             examples = self.examples.take(step)
         batch = self.roll_out(examples, step)
         assert batch.rewards is not None
+        if self.config.sampling.rest_solved:
+            graded = Graded(examples, batch.texts, batch.rewards, self.scorer.success)
+            right = torch.from_numpy(graded.right.min(1) == 1).int()
+            self.examples.visits[step + 1] = self.dist.gather(right).tolist()
         for name, failed in batch.rewards.failures.items():
             if step == 0 and failed == batch.rewards.total.size:
                 raise ConfigError(f"reward {name} fails on all completions of the first step")

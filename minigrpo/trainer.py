@@ -30,6 +30,7 @@ from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
 from .sampling.generate import Sampler
+from .types import REWARD, ConfigError
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
@@ -73,7 +74,11 @@ class Trainer:
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
         per_step, last = config.sampling.prompts_per_step, config.run.max_steps
-        examples = ExamplePrefetcher(self.task, per_step, last, self.dist)
+        rests, success = config.sampling.rest_solved, self.scorer.success
+        if rests and (config.supervised or success == REWARD or not self.task.num_train):
+            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
+        examples = ExamplePrefetcher(self.task, per_step, last, self.dist, rests)
+        examples.visits = self.learner.visits
         self.source: SupervisedBatches | RolloutBatches
         if config.supervised:
             context = self.model.shape.context

@@ -19,6 +19,7 @@ from torch import nn
 
 from minigrpo import Config
 from minigrpo.runtime import distributed
+from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.logging import read_jsonl
@@ -29,6 +30,11 @@ from . import tiny
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=3)  # of a collective
 STEPS = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 1, "eval_every": 0}
+SOLVED = """import minigrpo
+@minigrpo.reward(success=True)
+def solved(example, text):
+    return float(example.answer < "3")
+"""
 
 
 def exchange(dist: DistContext) -> dict[str, Any]:
@@ -88,6 +94,8 @@ def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
     from minigrpo import Trainer
 
     settings = {**tiny.TINY, **STEPS, "model": str(folder / "model"), "out_dir": str(out_dir)}
+    settings |= {"data": str(folder / "rows.jsonl"), "eval_data": str(folder / "held_out.jsonl")}
+    settings |= {"task": "prompts", "rewards": str(folder / "solved.py"), "rest_solved": 1}
     Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
 
 
@@ -102,6 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have left."""
     folder = tmp_path_factory.mktemp("two")
     tiny.tiny_chess_model(folder / "model")
+    rows = [{"question": f"What is {n}?", "answer": f"{n}, " * 4} for n in range(6)]
+    tiny.write_jsonl(folder / "rows.jsonl", rows[:5])
+    tiny.write_jsonl(folder / "held_out.jsonl", rows[5:])
+    (folder / "solved.py").write_text(SOLVED)
     spawn, ports = multiprocessing.get_context("spawn"), [free_port(), free_port()]
     pair = [spawn.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
     for process in pair:
@@ -162,6 +174,10 @@ def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
             for key in a:
                 if not any(word in key for word in ("time", "memory", "difference")):
                     assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
+    saved = [load_checkpoint(folder / x / "checkpoints/step_000003") for x in ("one", "two")]
+    assert saved[0]["visits"] == saved[1]["visits"]
+    # the three of five questions that are right in the first step rest in the second epoch
+    assert [sum(saved[0]["visits"][step]) for step in (1, 2)] == [3, 0]
 
 
 @pytest.mark.slow

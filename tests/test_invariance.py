@@ -108,6 +108,8 @@ def name_of(way: Way) -> str:
 def make_model(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
     model = Transformer(SHAPES[way.shape], seed=1)
     if way.lora_rank:
+        if way.dialogue:
+            model.store("nf4")
         lora.add_adapters(model, rank=way.lora_rank, alpha=4)
     noise = torch.Generator().manual_seed(3)
     for parameter in model.parameters():

@@ -109,6 +109,10 @@ def test_adapters_on_qwen2_5_7b_fit_24_gb_and_not_12() -> None:
     assert 2 * 7_615_616_512 < parts["weights"] < 2.03 * 7_615_616_512
     assert 12 * 1024 < (peak_of(parts) + plan.CARD_SPARE) / MIB < 24 * 1024
     assert bytes_of(job(), QWEN_7B)["weights"] == 4 * 7_615_616_512
+    coded = parts_of(config.replace(base_dtype="nf4"), QWEN_7B, prompt=256)
+    saved = (2 - 34 / 64) * 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)  # bytes, of the layers
+    assert parts["weights"] - coded["weights"] == saved
+    assert (peak_of(coded) + plan.CARD_SPARE) / MIB < 12 * 1024
 
 
 # --- against what torch allocates -----------------------------------------------------------------

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from minigrpo.runtime.checkpoint import checkpoints, is_finite, load_checkpoint,
 from minigrpo.runtime.guard import Diverged, RunFailed
 
 from .steps import bits
-from .tiny import TINY, flags, tiny_chess_model
+from .tiny import TINY, flags, tiny_chess_model, write_jsonl
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {**TINY, "eval_every": 4, "save_every": 1, "keep_last": 2, "max_steps": 6}
@@ -47,6 +48,11 @@ PLACES: dict[str, tuple[Any, str, bool]] = {
     "before a flush": (os, "fsync", False),
     "while files are removed": (os, "unlink", False),
 }
+SOLVED = """import minigrpo
+@minigrpo.reward(success=True)
+def solved(example, text):
+    return float(int(example.answer) < 4 or len(text) % 3 == 0)
+"""
 VARY = ("time", "memory/")  # metrics that begin with these, or are called step_time
 SLOWEST = 3.0  # seconds within which a process is killed at a random moment
 
@@ -55,6 +61,16 @@ def make(folder: Path, **changes: Any) -> Trainer:
     model = str(tiny_chess_model(folder.parent / "model"))
     config = Config.of(**{**OPTIONS, "model": model, **changes, "out_dir": str(folder)})
     return Trainer(config, quiet=True)
+
+
+def resting(folder: Path) -> dict[str, Any]:
+    """Settings of a run with 7 questions, of which half are always right, and rest."""
+    (folder / "solved.py").write_text(SOLVED)
+    rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(8)]
+    data = write_jsonl(folder / "rows.jsonl", rows[:7])
+    held_out = write_jsonl(folder / "held_out.jsonl", rows[7:])
+    rewards = {"rewards": str(folder / "solved.py"), "rest_solved": 1}
+    return {"data": str(data), "eval_data": str(held_out), **rewards}
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -77,7 +93,7 @@ def result(folder: Path, run: Trainer) -> str:
 
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
-    run = make(folder, resume="auto")
+    run = make(folder, resume="auto", **resting(folder.parent))
     run.fit()
     (folder / "result").write_text(result(folder, run))
 
@@ -165,6 +181,33 @@ def test_killed_anywhere_and_resumed_a_run_has_the_same_bits_and_logs(
 ) -> None:
     command = [sys.executable, "-m", "tests.test_resume", str(tmp_path), *kills.split()]
     subprocess.run(command, cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("changes", [{}, {"dynamic_sampling": 1}, {"rest_solved": 2}])
+def test_what_rests_is_known_after_a_resume(tmp_path: Path, changes: dict[str, Any]) -> None:
+    drawn = list[str]()
+
+    def watched(name: str, **more: Any) -> Trainer:
+        run = make(tmp_path / name, **{**resting(tmp_path), **changes, "max_steps": 8, **more})
+        take = run.source.examples.take
+
+        def noted(step: int) -> Any:
+            found = take(step)
+            drawn.extend(x.answer for x in found)
+            return found
+
+        run.source.examples.take = noted  # type: ignore[method-assign]
+        run.fit()
+        return run
+
+    calm = watched("calm")
+    expected, drawn = drawn, []
+    for stop in (3, 4, 0):
+        again = watched("run", stop_after=stop, resume="auto")
+    assert drawn == expected and result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
+    counts = Counter(expected)
+    always = sum(counts[str(n)] for n in range(4)) / 4
+    assert len(expected) == 32 and always < 32 / 7 < max(counts[str(n)] for n in range(4, 7))
 
 
 def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_it(

@@ -187,12 +187,39 @@ def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: P
     assert gains[0] > max(0.0, gains[1])
 
 
-def test_a_run_as_base_is_stored_as_base_dtype_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("base_dtype", "kinds"),
+    [("bfloat16", {torch.bfloat16}), ("nf4", {torch.bfloat16, torch.uint8})],
+)
+def test_a_run_as_base_is_stored_as_base_dtype_says(
+    tmp_path: Path, base_dtype: str, kinds: set[torch.dtype]
+) -> None:
     train(tmp_path / "first", max_steps=1)
     base = str(tmp_path / "first")
-    second = make(tmp_path / "second", model=base, lora_rank=2, base_dtype="bfloat16")
-    frozen = [p for p in second.model.parameters() if not p.requires_grad and p.dim() == 2]
-    assert frozen and all(p.dtype == torch.bfloat16 for p in frozen)
+    second = make(tmp_path / "second", model=base, lora_rank=2, base_dtype=base_dtype)
+    frozen = [p for p in second.model.parameters() if not p.requires_grad and p.dim() >= 2]
+    assert {p.dtype for p in frozen} == kinds
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_adapters_beside_nf4_go_on_with_the_same_bits_and_are_exported(
+    tmp_path: Path, use_amp: bool
+) -> None:
+    model = str(tiny_chess_model(tmp_path / "model"))
+    settings = {"lora_rank": 2, "base_dtype": "nf4", "kl_coef": 0.1, "reference": model}
+    settings |= {"use_amp": use_amp, "gradient_checkpointing": True}
+    whole = train(tmp_path / "whole", **settings)
+    train(tmp_path / "run", **settings, stop_after=2)
+    again = train(tmp_path / "run", **settings, resume="auto")
+    states = [x.learner.state_dict() for x in (whole, again)]
+    assert all("lora" in name for name in states[0]["model"])
+    assert all(torch.equal(x, states[1]["model"][name]) for name, x in states[0]["model"].items())
+    assert whole.reference and not all(p.is_floating_point() for p in whole.model.parameters())
+    assert {p.dtype for p in whole.reference.model.h.parameters() if p.dim() == 3} == {torch.uint8}
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+    ids = torch.randint(0, 300, (2, 9))
+    found = Transformer.from_pretrained(tmp_path / "out").logits(ids)
+    torch.testing.assert_close(found, again.model.logits(ids), rtol=1e-4, atol=1e-5)
 
 
 def test_a_resume_takes_another_flag_of_the_optimizer(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class FrozenModel:
         """
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.device, self.packing = model.device, packing
-        if offload and self.device.type != "cpu":
+        if offload and self.device.type == "cuda":  # others have no memory but the host's
             self.model.to("cpu")
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.pin_memory()

@@ -236,7 +236,7 @@ def _weight_files(file: Path) -> list[Path]:
 
 
 def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors of `read_model` into a Transformer.
+    """Make the tensors of `read_model` the weights of a Transformer, which may have been on `meta`.
 
     Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
     """
@@ -251,7 +251,7 @@ def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state, assign=True)
     except RuntimeError as error:  # which may list thousands of names
         raise ConfigError(f"the weights do not fit config.json: {str(error)[:500]}") from None
     for name, parameter in model.named_parameters():

@@ -19,7 +19,7 @@ from .linear import linear
 Other = tuple[Tensor, Tensor]  # the [M, D] hidden states and the [V, D] head of another model
 
 # Most logits in memory at once. On a CPU they should fit in its cache.
-MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
+MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26, "mps": 1 << 26}  # 16 and 256 MiB of float32
 # Fewest tokens per chunk: each chunk reads the whole output head and updates its whole gradient.
 SMALLEST_CHUNK = 128
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..types import ConfigError
 from .hf import FAMILIES, HUB_NAME, write_tensors
-from .linear import Linear, linear
+from .linear import Linear, dense, linear
 from .logprobs import at_least_fp32
 from .transformer import Transformer
 
@@ -89,14 +89,15 @@ def merge_adapters(model: Transformer) -> Transformer:
 
     Sums are in float64, so that all machines round them alike.
     """
+    for parameter in model.parameters():
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        parameter.data = dense(parameter.data, wide)
     for name, layer in adapters(model).items():
         plain = Linear(layer.in_features, layer.out_features, device="meta")
         change = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
         merged = (layer.weight.double() + change).to(layer.lora_A.dtype)
         plain.weight, plain.bias = nn.Parameter(merged), layer.bias
         model.set_submodule(name, plain)
-    for parameter in model.parameters():
-        parameter.data = at_least_fp32(parameter.data)
     return model.requires_grad_(True)
 
 

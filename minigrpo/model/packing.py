@@ -96,12 +96,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
         mask: `[B, 1, R * T, T']`, 0 or -inf.
     """
     share = q.shape[1] // k.shape[1]
+    compute = plain_attention if q.device.type == "mps" else F.scaled_dot_product_attention
     if mask is None:
         k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return compute(q, k, v, is_causal=True)
     rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    return out.unflatten(2, (share, -1)).flatten(1, 2)
+    return compute(rows, k, v, attn_mask=mask).unflatten(2, (share, -1)).flatten(1, 2)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """F.scaled_dot_product_attention, without torch's kernels.
+
+    Those of Apple GPUs silently give wrong results, of transposed tensors in torch 2.11, of causal
+    attention in bfloat16 up to 2.13 (its issues 181133 and 195910).
+    """
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if is_causal:
+        attn_mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .hf import load_weights, read_model, save_weights
+from .linear import to_nf4
 from .shape import ModelShape
 
 INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # started smaller
@@ -54,23 +55,32 @@ class Weights(nn.Module):
             return cls(shape, seed=None)
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | Path, matrices: torch.dtype | None = None, *, seed: int = 0
-    ) -> Self:
+    def from_pretrained(cls, path: str | Path, matrices: str = "float32", *, seed: int = 0) -> Self:
         """A model from a folder as Hugging Face writes it, or from one safetensors file.
 
-        Weights become float32, or matrices another type. A folder with a config.json alone is
-        random weights from `seed`.
+        A folder with a config.json alone is random weights from `seed`. `matrices`: see `store`.
         """
         shape, tensors = read_model(Path(path))
-        if not tensors:
-            return cls(shape, seed)
-        model = cls.empty(shape)
-        for parameter in model.parameters():
-            if matrices and parameter.dim() >= 2:
-                parameter.data = torch.empty_like(parameter, dtype=matrices)
-        load_weights(model, tensors)
+        model = cls.empty(shape, "meta") if tensors else cls(shape, seed)
+        if tensors:
+            load_weights(model, tensors)
+        model.store(matrices)
         return model
+
+    def store(self, matrices: str) -> None:
+        """Copy weights, one after the other, into float32, or matrices into bfloat16.
+
+        With `nf4` the linear layers of blocks become NF4, and are frozen; embeddings and the head
+        are bfloat16.
+        """
+        for name, parameter in self.named_parameters():
+            is_low = matrices != "float32" and parameter.dim() >= 2
+            if is_low and matrices == "nf4" and name.startswith("h."):
+                stored = to_nf4(parameter.requires_grad_(False))
+            else:
+                kind = torch.bfloat16 if is_low else torch.get_default_dtype()
+                stored = parameter.detach().to(kind, copy=True)
+            parameter.data = stored.contiguous()
 
     def trim_vocab(self, number: int) -> None:
         """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..config import Config
+from ..defaults import Size
 from ..model.transformer import Transformer
 from ..task import Task
 from .stats import SAMPLED, Estimate, headline
@@ -54,15 +55,18 @@ class Console:
         weights: Mapping[str, float],
         processes: int,
     ) -> None:
-        """Say what a step is, where it runs, which defaults are in force, and what is paid."""
+        """Say what a step is, which layers are on, and what the reward is."""
         prompts, group = config.sampling.prompts_per_step, config.sampling.group_size
-        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        parameters = Size.of(model.empty(model.shape, "meta")).parameters / 1e6
         self.say(
             f"{config.loss.name}: {prompts} prompts x {1 if config.supervised else group} "
             f"completions per step, on {processes} x {model.device.type}; "
             f"{parameters:.1f} M parameters; learning rate {config.optimizer.learning_rate:g}"
         )
         self.defaults(config)
+        layers = {**config.speed.model_dump(), **config.memory.model_dump()}
+        on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]
+        self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
         paid = [f"{x:g} x {name}" for name, x in weights.items() if x]
         self.say(f"reward: {' + '.join(paid) or 'none'}")
         if task.about:

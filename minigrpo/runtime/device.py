@@ -39,6 +39,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         torch.cuda.set_device(device)  # the default for code that names no device
         # cuDNN's attention builds a plan for each new length, and lengths differ in every batch
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "mps" and (local_rank or not torch.backends.mps.is_available()):
+        raise ConfigError("--device mps: torch finds no Apple GPU, or several processes share it")
     return device
 
 
@@ -80,7 +82,7 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
     for module in low.h.modules():
         if isinstance(module, nn.Linear):
             for name, x in module.named_parameters():
-                if not x.requires_grad:
+                if not x.requires_grad and x.is_floating_point():  # NF4 is cast when it is used
                     setattr(module, name, nn.Parameter(x.to(dtype), requires_grad=False))
     return low
 
@@ -112,7 +114,7 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step; on CUDA a phase ends with a device sync."""
+    """Seconds per phase of a step; on a GPU a phase ends with a device sync."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, defaultdict[str, float](float)
@@ -122,8 +124,8 @@ class PhaseTimer:
         start = time.perf_counter()
         with torch.profiler.record_function(name):
             yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         self.seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
@@ -133,9 +135,14 @@ class PhaseTimer:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
+    """Peak memory so far: allocated on the CUDA device, else resident in the process.
+
+    Of an Apple GPU, what its driver has given out now, with torch's cache, which hardly shrinks.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 

@@ -86,7 +86,10 @@ def largest_weight(model: nn.Module) -> Tensor:
 # --- out of memory --------------------------------------------------------------------------------
 
 # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
-OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+OUT_OF_MEMORY = (
+    *("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED"),
+    "Invalid buffer size",  # on an Apple GPU, of a single tensor
+)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -120,3 +123,5 @@ class OOMBackoff:
             self.warn(f"{self.what}: out of memory; {self.size} prompts at a time ({self.flag})")
             gc.collect()  # a failed backward pass may leave tensors in reference cycles
             torch.cuda.empty_cache()
+            if torch.backends.mps.is_available():
+                torch.mps.empty_cache()

@@ -187,6 +187,7 @@ class SourceTask(Task):
         """`source`: a generator, or the rows of files (data.py); it scores nothing."""
         self.source, self.about = source, source.about
         self.num_held_out, self.questions = source.num_held_out, source.questions
+        self.num_train = source.num_train
 
     def train(self, number: int) -> Example:
         return self.ask(self.source.train(number))

@@ -159,7 +159,7 @@ class Rows(Task):
             first.setdefault(row.question, row.example)
         train = [row for row in rows if row.question not in first]
         self._train, self._held_out = [row.example for row in train], list(first.values())
-        self.num_held_out = len(first)
+        self.num_train, self.num_held_out = len(train), len(first)
         self.about = f"{len(train)} of {len(rows)} rows, {len(first)} questions held out"
         if not first or (data and not train):
             said = "two different questions at least, or --eval-data, are needed"

@@ -13,7 +13,6 @@ from statistics import mean
 
 from ..build import INITIAL, SELF, add_lora, config_of_run, make_task, make_tokenizer
 from ..config import Config
-from ..defaults import Size
 from ..model.encoding import encode_prompt
 from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
@@ -76,17 +75,19 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
 
     model = Transformer.empty(shape, device="meta")
-    if config.model.lora_rank and config.model.base_dtype == "bfloat16":
-        model.bfloat16()
+    if config.model.lora_rank:
+        model.store(config.model.base_dtype)
     add_lora(model, config.model)
     weights = list(model.parameters())
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
     matrices = sum(x.numel() for x in weights if x.dim() == 2 and x.itemsize == FLOAT)
+    coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     parts = {
         "weights": sum(x.nbytes for x in weights),
         "gradients": trained,
         "AdamW's moments": 2 * trained * (not memory.offload_optimizer),
         "weights in low precision": LOW * matrices * config.speed.use_amp,
+        "a matrix from NF4": 2 * (size + 2) * coded,  # numbers, and codes of pairs as int32
         "activations": kept_by_all + masks,
         "logits": FLOAT * shape.vocab_size * rows,
     }
@@ -107,9 +108,9 @@ def copy_of(config: Config, base: float, name: str) -> float:
     """Bytes of a frozen model; `base`: of the weights of --model, without adapters."""
     if name == INITIAL:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
-    shape = shape_of(config.replace(model=name))
-    matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
-    return matrix * Size.of(Transformer.empty(shape, device="meta")).parameters
+    model = Transformer.empty(shape_of(config.replace(model=name)), device="meta")
+    model.store(config.model.base_dtype)
+    return sum(x.nbytes for x in model.parameters())
 
 
 def peak_of(parts: Mapping[str, float]) -> float:
