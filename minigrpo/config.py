@@ -22,10 +22,7 @@ from .defaults import Size, settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
 from .task_table import settings_of_task
 
-LOSS_NAMES = (
-    *("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo"),
-    "nll",
-)
+LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
 # of the table, in a file, or an object of the caller's
 LOSS = rf"^({'|'.join(LOSS_NAMES)}|.+\.py:\w+|python:.+)$"
 

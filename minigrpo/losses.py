@@ -30,7 +30,6 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
     "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
     "none": lambda rewards: 1.0,  # Dr. GRPO, arXiv 2503.20783
 }
-SAPO_TAU = 1.0, 1.05  # the paper's temperatures, where A > 0 and elsewhere
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
@@ -148,23 +147,6 @@ def clipped(x: LossInputs) -> Term:
     return term, clip.hits(ratio, adv)
 
 
-def geometric_mean(x: LossInputs) -> Term:
-    """-A prod_t c_t^(1/n), c = min(r, 1 + high) if A > 0, else max(r, 1 - low).
-
-    GMPO (arXiv 2507.20673).
-    """
-    ratio, adv, clip = x.ratio, x.advantages, x.clip
-    bounded = torch.where(adv > 0, ratio.clamp(max=1 + clip.high), ratio.clamp(min=1 - clip.low))
-    log = bounded.clamp(min=torch.finfo(ratio.dtype).tiny).log()
-    return -sequence_mean_ratio(log, x.mask) * adv, clip.hits(ratio, adv)
-
-
-def soft_gate(x: LossInputs) -> Term:
-    """-f(r) A, where f(r) = sigmoid(tau (r - 1)) * 4 / tau fades out (SAPO, arXiv 2511.20347)."""
-    positive, other = (torch.sigmoid(tau * (x.ratio - 1)) * (4 / tau) for tau in SAPO_TAU)
-    return -torch.where(x.advantages > 0, positive, other) * x.advantages
-
-
 def cispo(x: LossInputs) -> Term:
     """-stopgrad(min(r, cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
     cap, adv = x.clip.cap, x.advantages
@@ -224,7 +206,6 @@ def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec
     return LossSpec(surrogate=loss, entropy=True)
 
 
-GMPO_CLIP = Clip(1 - math.exp(-0.4), math.exp(0.4) - 1)  # the paper's range is exp(+-0.4)
 LOSSES = {
     "grpo": LossSpec(token_ratio, clipped, per_completion),  # arXiv 2402.03300
     "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
@@ -236,8 +217,6 @@ LOSSES = {
         sequence_sum_ratio, clipped, per_completion, estimator="leave_one_out", scale="none"
     ),  # 2402.14740
     "maxrl": LossSpec(token_ratio, clipped, per_token, scale="mean"),  # 2602.02710
-    "sapo": LossSpec(token_ratio, soft_gate, per_completion),  # 2511.20347
-    "gmpo": LossSpec(token_ratio, geometric_mean, per_completion, GMPO_CLIP),  # 2507.20673
     "nll": LossSpec(token_ratio, negative_logp, per_token),  # supervised fine-tuning
 }
 

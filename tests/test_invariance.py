@@ -56,14 +56,12 @@ EXACT = {"teacher": "initial", "teacher_kl": "exact"}
 # "teacher_coef" without a "teacher": with the log-probs of one
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.1, "temperature": 0.8, "off-policy": True},
-    "dr_grpo": {"kl_coef": 0.1, "kl": "k2", "entropy_coef": 0.1},
+    "dr_grpo": {"kl_coef": 0.1, "kl": "k2", "entropy_coef": 0.1, **EXACT, "teacher_coef": 0.5},
     "dapo": {"kl_coef": 0.1, "kl": "k3_is", "off-policy": True, "teacher_coef": 0.5},
     "gspo": {"off-policy": True, "sampler_correction": "deepseek", "sampler_cap": 0.02},
     "cispo": {"sampler_correction": "token-truncate", "sampler_cap": 1.5, "temperature": 0.7},
     "rloo": {"off-policy": True, "sampler_correction": "sequence-mask", "sampler_cap": 1.1},
     "maxrl": {"temperature": 0.9},
-    "sapo": {"kl_coef": 0.1, "entropy_coef": 0.1, **EXACT, "teacher_coef": 0.5},
-    "gmpo": {"off-policy": True},
     "nll": {},
 }
 TREE, PLAIN, GROUPED = "prefix-tree", "repeated", "grouped-query"
@@ -89,12 +87,6 @@ WAYS = [
     Way("maxrl", PLAIN, 1, 0, 1, 2, "gpt2", 1, 1),
     Way("maxrl", TREE, 2, 0, 0, 0, GROUPED, 2, 1),
     Way("maxrl", PLAIN, 0, 1, 1, 2, GROUPED, 2, 0),
-    Way("sapo", PLAIN, 2, 0, 0, 2, "gpt2", 1, 1),
-    Way("sapo", TREE, 0, 1, 1, 0, GROUPED, 2, 0),
-    Way("sapo", TREE, 1, 1, 1, 2, "gpt2", 1, 1),
-    Way("gmpo", PLAIN, 0, 1, 1, 0, "gpt2", 2, 1),
-    Way("gmpo", TREE, 1, 0, 0, 2, GROUPED, 1, 0),
-    Way("gmpo", TREE, 2, 0, 0, 2, GROUPED, 1, 1),
     Way("nll", PLAIN, 2, 1, 0, 2, GROUPED, 2, 1),
     Way("nll", TREE, 1, 1, 1, 0, GROUPED, 1, 0),
     Way("nll", TREE, 0, 0, 1, 0, "gpt2", 2, 1),
@@ -417,7 +409,7 @@ def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[13], WAYS[24]], ids=name_of)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[13], WAYS[22]], ids=name_of)
 def test_compiled_blocks_have_the_gradient_of_plain_ones(way: Way, eager_compiler: None) -> None:
     from torch._dynamo.utils import counters
 
