@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.calibration import (
-    DIGITS,
-    HALVES,
-    REQUEST,
-    Calibration,
-    HiddenDigit,
-    parse,
-    write,
-)
+from minigrpo.tasks.calibration import HALVES, REQUEST, Calibration, parse
 from minigrpo.types import Example
 
 from .tiny import write_jsonl
@@ -44,7 +36,7 @@ def test_the_chat_form_has_each_tag_once_and_in_order() -> None:
         good.removeprefix("<think>"),  # the template wrote the tag
         f" {good}\n ",
         good.replace("8", " <b>8</b>\n"),
-        write("8", 0.5, chat=True),
+        "<think></think> <answer>8</answer> <analysis></analysis> <confidence>0.5</confidence>",
     ]
     for text in matching:
         found = parse(text, chat=True)
@@ -171,9 +163,10 @@ def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
 def test_a_model_that_knows_the_chances_is_calibrated() -> None:
     task = load_task("calibration", seed=1)
     examples = [task.held_out(i) for i in range(1000)]
-    texts = [
-        write(x.fields["possible"][0], 1 / len(x.fields["possible"]), chat=False) for x in examples
-    ]
+    texts = []
+    for example in examples:
+        possible = example.fields["possible"]
+        texts.append(f"{possible[0]}<confidence>{1 / len(possible):.1f}</confidence>")
     scores = task.score_batch(examples, texts)
     found = task.summaries({name: np.array(values) for name, values in scores.items()})
     assert np.mean(scores["correct"]) == pytest.approx(0.45, abs=0.04)
@@ -185,16 +178,16 @@ def test_a_model_that_knows_the_chances_is_calibrated() -> None:
 
 
 def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:
-    task, seen = HiddenDigit(0), dict[str, list[str]]()
+    task, seen = Calibration(0), dict[str, list[str]]()
     for number in range(2000):
         example = task.train(number)
-        possible = example.fields["possible"]
-        assert example.kind == f"1 of {len(possible)}" and example.answer in possible
+        possible, answer = example.fields["possible"], example.fields["true_answer"]
+        assert example.kind == f"1 of {len(possible)}" and answer in possible
         assert example.prompt.count("_") == 1 and example.prompt.endswith(": ")
         hint = example.prompt[:-2].partition(", ")[2]
-        kept = {**HALVES, "any digit": DIGITS}
+        kept = {**HALVES, "any digit": "0123456789"}
         assert set(possible) == set(kept.get(hint, hint.replace(" or ", "")))
-        seen.setdefault(hint, []).append(example.answer)
+        seen.setdefault(hint, []).append(answer)
     for hint in ("even", "above 4", "any digit"):  # each digit equally often, within 5 deviations
         counts = np.unique(seen[hint], return_counts=True)[1]
         n, size = len(seen[hint]), len(counts)

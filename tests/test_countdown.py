@@ -15,6 +15,7 @@ from minigrpo.tasks.countdown import (
     Countdown,
     evaluate,
     final_answer,
+    parse_problem,
     random_attempt,
     random_search,
     result,
@@ -188,7 +189,7 @@ def test_lines_of_the_fields_own_format(tmp_path: Path) -> None:
     assert all(str(n) in message["content"] for n in trained[0].fields["nums"])
     assert trained[0].fields["id"] == trained[0].fields["target"] - 20
     assert not Countdown(0, [path], form="search").train(0).messages
-    example = task._row({"nums": [3, 4, 5], "target": 35}).example
+    example = parse_problem({"nums": [3, 4, 5], "target": 35}).example
     texts = ["<answer>(4+3)*5</answer>", "<answer>4+3+5</answer>", "<answer>35</answer>"]
     scores = [task.score(example, text) for text in texts]
     assert [x["solved"] for x in scores] == [1, 0, 0]
@@ -200,7 +201,7 @@ def test_a_bad_line_is_refused() -> None:
     lines = [{"nums": nums, "target": 3} for nums in numbers]
     for line in [*lines, {"nums": [1, 2]}, {"nums": [1, 2], "target": "3"}]:
         with pytest.raises((ValueError, TypeError, KeyError)):
-            Countdown(0)._row(line)
+            parse_problem(line)
 
 
 def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:

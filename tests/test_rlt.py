@@ -107,17 +107,22 @@ def test_missing_tags_cost_one_in_each_term() -> None:
 def test_tags_are_found_however_they_are_split() -> None:
     assert not doctest.testmod(rlt).failed
     pieces = {  # with the tags, between them
-        ("a", "<think>", "b", "c", "</think>", "d"): ("011110", "001100"),
-        ("a<thi", "nk>b", "</", "think>d"): ("1111", "0000"),
-        ("<think>b</think>",): ("1", "0"),
-        ("<think>", "", "", "€", "</think>"): ("11111", "01110"),
-        ("<think>", "</think>", "<think>x</think>"): ("110", "000"),
-        ("<think>", "a"): ("00", "00"),
-        ("</think>", "<think>"): ("00", "00"),
+        ("a", "<think>", "b", "c", "</think>", "d"): ([1, 2, 3, 4], [2, 3]),
+        ("a<thi", "nk>b", "</", "think>d"): ([0, 1, 2, 3], []),
+        ("<think>b</think>",): ([0], []),
+        ("<think>", "", "", "€", "</think>"): ([0, 1, 2, 3, 4], [1, 2, 3]),
+        ("<think>", "</think>", "<think>x</think>"): ([0, 1], []),
+        ("<think>", "a"): ([], []),
+        ("</think>", "<think>"): ([], []),
     }
     for text, expected in pieces.items():
-        found = ["".join(map(str, row)) for row in find_span(text).int().tolist()]
-        assert tuple(found) == expected, text
+        shown, inside = find_span(text)
+        tokens = [*range(len(text))]
+        assert (tokens[shown], tokens[inside]) == expected, text
+        # as places in what is shown
+        assert [*range(inside.start - shown.start, inside.stop - shown.start)] == [
+            number - shown.start for number in expected[1]
+        ]
 
 
 def test_another_vocabulary_is_refused() -> None:
