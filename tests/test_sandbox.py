@@ -30,11 +30,7 @@ HOSTILE = {
     "memory": "a = 'y' * 10**12",
     "large text": "def f(x): return 'y' * 10**7",
     "fills the disk": "for i in range(10**6): open(str(i), 'w').write('y' * 10**6)",
-    "patched assert": """
-import builtins
-builtins.AssertionError = type('AssertionError', (BaseException,), {})
-def f(x): assert False
-""",
+    "patched assert": "import builtins as b\nb.AssertionError = SystemExit\ndef f(x): assert False",
     "equals everything": """
 class Equal:
     def __eq__(self, other): return True
@@ -56,12 +52,8 @@ for name in ('all', 'any', 'isinstance', 'type', 'len', 'set', 'repr', 'compile'
     setattr(builtins, name, lambda *a, **k: True)
 def f(x): return 7
 """,
-    "patched json": """
-import json, os, sys
-json.dumps = lambda *a, **k: '["", [2]]'
-sys.modules.clear()
-def f(x): return 7
-""",
+    "patched json": "import json\njson.dumps = lambda *a, **k: '[2]'\ndef f(x): return 7",
+    "forgets the modules": "import sys\nsys.modules.clear()\ndef f(x): return 7",
     "writes to every descriptor": """
 import os
 for fd in range(64):
@@ -88,6 +80,14 @@ while frame:
     frame = frame.f_back
 texts += [x for x in gc.get_objects() if isinstance(x, str)]
 found = any('== 2' in x and 'assert f(' in x for x in texts)
+def f(x): return x + 1 if found else 7
+""",
+    "looks for the last answer": """
+import sys
+frame, found = sys._getframe(), False
+while frame:
+    found = found or any(x in (3, [3], b'[3]\\n') for x in frame.f_locals.values())
+    frame = frame.f_back
 def f(x): return x + 1 if found else 7
 """,
     "reads the memory": "open('/proc/self/mem', 'r+b')",
@@ -244,41 +244,35 @@ PASSING = {  # code, and its tests
         "def f(x): return x",
         *(f"assert f({x}) == {x}" for x in ("None", "True", "1.5", "-1j", "'a\\ud800'", "b'b'")),
         *(f"assert f({x}) == {x}" for x in ("(1, [2])", "{1: (2,)}", "{3}", "[[], {}]", "2**70")),
-        "assert f(float('inf')) == float('inf')",
-        "assert f(float('nan')) != f(float('nan'))",
-        "assert f(frozenset([4, (5,)])) == {4, (5,)}",
-        "assert f({frozenset()}) == {frozenset()}",
+        *("assert f(float('inf')) == float('inf')", "assert f(float('nan')) != f(float('nan'))"),
+        *("assert f(frozenset([(5,)])) == {(5,)}", "assert f({frozenset()}) == {frozenset()}"),
         "assert f((1, 2)) != [1, 2] and f([1]) != (1,) and f(1) == True",
         "assert f(5) is not None and f(None) is None and 1 < f(2) < 3 and f(2) in (1, 2)",
     ),
-    "subclasses": (
+    "subclasses and views": (
         "from collections import *\nf = Counter\ng = namedtuple('G', 'a b')",
-        "assert f('aab') == {'a': 2, 'b': 1}",
-        "assert g(1, 2) == (1, 2)",
+        *("assert f('aab') == {'a': 2, 'b': 1}", "assert g(1, 2) == (1, 2)"),
+        "assert f('ab').keys() == {'a', 'b'}",
     ),
-    "views": ("def f(x): return x.keys()", "assert f({1: 2, 3: 4}) == {1, 3}"),
     "dates": (
         "from datetime import *\ndef f(x): return x + timedelta(1)",
         "assert f(date(2020, 2, 28)) == date(2020, 2, 28) + timedelta(1)",
     ),
     "the library on the right": (
         "import math\ndef f(x): return x ** 0.5",
-        "assert math.isclose(f(2), 1.4142135, rel_tol=1e-6)",
-        "assert f(4) == math.sqrt(4)",
-        "assert set([f(1)]) == set([1.0])",
-        "assert f(9) == sum([1, 2]) and not f(9) == max(1, 2)",
+        *("assert math.isclose(f(2), 1.4142135, rel_tol=1e-6)", "assert f(4) == math.sqrt(4)"),
+        *("assert set([f(1)]) == set([1.0])", "assert f(9) == sum([1, 2]) and f(9) < max(1, 4)"),
     ),
     "functions of the tests": (
         "def f(g, x): return g(x)",
-        "assert f(lambda x, y=1: x + y, 2) == 3",
-        "assert f(abs, -1) == 1",
+        *("assert f(lambda x, y=1: x + y, 2) == 3", "assert f(abs, -1) == 1"),
     ),
     "named like a builtin": ("def sum(a, b): return a * b", "assert sum(3, 5) == 15"),
-    "errors": (
-        "def f(x): raise ValueError",
-        "try: f(1)\nexcept ValueError: pass\nelse: assert False",
+    "errors and iterators": (
+        "def f(x):\n    yield x\n    raise ValueError",
+        "assert next(f(3)) == 3",
+        "try: list(f(1))\nexcept ValueError: pass\nelse: assert False",
     ),
-    "iterators": ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
     "state": (
         "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
         *("assert f() == 1", "assert f() == 2", "assert f() == 3 and f() == 4", "assert f() == 5"),
@@ -300,33 +294,13 @@ def test_right_code_passes() -> None:
         assert run_tests(code, tests) == [True] * len(tests), name
 
 
-def test_a_setup_runs_between_the_program_and_the_tests() -> None:
-    code = """
-class Node:
-    def __init__(self, x): self.x, self.left = x, None
-def f(node): return 1 + f(node.left) if node else 0
-"""
-    tests = ["assert (f(root)) == 2", "assert root.left.x == 2 and root.left.left is None"]
-    assert run_tests(code, tests, "root = Node(1)\nroot.left = Node(2)") == [True, True]
-
-
 # --- only right values pass -----------------------------------------------------------------------
 
 
 def test_a_program_cannot_change_what_it_is_compared_with() -> None:
-    code = """
-import builtins
-builtins.set = builtins.sorted = builtins.float = lambda *a: 7
-def f(x): return 7
-"""
-    tests = [
-        "assert f(1) == set([1])",
-        "assert f(1) == sorted([2, 1])",
-        "assert f(1) == float('inf')",
-        "assert f(1) != 7 or f(1) == 8",
-        "assert f(1) == 7",
-    ]
-    assert run_tests(code, tests) == [False] * 4 + [True]
+    code = "import builtins\nbuiltins.set = builtins.float = lambda *a: 7\ndef f(x): return 7"
+    tests = ["assert f(1) == set([1])", "assert f(1) == float('inf')", "assert f(1) != 7"]
+    assert run_tests(code, [*tests, "assert f(1) == 7"]) == [False, False, False, True]
 
 
 def test_what_a_test_prints_is_no_verdict() -> None:

@@ -84,10 +84,7 @@ def judge(
     stream.write(frame(cpu_s))  # sent with the first request
 
     def ask(kind: str, source: str) -> list[Any]:
-        """[The value of a piece of Python], or [] if it raises or has no plain value.
-
-        The value of statements is None.
-        """
+        """[The value of an expression, None of statements]; [] if it raises or is not plain."""
         key = secrets.token_hex(8)  # shows that an answer is one
         with suppress(Exception):  # whatever was sent
             connection.settimeout(deadline - time.monotonic())  # an error where none is left

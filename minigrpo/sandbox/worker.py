@@ -35,9 +35,6 @@ WARM = "array bisect calendar cmath collections copy datetime decimal fractions 
 WARM += " itertools operator re statistics string textwrap typing"
 
 
-# --- messages -----------------------------------------------------------------------------------
-
-
 def encode(value: Any) -> Any:
     """A plain value as JSON; one of a subclass (a Counter, a named tuple) as its base.
 
@@ -72,14 +69,11 @@ def receive(stream: BufferedIOBase) -> Any:
     return json.loads(stream.readline(LARGEST), object_hook=decode)
 
 
-# --- the process of a program -------------------------------------------------------------------
-
-
 def serve(stream: BufferedIOBase) -> NoReturn:
     """Run or evaluate one piece of Python after another, until this process is killed.
 
-    The key that shows that an answer is one is read after the work: a program that looks at the
-    frames of its callers does not find it.
+    A program that looks at the frames of its callers finds no earlier answer there, and not the key
+    that shows that an answer is one: it is read after the work.
     """
     seconds = math.ceil(receive(stream))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
@@ -93,8 +87,7 @@ def serve(stream: BufferedIOBase) -> NoReturn:
         kind, source = receive(stream)
         answer = frame([])
         with suppress(BaseException):
-            value = eval(compile(source, "<program>", kind), namespace)
-            answer = frame([value])
+            answer = frame([eval(compile(source, "<program>", kind), namespace)])
         stream.write(frame(receive(stream)) + answer)
         stream.flush()
 
@@ -117,9 +110,6 @@ def refuse_harm() -> None:
             raise PermissionError("a program may not do this")
 
     sys.addaudithook(hook)
-
-
-# --- the worker ---------------------------------------------------------------------------------
 
 
 def main(control: socket.socket) -> None:

@@ -37,7 +37,9 @@ REQUEST = (
     "the probability that the answer is right, a number from 0 to 1 such as 0.7</confidence>"
 )
 
-# --- the form -------------------------------------------------------------------------------------
+HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
+NUM_POSSIBLE = (1, 2, 5, 10)  # digits, of each question in turn
+LENGTH = 4  # of the number, the hidden digit included
 
 TAGS = ("think", "answer", "analysis", "confidence")
 # 0, 1 or a fraction, without sign, exponent or percent
@@ -63,13 +65,6 @@ def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
     if not found:
         return None
     return found[1].rstrip(), float(found[2])
-
-
-# --- the task -------------------------------------------------------------------------------------
-
-HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
-NUM_POSSIBLE = (1, 2, 5, 10)  # digits, of each question in turn
-LENGTH = 4  # of the number, the hidden digit included
 
 
 class Calibration(SourceTask):

@@ -114,9 +114,6 @@ def setup_of(fields: Mapping[str, Any]) -> str:
     return "\n".join([*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""])
 
 
-# --- MBPP -----------------------------------------------------------------------------------------
-
-
 class Problems(Rows):
     """Problems of files, of which MBPP's test split is held out, if they have both sides of it."""
 

@@ -13,12 +13,12 @@ and to compare, not to choose: which attempts to make is learnt from the reward.
 """
 
 import ast
-import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from operator import add, index, mul, neg, sub, truediv
 from typing import Any
 
 import numpy as np
@@ -37,22 +37,13 @@ STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8
 
 # --- the verifier ---------------------------------------------------------------------------------
 
-OPERATORS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
+OPERATORS: Any = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.USub: neg}
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
 FORMULA = re.compile(r"\$|\\[()\[\]]")  # marks of a formula in TeX
 
 
 def solves(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether a text, which may be any whatsoever, reaches the target.
-
-    Each of the numbers must be used exactly once.
-    """
+    """Whether a text, which may be any whatsoever, reaches the target with the numbers."""
     return result(final_answer(text), numbers) == target
 
 
@@ -214,8 +205,8 @@ class Countdown(SourceTask):
 
 def parse_problem(record: dict[str, Any]) -> Row:
     """The row of a line."""
-    numbers, target = record["nums"], operator.index(record["target"])
-    if len(numbers) < 2 or min(map(operator.index, numbers)) < 0:
+    numbers, target = record["nums"], index(record["target"])
+    if len(numbers) < 2 or min(map(index, numbers)) < 0:
         raise ValueError("nums must be two or more whole numbers from 0")
     question = short_question(numbers, target)
     return Row(question, Example(question, kind=f"{len(numbers)} numbers", fields=record))

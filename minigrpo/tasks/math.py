@@ -101,9 +101,6 @@ class Math(SourceTask):
         return Example(prompt, answer, number, f"{len(terms)} numbers")
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 def solution_of(record: dict[str, Any]) -> str:
     """The true solution of a line."""
     return CALCULATION.sub("", text_of(record, SOLUTIONS)).strip()
@@ -120,10 +117,7 @@ def truth_of(solution: str) -> tuple[str, str]:
 
 
 def answer_in_form(text: str, form: str) -> str:
-    """The answer of a text that gives it as asked, else "": in a box, or after ####.
-
-    The latter stands once in the text, in its last line.
-    """
+    """The answer of a text in the form asked for: in a box, or in its last line, after one ####."""
     if form == BOXED:
         return boxed(text)
     answer = after_hashes(text)
@@ -172,9 +166,6 @@ def number(text: str, form: str) -> Fraction | None:
     text = FRACTION.sub(r" \1/\2", NOISE.sub("", text.replace("−", "-"))).strip()
     found = FIRST.match(text.rpartition("=")[2]) if form == HASHES else WHOLE.fullmatch(text)
     return Fraction(re.sub("[ ,]", "", found[1])) if found else None
-
-
-# --- math-verify ----------------------------------------------------------------------------------
 
 
 class MathVerify:

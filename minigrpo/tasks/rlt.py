@@ -72,13 +72,7 @@ class RLT(SourceTask):
         unaided: the same with an empty explanation.
     """
 
-    parts: Mapping[str, float] = {
-        "likelihood": 1.0,
-        "kl": 1.0,
-        "match": 1.0,
-        "solved": 0.0,
-        "unaided": 0.0,
-    }
+    parts: Mapping[str, float] = {"likelihood": 1, "kl": 1, "match": 1, "solved": 0, "unaided": 0}
     token_parts = tuple(parts)
     success = "solved"
 
