@@ -19,7 +19,14 @@ from torch import Tensor
 from minigrpo import Config
 from minigrpo.build import resolve
 from minigrpo.model import hf
-from minigrpo.model.hf import FAMILIES, hub_folder, read_model, read_shape, save_model_folder
+from minigrpo.model.hf import (
+    TRANSPOSED,
+    hub_folder,
+    read_model,
+    read_shape,
+    save_model_folder,
+    stored_name,
+)
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import ConfigError
@@ -81,14 +88,14 @@ def values(shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
     return (numbers.double() / 2147483647 * 2 - 1).float().view(shape)
 
 
-def fill(model: torch.nn.Module, stored_name: Callable[[str], str] = str) -> None:
+def fill(model: torch.nn.Module) -> None:
     """Weights so large that every part matters, by the name that a parameter has in files."""
+    ours = isinstance(model, Transformer)
     for name, p in model.named_parameters():
-        stored = stored_name(name).removeprefix("transformer.")
-        transposed = "." in stored and stored.endswith(FAMILIES["gpt2"].transposed)
-        ours = stored_name is not str and transposed
-        made = values(p.shape[::-1] if ours else p.shape, sum(stored.encode()))
-        p.data.copy_((made.t() if ours else made) * (0.3 if p.dim() == 2 else 0.2))
+        stored = stored_name(model.shape, name) if ours else name.removeprefix("transformer.")
+        transposed = ours and name.endswith(TRANSPOSED)
+        made = values(p.shape[::-1] if transposed else p.shape, sum(stored.encode()))
+        p.data.copy_((made.t() if transposed else made) * (0.3 if p.dim() == 2 else 0.2))
         if p.dim() == 1 and "bias" not in stored:
             p.data.add_(1.0)
 
@@ -184,9 +191,8 @@ def test_logits_are_those_that_transformers_had(name: str, style: str) -> None:
     found = golden("families")[name]
     if style == "version 4":
         as_version_4_writes(found["config"])
-    shape = read_shape(found["config"])
-    model = Transformer(shape)
-    fill(model, FAMILIES[shape.family].stored_name)
+    model = Transformer(read_shape(found["config"]))
+    fill(model)
     with torch.no_grad():
         assert summary(model.logits(IDS)) == pytest.approx(found["logits"], abs=2e-3)
 
