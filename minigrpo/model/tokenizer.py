@@ -111,9 +111,9 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
         for key, token in settings.items()
         if key.endswith("_token") and isinstance(token, str | dict)
     }
-    ends = list[Any]()
-    for file in (GENERATION_CONFIG, CONFIG):
-        found = read_json(folder / file).get("eos_token_id")
+    ends: list[Any] = [engine.token_to_id(named.get("eos_token", END_OF_TEXT))]
+    for more in (GENERATION_CONFIG, CONFIG):
+        found = read_json(folder / more).get("eos_token_id")
         ends += found if isinstance(found, list) else [found]
     ends = [number for number in ends if number in texts]
     # a token that is named or ends a text is special, even if its entry does not say so
@@ -122,15 +122,17 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     engine.add_special_tokens([text for text in control if text in texts.values()])
     added = engine.get_added_tokens_decoder()
     special = {token.content: number for number, token in added.items() if token.special}
-    if (named_end := engine.token_to_id(named.get("eos_token", END_OF_TEXT))) is not None:
-        ends.insert(0, named_end)
     if not ends:
         raise ConfigError(f"--tokenizer {name}: no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
 
-    source, where = _chat_template(folder, settings), f"the chat template of {name}"
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # of several
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    file, where = folder / CHAT_TEMPLATE, f"the chat template of {name}"
     if chat_template:
-        where = f"--chat-template {chat_template}"
-        source = Path(chat_template).read_text(encoding="utf-8-sig")  # some editors write a mark
+        file, where = Path(chat_template), f"--chat-template {chat_template}"
+    if chat_template or file.is_file():
+        source = file.read_text(encoding="utf-8-sig")  # some editors write a mark
     if system and not source:
         raise ConfigError(f"--system: --tokenizer {name} has no chat template (--chat-template)")
     chat = Chat(source, where, named, list(special), system) if source else None
@@ -147,13 +149,3 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
         stops=frozenset({*ends, turn_end}),
         chat=chat,
     )
-
-
-def _chat_template(folder: Path, settings: Mapping[str, object]) -> str:
-    """A model's own chat template, or "". Of several, the one that is named default."""
-    if (folder / CHAT_TEMPLATE).is_file():
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    found = settings.get("chat_template") or ""
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default", "")
-    return str(found)
