@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..model.chat import INSTRUCTIONS
 from ..task import Task
@@ -24,7 +24,7 @@ Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows t
 
 
 def load_task(
-    task: str | type | object,
+    task: Any,
     *,
     seed: int,
     data: Data = "",
@@ -48,16 +48,14 @@ def load_task(
             raise ConfigError(f"--task: an object takes no arguments, got {', '.join(given)}")
         made = copy.copy(task)
         made.__class__ = with_defaults(type(task))
-        return cast(Task, made)
+        return made
     cls = class_of(task)
     cls = cls if task in TASKS else with_defaults(cls)
     named = inspect.signature(cls).parameters
     own = {name: x for name, x in {"seed": seed, "chat": chat}.items() if name in named}
     try:
-        return cast(Task, cls(**own, **given))
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:  # an argument that it does not take
+        return cls(**own, **given)
+    except (TypeError, ValueError) as error:  # such as an argument that it does not take
         raise ConfigError(f"--task {task}: {error}") from error
 
 
@@ -74,7 +72,7 @@ def class_of(task: str | type) -> type:
         return task
     if task in TASKS:
         module, name = TASKS[task].path.split(":")
-        return cast(type, getattr(importlib.import_module(f"{__package__}.{module}"), name))
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)
     if not task.endswith(".py"):
         raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
     name = f"minigrpo_{Path(task).stem}"
@@ -82,7 +80,7 @@ def class_of(task: str | type) -> type:
     found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
     if len(found) != 1:
         raise ConfigError(f"--task {task}: needs one class with a method train, has {len(found)}")
-    return cast(type, found[0])
+    return found[0]
 
 
 def with_defaults(cls: type) -> type:

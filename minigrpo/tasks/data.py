@@ -50,10 +50,9 @@ def question_key(text: str) -> str:
 def read_rows(files: Files, parse: Parse) -> list[Row]:
     """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
     rows = []
-    for place, given in chain.from_iterable(map(records_of, files)):
+    for place, record in chain.from_iterable(map(records_of, files)):
         try:
-            record = json.loads(given.decode("utf-8-sig")) if isinstance(given, bytes) else given
-            question, example = parse(record)
+            question, example = parse(json.loads(record) if isinstance(record, bytes) else record)
             rows.append(Row(question_key(question), example))
         except Exception as error:  # KeyError, RecursionError: a line may hold anything
             raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
@@ -63,12 +62,9 @@ def read_rows(files: Files, parse: Parse) -> list[Row]:
 def records_of(source: Path | Sequence[Record]) -> Iterator[tuple[str, Any]]:
     """Rows as they were given, lines of a file as bytes, each with the place that errors name."""
     if not isinstance(source, Path):
-        yield from ((f"row {number} of the data", row) for number, row in enumerate(source))
-        return
-    with open(source, "rb") as file:  # as bytes: only a newline ends a line, and all are counted
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{source}, line {number}", line
+        return ((f"row {number} of the data", row) for number, row in enumerate(source))
+    lines = enumerate(source.read_bytes().splitlines(), 1)  # of text, U+2028 would end a line too
+    return ((f"{source}, line {number}", line) for number, line in lines if line.strip())
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -78,10 +74,11 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
     """
     for key in keys:
         value = record.get(key)
-        if isinstance(value, str) or (isinstance(value, Real) and value == value):
-            return str(value)
-        if not (value is None or isinstance(value, Real)):
+        if value is None or value != value:
+            continue
+        if not isinstance(value, str | Real):
             raise ValueError(f"{key} must be a text or a number, got {value!r:.60}")
+        return str(value)
     if default is None:
         raise ValueError(f"needs a text under {' or '.join(keys)}")
     return default
@@ -89,19 +86,14 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
 
 def parse_pair(record: Record, default: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are."""
+    messages, said = chat_of(record)
+    question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
-    said = chat_of(record)[1]
-    return parse_question(record, text_of(record, keys, default if said is None else said))
+    answer = text_of(record, keys, default if said is None else said)
+    return Row(question, Example(question, answer, messages=tuple(messages), fields=record))
 
 
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
-
-
-def parse_question(record: Record, answer: str) -> Row:
-    """The row of a line whose answer is known."""
-    messages, _ = chat_of(record)
-    question = question_of(messages) or text_of(record, QUESTIONS)
-    return Row(question, Example(question, answer, messages=tuple(messages), fields=record))
 
 
 def chat_of(record: Record) -> tuple[list[dict[str, Any]], str | None]:
@@ -126,7 +118,7 @@ def as_templates_write(message: Record) -> dict[str, Any]:
 
     OpenAI's form has a list of parts, or null, as a content, and JSON as arguments.
     """
-    found = copy.deepcopy(dict(message))
+    found = copy.deepcopy(message)
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
