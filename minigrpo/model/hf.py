@@ -297,6 +297,6 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     if weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")
-        if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+        if not _weight_files(folder / WEIGHTS):
             raise ConfigError(f"{name}: has no safetensors, or they are not here")
     return folder

@@ -53,8 +53,8 @@ def token_logprobs(
     if len(hidden) > chunk:
         # autocast does not apply in a custom backward
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        inputs = hidden.to(low), head.to(low), targets, temperature, chunk, learn_entropy
-        return _Chunked.apply(*inputs)
+        settings = temperature, chunk, learn_entropy
+        return _Chunked.apply(hidden.to(low), head.to(low), targets, settings)
     logp = log_softmax(linear(hidden, head), temperature)
     with torch.set_grad_enabled(learn_entropy and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
@@ -73,17 +73,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        targets: Tensor,
-        temperature: float,
-        chunk: int,
-        learn_entropy: bool,
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, settings: tuple[float, int, bool]
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, head, targets)
-        ctx.learn_entropy = learn_entropy
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.settings = temperature, chunk, learn_entropy = settings
         logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
         for part, logits, logps in _logits_in_chunks(hidden, head, temperature, chunk):
             torch.log_softmax(logits, -1, out=logps)
@@ -96,27 +89,27 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets = ctx.saved_tensors
+        temperature, chunk, learn_entropy = ctx.settings
         learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
         grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
         grad_hidden = torch.empty_like(hidden)
-        chunks = _logits_in_chunks(hidden, head, ctx.temperature, ctx.chunk)
-        for part, logits, slope in chunks:
+        for part, logits, slope in _logits_in_chunks(hidden, head, temperature, chunk):
             torch.softmax(logits, -1, out=slope).neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
-            slope.mul_(grad[part, None] / ctx.temperature)
-            if ctx.learn_entropy:
+            slope.mul_(grad[part, None] / temperature)
+            if learn_entropy:
                 terms = logits.log_softmax(-1)  # a third buffer; what follows is in place
                 probs = torch.exp(terms, out=logits)
                 minus_entropy = terms.mul_(probs).sum(-1, keepdim=True)
                 terms.addcmul_(probs, minus_entropy, value=-1)
-                slope.addcmul_(terms, grad_entropy[part, None], value=-1 / ctx.temperature)
+                slope.addcmul_(terms, grad_entropy[part, None], value=-1 / temperature)
             low = slope.to(hidden.dtype)
             torch.mm(low, head, out=grad_hidden[part])
             if learns and low.dtype == grad_head.dtype:
                 grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
             elif learns:
                 grad_head += low.t() @ hidden[part]
-        return grad_hidden, grad_head.to(head.dtype) if learns else None, *[None] * 4
+        return grad_hidden, grad_head.to(head.dtype) if learns else None, None, None
 
 
 def _logits_in_chunks(

@@ -6,13 +6,13 @@ a row in task_table.py.
 
 import copy
 import hashlib
-import importlib
 import inspect
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ..model.chat import INSTRUCTIONS
@@ -50,7 +50,6 @@ def load_task(
         made.__class__ = with_defaults(type(task))
         return made
     cls = class_of(task)
-    cls = cls if task in TASKS else with_defaults(cls)
     named = inspect.signature(cls).parameters
     own = {name: x for name, x in {"seed": seed, "chat": chat}.items() if name in named}
     try:
@@ -69,10 +68,9 @@ def sources(data: Data) -> list[Any]:
 def class_of(task: str | type) -> type:
     """The class that --task names. A Python file is run: use only files that you trust."""
     if isinstance(task, type):
-        return task
+        return with_defaults(task)
     if task in TASKS:
-        module, name = TASKS[task].path.split(":")
-        return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return resolve_name(f"{__package__}.{TASKS[task].path}")
     if not task.endswith(".py"):
         raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
     name = f"minigrpo_{Path(task).stem}"
@@ -80,7 +78,7 @@ def class_of(task: str | type) -> type:
     found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
     if len(found) != 1:
         raise ConfigError(f"--task {task}: needs one class with a method train, has {len(found)}")
-    return found[0]
+    return with_defaults(found[0])
 
 
 def with_defaults(cls: type) -> type:

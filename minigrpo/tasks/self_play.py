@@ -112,7 +112,7 @@ def illegal_move(fen: str, rng: np.random.Generator) -> str:
     if pinned and rng.random() < 0.5:
         return pinned[int(rng.integers(len(pinned)))].uci()
     own = chess.SquareSet(board.occupied_co[board.turn])
-    origins = list(own) if rng.random() < 0.8 else list(range(64))
+    origins = list(own) if rng.random() < 0.8 else chess.SQUARES
     while True:
         move = chess.Move(origins[int(rng.integers(len(origins)))], int(rng.integers(64)))
         if move.from_square != move.to_square and not board.is_legal(move):
