@@ -91,10 +91,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, system: str = ""
     folder = folder.parent if folder.name == TOKENIZER else folder
     try:
         return _read(name, folder, chat_template, system)
-    except ConfigError:
-        raise
     except Exception as error:  # the package has no class of its own; values may have any type
-        raise ConfigError(f"--tokenizer {name}: {folder}: {error!r}") from None
+        raise ConfigError(f"--tokenizer {name}: {type(error).__name__}: {error}") from None
 
 
 def _read(name: str, folder: Path, chat_template: str | None, system: str) -> Tokenizer:
@@ -104,7 +102,7 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     texts = {number: text for text, number in engine.get_vocab().items()}
     if sorted(texts) != list(range(len(texts))):
         # a model could sample an id without a token, and would learn from what nobody sees
-        raise ConfigError(f"--tokenizer {name}: some ids below the largest have no token")
+        raise ValueError(f"{folder}: some ids below the largest have no token")
     settings = read_json(folder / TOKENIZER_CONFIG)
     named = {  # bos_token, eos_token, ...
         key: token["content"] if isinstance(token, dict) else token
@@ -123,7 +121,7 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     added = engine.get_added_tokens_decoder()
     special = {token.content: number for number, token in added.items() if token.special}
     if not ends:
-        raise ConfigError(f"--tokenizer {name}: no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
+        raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
 
     source = settings.get("chat_template")
     if isinstance(source, list):  # of several
@@ -134,7 +132,7 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     if chat_template or file.is_file():
         source = file.read_text(encoding="utf-8-sig")  # some editors write a mark
     if system and not source:
-        raise ConfigError(f"--system: --tokenizer {name} has no chat template (--chat-template)")
+        raise ValueError("--system needs a chat template, such as that of --chat-template")
     chat = Chat(source, where, named, list(special), system) if source else None
     turn_end = special.get(chat.turn_end(), ends[0]) if chat else ends[0]
     whole, plain = (engine.encode("a", add_special_tokens=on).ids for on in (True, False))

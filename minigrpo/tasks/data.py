@@ -8,13 +8,12 @@ evaluation, however often it is in a file and whatever else its lines say.
 import copy
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -50,21 +49,20 @@ def question_key(text: str) -> str:
 def read_rows(files: Files, parse: Parse) -> list[Row]:
     """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
     rows = []
-    for place, record in chain.from_iterable(map(records_of, files)):
-        try:
-            question, example = parse(json.loads(record) if isinstance(record, bytes) else record)
-            rows.append(Row(question_key(question), example))
-        except Exception as error:  # KeyError, RecursionError: a line may hold anything
-            raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+    for source in files:
+        records, place = cast(Any, source), "the data, row"
+        if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
+            records, place = source.read_bytes().splitlines(), f"{source}, line"
+        for number, record in enumerate(records, 1):
+            is_line = isinstance(record, bytes)
+            if is_line and not record.strip():
+                continue
+            try:
+                question, example = parse(json.loads(record) if is_line else record)
+                rows.append(Row(question_key(question), example))
+            except Exception as error:  # KeyError, RecursionError: a line may hold anything
+                raise ConfigError(f"{place} {number}: {type(error).__name__}: {error}") from error
     return rows
-
-
-def records_of(source: Path | Sequence[Record]) -> Iterator[tuple[str, Any]]:
-    """Rows as they were given, lines of a file as bytes, each with the place that errors name."""
-    if not isinstance(source, Path):
-        return ((f"row {number} of the data", row) for number, row in enumerate(source))
-    lines = enumerate(source.read_bytes().splitlines(), 1)  # of text, U+2028 would end a line too
-    return ((f"{source}, line {number}", line) for number, line in lines if line.strip())
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
