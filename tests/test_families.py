@@ -33,7 +33,7 @@ from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import ConfigError
 
 from .steps import SHAPES
-from .tiny import GOLDEN, golden
+from .tiny import check_golden, golden
 
 ROOT = Path(__file__).parents[1]
 State = dict[str, Tensor]
@@ -151,11 +151,8 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, nam
         ours = Transformer.from_pretrained(tmp_path)
         torch.testing.assert_close(ours.logits(IDS), expected, **CLOSE)
         if os.environ.get("MAKE_GOLDEN"):
-            made = json.loads(GOLDEN_FILE.read_text()) if GOLDEN_FILE.exists() else {}
             config = json.loads((tmp_path / "config.json").read_text())
-            made[name] = {"config": config, "logits": summary(expected)}
-            rows = (f"{json.dumps(key)}: {json.dumps(made[key])}" for key in sorted(made))
-            GOLDEN_FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+            check_golden("families", name, {"config": config, "logits": summary(expected)})
         assert summary(expected) == pytest.approx(golden("families")[name]["logits"], abs=2e-3)
         edit(tmp_path, as_version_4_writes)
         assert Transformer.from_pretrained(tmp_path).shape == ours.shape
@@ -182,8 +179,6 @@ def test_variants_of_gpt2_have_their_logits(tmp_path: Path, changes: dict[str, A
 
 
 # --- the golden table -----------------------------------------------------------------------------
-
-GOLDEN_FILE = GOLDEN / "families.json"
 
 
 @pytest.mark.parametrize("style", ["version 5", "version 4"])
