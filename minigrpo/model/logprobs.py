@@ -3,8 +3,8 @@
 The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 its
 error is 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
 
-The logits of M tokens are M * V floats, and autograd keeps several copies of them. Where they are
-many, they are computed in chunks, and again in the backward pass, so that at most two chunks exist.
+The logits of M tokens are M * V floats, and autograd would keep several copies of them. So they are
+computed in chunks, and again in the backward pass: at most two chunks exist.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .linear import linear
 
 # Most logits in memory at once. On a CPU they should fit in its cache.
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
@@ -50,20 +48,16 @@ def token_logprobs(
     """
     kind = hidden.device.type
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS[kind] // len(head))
-    if len(hidden) > chunk:
-        # autocast does not apply in a custom backward
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        settings = temperature, chunk, learn_entropy
-        return _Chunked.apply(hidden.to(low), head.to(low), targets, settings)
-    logp = log_softmax(linear(hidden, head), temperature)
-    with torch.set_grad_enabled(learn_entropy and torch.is_grad_enabled()):
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], entropy
+    # autocast does not apply in a custom backward
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    settings = temperature, chunk, learn_entropy
+    return _Chunked.apply(hidden.to(low), head.to(low), targets, settings)
 
 
 class _Chunked(torch.autograd.Function):
     """`token_logprobs` chunk by chunk; the backward pass computes the logits again.
 
+    logp = log_softmax(hidden @ head.T / temperature)[target]
     d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature
     d entropy / d (hidden @ head.T) = -softmax (log-softmax + entropy) / temperature
 
@@ -116,7 +110,7 @@ def _logits_in_chunks(
     hidden: Tensor, head: Tensor, temperature: float, chunk: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Which tokens, their logits, and a buffer of the same size."""
-    buffers = at_least_fp32(hidden.new_empty(2, chunk, len(head)))
+    buffers = at_least_fp32(hidden.new_empty(2, min(chunk, len(hidden)), len(head)))
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         logits, other = buffers[:, : len(hidden[part])]
