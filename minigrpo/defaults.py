@@ -39,10 +39,11 @@ def size_of(model: str) -> Size | None:
     if model in NOT_PUBLISHED:
         return None
     try:
-        folder = Path(model) if Path(model).is_dir() else Path(model).parent
+        path = Path(model)
+        folder = path if path.is_dir() else path.parent
         if (record := folder / "config.toml").is_file():  # a run, or its model.safetensors
             return size_of(tomllib.loads(record.read_text(encoding="utf-8"))["model"]["name"])
-        if Path(model).is_dir() and not any(folder.glob("*.safetensors")):
+        if path.is_dir() and not any(folder.glob("*.safetensors")):
             return None
         # these import torch, which --help must not wait for
         from .model.hf import hub_folder, read_model_shape

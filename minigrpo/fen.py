@@ -27,29 +27,22 @@ PIECES = {
     piece: 1 << 64 * "pnbrqk".index(piece.lower()) | 1 << 64 * (6 + piece.isupper())
     for piece in "PNBRQKpnbrqk"
 }
-GAPS = {digit: int(digit) for digit in "12345678"}
-# castling right -> the squares where its king and its rook must stand, and their colour
-CASTLING = {
-    "K": (chess.E1, chess.H1, chess.WHITE),
-    "Q": (chess.E1, chess.A1, chess.WHITE),
-    "k": (chess.E8, chess.H8, chess.BLACK),
-    "q": (chess.E8, chess.A8, chess.BLACK),
-}
+# castling right -> the square of its rook
+CASTLING = {"K": chess.BB_H1, "Q": chess.BB_A1, "k": chess.BB_H8, "q": chess.BB_A8, "-": 0}
 
 
 @lru_cache(maxsize=1 << 16)
 def _rank(text: str) -> int | None:
     """The eight boards (see BOARDS) with these pieces on the first rank; None if malformed."""
-    boards, file, after_gap = 0, 0, False
+    boards, file = 0, 0
     for piece in text:
         if bits := PIECES.get(piece):
             boards |= bits << file
-            file, after_gap = file + 1, False
-        elif after_gap:
-            return None  # two digits in a row: 11 is written 2
+            file += 1
         else:
-            file, after_gap = file + GAPS[piece], True
-    return boards if file == 8 else None
+            file += int(piece)
+    is_whole = file == 8 and not re.search("[1-8]{2}", text)  # 11 is written 2
+    return boards if is_whole else None
 
 
 class _Local(threading.local):
@@ -83,21 +76,12 @@ def is_valid_fen(text: object) -> bool:
             return False
         boards = boards << 8 | rank  # a FEN begins with rank 8, so each row shifts earlier rows up
     board, own = _local.board, _local.board.occupied_co
-    board.castling_rights, board.ep_square = chess.BB_EMPTY, None
     *pieces, black, white = BOARDS.unpack(boards.to_bytes(BOARDS.size, "little"))
     board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings = pieces
     own[chess.BLACK], own[chess.WHITE], board.occupied = black, white, black | white
     board.turn = side == "w"
-    for right in castling if castling != "-" else "":
-        king, rook, color = CASTLING[right]
-        if not (
-            board.kings & own[color] & chess.BB_SQUARES[king]
-            and board.rooks & own[color] & chess.BB_SQUARES[rook]
-        ):
-            return False
-        board.castling_rights |= chess.BB_SQUARES[rook]
-    if passant != "-":
-        board.ep_square = chess.parse_square(passant)
+    board.castling_rights = sum(CASTLING[right] for right in castling)
+    board.ep_square = None if passant == "-" else chess.parse_square(passant)
     return board.status() == chess.STATUS_VALID
 
 

@@ -33,17 +33,8 @@ from .test_report import held_out, sample
 from .test_tools import call
 
 ODD_TEXTS = (
-    b"",
-    b"\x00",
-    b"\xff\xfe",
-    b"[",
-    b"{",
-    b'"',
-    b"nan",
-    b"-1",
-    b"1e999",
-    b"\\ud800",
-    b"\n",
+    *(b"", b"\x00", b"\xff\xfe", b"\\ud800", b"\n"),
+    *(b"[", b"{", b'"', b"nan", b"-1", b"1e999"),
 )
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2**70, -0.5, 1e308, float("nan"), float("inf")),
@@ -123,10 +114,6 @@ def read_countdown(folder: Path) -> None:
     assert task.score(task.held_out(0), "1+2+3")[task.success] in (0, 1)
 
 
-def make_model(folder: Path) -> None:
-    tiny.tiny_chat_model(folder)
-
-
 def read_model(folder: Path) -> None:
     assert hf.read_model(folder)[0].vocab_size > 0
 
@@ -148,14 +135,13 @@ def read_the_run(folder: Path) -> None:
     differences(runs, runs)
 
 
-Read = Callable[[Path], None]
+Read = Callable[[Path], Any]
 INPUTS: dict[str, tuple[Read, str, Read]] = {
     "settings": (make_settings, "a.toml", read_settings),
     "data": (make_data, "a.jsonl", read_data),
-    "countdown": (make_countdown, "a.jsonl", read_countdown),
-    "config.json": (make_model, "config.json", read_model),
-    "tokenizer.json": (make_model, "tokenizer.json", read_tokenizer),
-    "tokenizer_config.json": (make_model, "tokenizer_config.json", read_tokenizer),
+    "config.json": (tiny.tiny_chat_model, "config.json", read_model),
+    "tokenizer.json": (tiny.tiny_chat_model, "tokenizer.json", read_tokenizer),
+    "tokenizer_config.json": (tiny.tiny_chat_model, "tokenizer_config.json", read_tokenizer),
     "run": (make_run, "run/*", read_the_run),
 }
 

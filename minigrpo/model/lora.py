@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..types import ConfigError
-from .hf import FAMILIES, HUB_NAME, write_tensors
+from .hf import GPT2_PREFIX, HUB_NAME, read_tensors, stored_name, write_tensors
 from .linear import Linear, dense, linear
 from .logprobs import at_least_fp32
 from .transformer import Transformer
@@ -30,8 +29,7 @@ class LoRALinear(Linear):
 
     def __init__(self, base: Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         """`base` gives its parameters to this layer. A is uniform in +-1 / sqrt(in), as in PEFT."""
-        size, has_bias = (base.in_features, base.out_features), base.bias is not None
-        super().__init__(*size, has_bias, device="meta")  # no memory for what is replaced
+        super().__init__(base.in_features, base.out_features, device="meta")  # takes no memory
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.enabled = alpha / rank, True
         bound = 1 / math.sqrt(base.in_features)
@@ -104,20 +102,15 @@ def merge_adapters(model: Transformer) -> Transformer:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are not trained, by name; none without adapters."""
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
-
-
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """The part of the state dict that training changes: the adapters, or without them all of it."""
-    frozen = frozen_weights(model)
-    return {name: x for name, x in model.state_dict().items() if name not in frozen}
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a `trained_state`. Raises RuntimeError, which names the tensors that do not fit."""
-    model.load_state_dict({**frozen_weights(model), **state})
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    model.load_state_dict({**frozen, **state})
 
 
 # --- files of PEFT --------------------------------------------------------------------------------
@@ -125,9 +118,9 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def peft_names(model: Transformer) -> dict[str, str]:
     """The names of the adapters' tensors here -> in adapter_model.safetensors."""
-    family = FAMILIES[model.shape.family]
-    prefix = f"base_model.model.{family.prefix}"
-    return {name: f"{prefix}{family.stored_name(name)}.weight" for name in trained_state(model)}
+    prefix = f"base_model.model.{GPT2_PREFIX if model.shape.is_gpt2 else ''}"
+    stored = {name: stored_name(model.shape, name) for name in trained_state(model)}
+    return {name: f"{prefix}{theirs}.weight" for name, theirs in stored.items()}
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
@@ -152,7 +145,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
         "r": len(first.lora_A),
         "lora_alpha": first.scale * len(first.lora_A),
         "target_modules": layer_names(layers),
-        "fan_in_fan_out": bool(FAMILIES[model.shape.family].transposed),
+        "fan_in_fan_out": model.shape.is_gpt2,
     }
     return {
         ADAPTER_FILE: partial(write_tensors, tensors),
@@ -162,5 +155,5 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
 
 def load_peft(model: Transformer, file: Path) -> None:
     """Load what `peft_files` wrote into a model with the same adapters."""
-    tensors = load_file(file)
+    _, tensors = read_tensors(file)
     load_trained(model, {name: tensors[stored] for name, stored in peft_names(model).items()})

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from pydantic import NonNegativeInt, PositiveInt
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -23,19 +25,21 @@ class RopeScaling:
 class ModelShape:
     """The family and the sizes of a decoder. A size of 0 follows from the others.
 
+    The types are those that pydantic demands of a file: see hf.py.
+
     GPT-2 has LayerNorm, learned positions, one projection for queries, keys and values, a GELU,
     and biases. The other families have RMSNorm, rotary positions, three projections and SwiGLU.
     """
 
-    vocab_size: int
-    context: int = 256  # number of positions
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
+    vocab_size: PositiveInt
+    context: PositiveInt = 256  # number of positions
+    layers: PositiveInt = 4
+    width: PositiveInt = 128
+    heads: PositiveInt = 4
     family: str = "gpt2"  # a row of FAMILIES in hf.py
-    kv_heads: int = 0  # grouped-query attention: query heads share these; 0: as many as heads
-    head_dim: int = 0  # 0: width / heads
-    mlp_width: int = 0  # 0: 4 * width; of SwiGLU, 8 / 3 * width rounded up to a multiple of 8
+    kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
+    head_dim: NonNegativeInt = 0  # 0: width / heads
+    mlp_width: NonNegativeInt = 0  # 0: 4 * width; SwiGLU: 8 / 3 * width, up to a multiple of 8
     norm_eps: float = 1e-5
     rope_theta: float = 1e4  # base of the rotary positions
     rope_scaling: RopeScaling | None = None
