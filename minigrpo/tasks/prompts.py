@@ -39,8 +39,6 @@ class Prompts(SourceTask):
         chat: bool = False,
         judge: str = "exact",
     ) -> None:
-        if not (data or eval_data):
-            raise ConfigError("--task prompts needs --data FILE.jsonl")
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
