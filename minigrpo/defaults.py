@@ -61,7 +61,7 @@ def settings_for(size: Size, *, lora: bool, supervised: bool, device: str) -> di
     Args:
         device: of --device; a CUDA device with bfloat16 gets --use-amp.
     """
-    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(LONGEST, max(1, size.context // 2))}
+    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(LONGEST, size.context // 2)}
     if size.parameters >= MEDIUM:
         rates = RATES[LARGE if size.parameters >= LARGE else MEDIUM]
         settings["learning_rate"] = (SFT_RATES if supervised else rates)[lora]

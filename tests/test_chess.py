@@ -14,13 +14,13 @@ from chess.engine import Cp, PovScore, SimpleEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.fen import is_valid_fen, position_key, transition
+from minigrpo.fen import is_valid_fen, transition
 from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.chess_files import parse_line, position_of
 from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, is_held_out
-from minigrpo.types import ConfigError, Example
+from minigrpo.types import Example
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 START = chess.STARTING_FEN
@@ -191,29 +191,6 @@ def test_history_has_the_moves_of_the_game(games: Path) -> None:
     train, held_out = everything(task)
     told = {parts_of(x)[1]: x.prompt.split("+")[2] for x in [*train, *held_out]}
     assert told["f2f3"] == "" and told["d8h4"] == "f2f3,e7e5,g2g4"
-
-
-def test_held_out_files_are_held_out_whole_and_their_positions_not_trained_on(
-    tmp_path: Path, games: Path
-) -> None:
-    other = tmp_path / "held-out.pgn"
-    other.write_text("1. e4 e5 2. Nc3 Nf6 *\n")
-    train, held_out = everything(
-        load_task("chess-env", seed=0, data=f"{games}", eval_data=f"{other}")
-    )
-    assert sorted(parts_of(x)[1] for x in held_out) == ["b1c3", "e2e4", "e7e5", "g8f6"]
-    kept = {position_key(parts_of(x)[0]) for x in held_out}
-    asked = {position_key(parts_of(x)[0]) for x in train}
-    assert asked and not asked & kept
-    alone = load_task("chess-env", seed=0, eval_data=str(other))  # as `evaluate` does
-    assert alone.num_held_out == 4
-
-
-def test_files_without_questions_are_refused(tmp_path: Path) -> None:
-    for name in ("x.jsonl", "empty.pgn"):
-        (tmp_path / name).write_text("\n")
-        with pytest.raises(ConfigError):
-            load_task("chess-env", seed=0, data=str(tmp_path / name))
 
 
 # --- files of lines -------------------------------------------------------------------------------

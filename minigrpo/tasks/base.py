@@ -70,7 +70,10 @@ def sources(data: Data) -> list[Any]:
 
 
 def class_of(task: str | type) -> type:
-    """The class that --task names. A Python file is run: use only files that you trust."""
+    """The class that --task names, one of the user's with all members of `Task`.
+
+    A Python file is run: use only files that you trust.
+    """
     if isinstance(task, type):
         return with_defaults(task)
     if task in TASKS:

@@ -41,8 +41,6 @@ class Prompts(SourceTask):
         environment: bool = False,
     ) -> None:
         """`environment`: it may say what is asked, so that no row needs to."""
-        if not (data or eval_data or environment):
-            raise ConfigError("--task prompts needs --data FILE.jsonl")
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
