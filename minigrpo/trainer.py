@@ -64,6 +64,9 @@ class Trainer:
         )
         build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
         self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
+        rests, success = config.sampling.rest_solved, self.scorer.success
+        if rests and (config.supervised or success == REWARD or not self.task.num_train):
+            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
         loss = build.make_loss(config, given)
         self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump, loss)
         # before a checkpoint is loaded: the reference stays the initial model
@@ -76,9 +79,6 @@ class Trainer:
         restore = self.learner.load_state_dict  # called if there is a checkpoint to go on from
         self.learner.steps_done = self.run_dir.open(restore, facts, questions)
         per_step, last = config.sampling.prompts_per_step, config.run.max_steps
-        rests, success = config.sampling.rest_solved, self.scorer.success
-        if rests and (config.supervised or success == REWARD or not self.task.num_train):
-            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
         examples = ExamplePrefetcher(self.task, per_step, last, self.dist, rests)
         examples.visits = self.learner.visits
         self.source: SupervisedBatches | RolloutBatches
