@@ -52,6 +52,7 @@ TRL_WORDS = {
     "bf16": "--use-amp",
     "fp16": "--use-amp --amp-dtype float16",
     "dtype": "--use-amp; with --lora-rank also --base-dtype bfloat16",
+    "load_in_4bit": "--lora-rank 16 --base-dtype nf4",
     "torch_compile": "--compile-model",
     "deepspeed": "each GPU holds the whole model: torchrun distributed_train.py",
     "fsdp": "each GPU holds the whole model: torchrun distributed_train.py",

@@ -62,6 +62,9 @@ class Trainer:
         self.model = build.make_model(config, self.tokenizer, self.device, say, given)
         build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
         self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
+        rests, success = config.sampling.rest_solved, self.scorer.success
+        if rests and (config.supervised or success == REWARD or not self.task.num_train):
+            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
         loss = build.make_loss(config, given)
         self.learner = Learner(config, self.model, self.dist, warn, loss)
         # before a checkpoint is loaded: these stay the initial model
@@ -74,9 +77,6 @@ class Trainer:
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
         per_step, last = config.sampling.prompts_per_step, config.run.max_steps
-        rests, success = config.sampling.rest_solved, self.scorer.success
-        if rests and (config.supervised or success == REWARD or not self.task.num_train):
-            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
         examples = ExamplePrefetcher(self.task, per_step, last, self.dist, rests)
         examples.visits = self.learner.visits
         self.source: SupervisedBatches | RolloutBatches

@@ -17,6 +17,7 @@ from minigrpo.types import ConfigError
 from .steps import bits
 from .tiny import TINY, tiny_chess_model
 
+ROWS = Path(__file__).parents[1] / "examples" / "sums.jsonl"
 SFT = {"loss": "nll", "max_new_tokens": 96}
 
 
@@ -126,6 +127,7 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         tmp_path / "other.safetensors"
     )
     (tmp_path / "file").write_text("in the way")
+    rows = {"task": "prompts", "data": str(ROWS), "reward_weights": {}, "kl_coef": 0.1}
     cases: list[dict[str, Any]] = [
         {"model": str(tmp_path / "damaged.safetensors")},
         {"model": str(tmp_path / "other.safetensors")},  # 50 tokens, the tokenizer has 360
@@ -137,6 +139,9 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"reward_weights": {"beauty": 1.0}},
         {"task": "checkers"},
         {"task_args": {"histroy": 2}},
+        {"rest_solved": 1},  # chess makes up its questions
+        {**rows, "rest_solved": 1, "task_args": {"judge": "none"}},
+        {**rows, "rest_solved": 1, **SFT},
     ]
     for changes in cases:
         with pytest.raises((ConfigError, OSError)):

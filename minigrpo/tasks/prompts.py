@@ -45,11 +45,11 @@ class Prompts(SourceTask):
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
         self.success = next(iter(self.parts), REWARD)
-        if data or eval_data:
+        if environment and not (data or eval_data):
+            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
+        else:
             parse = parse_begun if environment and judge == "none" else parse
             super().__init__(Rows(seed, data, eval_data, parse))
-        else:
-            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
 
