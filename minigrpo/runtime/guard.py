@@ -102,8 +102,11 @@ def check_weights(largest: float, step: int) -> None:
 
 # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
 OUT_OF_MEMORY = (
-    *("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED"),
-    "Invalid buffer size",  # on an Apple GPU, of a single tensor
+    "allocate memory",
+    "not enough memory",
+    "out of memory",
+    "ALLOC_FAILED",
+    "Invalid buffer size",
 )
 
 
