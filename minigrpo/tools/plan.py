@@ -27,8 +27,14 @@ CARD_SPARE = 2**30  # bytes for CUDA itself, and for gaps between allocations
 EXAMPLES = 64  # prompts that are measured
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
+<<<<<<< HEAD
 # the phases of a step, and what they alone need
 PHASES = (("KV cache", "decoding round"), ("gradients", "activations", "logits"))
+=======
+ALWAYS = ("weights", "decoded", "AdamW's moments", "weights in low precision", "reference")
+ROLLOUT = (*ALWAYS, "KV cache", "decoding round")
+UPDATE = (*ALWAYS, "gradients", "activations", "logits")
+>>>>>>> nf4
 
 
 def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
@@ -84,10 +90,10 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     parts = {
         "weights": sum(x.nbytes for x in weights),
+        "decoded": 2 * (size + 2) * coded,  # a matrix of NF4, and its codes of pairs as int32
         "gradients": trained,
         "AdamW's moments": 2 * trained * (not memory.offload_optimizer),
         "weights in low precision": LOW * matrices * config.speed.use_amp,
-        "a matrix from NF4": 2 * (size + 2) * coded,  # numbers, and codes of pairs as int32
         "activations": kept_by_all + masks,
         "logits": FLOAT * shape.vocab_size * rows,
     }
