@@ -27,14 +27,8 @@ CARD_SPARE = 2**30  # bytes for CUDA itself, and for gaps between allocations
 EXAMPLES = 64  # prompts that are measured
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
-<<<<<<< HEAD
 # the phases of a step, and what they alone need
 PHASES = (("KV cache", "decoding round"), ("gradients", "activations", "logits"))
-=======
-ALWAYS = ("weights", "decoded", "AdamW's moments", "weights in low precision", "reference")
-ROLLOUT = (*ALWAYS, "KV cache", "decoding round")
-UPDATE = (*ALWAYS, "gradients", "activations", "logits")
->>>>>>> nf4
 
 
 def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
