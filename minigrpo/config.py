@@ -138,9 +138,7 @@ class LossConfig(Group):
     reference: str = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
-    """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
-    overlong_buffer: int = Field(16, ge=1)
-    """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
+    """Overlong completions: kept, masked out, or over the last fifth down to -1 (DAPO)."""
     sampler_correction: Literal[
         "none",
         "token-truncate",

@@ -153,9 +153,8 @@ class RolloutBatches:
             assert completions.sampler_logp is not None
             total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if loss.overlong == "punish":
-            lengths = completions.completion_len
             longest = self.config.sampling.max_new_tokens
-            total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
+            total = total + overlong_punishment(completions.completion_len, longest)
         total = self.dist.gather(total)
         if total.isfinite().all():
             everyone = advantages(total, estimator=spec.estimator, scale=scale).float()
@@ -172,6 +171,7 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
     return torch.from_numpy(np.stack(rows))
 
 
-def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """DAPO's (arXiv 2503.14476): 0 up to `longest - buffer` tokens, then linearly down to -1."""
+def overlong_punishment(lengths: Tensor, longest: int) -> Tensor:
+    """DAPO's (arXiv 2503.14476): 0 up to four fifths of `longest`, then linearly down to -1."""
+    buffer = longest / 5
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
