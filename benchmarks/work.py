@@ -29,7 +29,6 @@ from minigrpo.rollout import RolloutBatches
 from minigrpo.runtime.console import Console
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.runtime.prefetch import ExamplePrefetcher
 from minigrpo.runtime.rng import stream
 from minigrpo.sampling.generate import Sampler
 from minigrpo.task import Task
@@ -198,16 +197,8 @@ class Step:
         self.sampler = sampler(config, self.model, work.tokenizer, low, warn, work.task)
         if work.forced:
             self.sampler.stops = frozenset()  # no token ends a completion
-        self.timer, dist = PhaseTimer(self.device), DistContext()
-        self.source = RolloutBatches(
-            config,
-            ExamplePrefetcher(config, work.task, dist, {}),
-            self.sampler,
-            parts.scorer,
-            parts.reference,
-            self.timer,
-            dist,
-        )
+        parts.sampler, self.timer = self.sampler, PhaseTimer(self.device)
+        self.source = RolloutBatches(parts, self.timer, DistContext(), {})
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:

@@ -25,7 +25,6 @@ from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, 
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
 from .runtime.logging import RunLog
-from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
@@ -63,14 +62,9 @@ class Trainer(Parts):
         self.autocast = self.learner.autocast  # it may fall back to float32
         self.learner.teacher = self.teacher
         self.timer = PhaseTimer(device)
-        examples = ExamplePrefetcher(config, self.task, self.dist, self.learner.visits)
-        self.source: SupervisedBatches | RolloutBatches
-        if config.supervised:
-            context = self.model.shape.context
-            self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
-        else:
-            parts = self.sampler, self.scorer, self.reference, self.timer, self.dist
-            self.source = RolloutBatches(config, examples, *parts, self.loss)
+        batches: type[SupervisedBatches | RolloutBatches]
+        batches = SupervisedBatches if config.supervised else RolloutBatches
+        self.source = batches(self, self.timer, self.dist, self.learner.visits)
         # last: the reference and the teacher stay the model as it is at the start
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
@@ -160,8 +154,7 @@ class Trainer(Parts):
             return
 
         def on_main() -> dict[str, Estimate]:
-            run = self.config.run
-            found, greedy, drawn = measure(self.sampler, self.task, self.scorer, run)
+            found, greedy, drawn = measure(self.sampler, self.scorer)
             samples.log_held_out(self.log, greedy, drawn, self.step)
             return found
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import minigrpo
 from minigrpo.build import Parts, as_objects, resolve
 from minigrpo.config import Config
-from minigrpo.defaults import Size
+from minigrpo.defaults import Size, settings_for
 from minigrpo.model.transformer import ModelShape
 from minigrpo.runtime.stats import Graded, headline
 from minigrpo.tools.cli import main
@@ -200,7 +200,7 @@ def test_a_transformer_gets_the_defaults_of_its_size() -> None:
         def parameters(self) -> list[Any]:
             return [SimpleNamespace(numel=lambda: 500_000_000)]
 
-    fitted = Config.of(lora_rank=4).fitting(Size.of(Large()))
+    fitted = settings_for(Size.of(Large()), Config.of(lora_rank=4))
     assert fitted["learning_rate"] == 1e-5 and fitted["max_new_tokens"] == 512
 
 

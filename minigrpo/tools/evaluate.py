@@ -75,10 +75,10 @@ class Arguments(ModelArguments):
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
-    parts = load(config, console, arguments.data)
+    parts = load(config.replace(eval_size=arguments.n), console, arguments.data)
     warn_of_known_questions(arguments.run, parts.task, console.warn)
-    run = config.replace(eval_size=arguments.n).run
-    record, *_ = measure(parts.sampler, parts.task, parts.scorer, run)
+    record, *_ = measure(parts.sampler, parts.scorer)
+    run = config.run
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")
     console.measures({"": record})
     if arguments.json_file:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..evaluate import ask, drawing, grade, size_of
+from ..evaluate import ask, grade, held_out
 from ..runtime.console import Console
 from ..runtime.stats import Graded
 from ..task import Task
@@ -54,5 +54,5 @@ def main(argv: Sequence[str], prog: str) -> None:
         for text, is_whole in zip(*found, strict=True):
             console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
-    examples = [parts.task.held_out(i) for i in range(size_of(parts.task, arguments.examples))]
-    show(console, grade(parts.sampler, parts.scorer, examples, **drawing(config, arguments.n)))
+    examples = held_out(parts.task, arguments.examples)
+    show(console, grade(parts.sampler, parts.scorer, examples, arguments.n, config.sampling))
