@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, read_toml
-from .defaults import Size
+from .defaults import Size, settings_for
 from .environments import World
 from .evaluate import ask
 from .model.encoding import messages_of
@@ -66,7 +66,7 @@ def train(
     objects = {name: x for name, x in given.items() if x is not None and name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}
     if isinstance(model, Transformer):
-        chosen = Config.of(**chosen).fitting(Size.of(model)) | chosen
+        chosen = settings_for(Size.of(model), Config.of(**chosen)) | chosen
     trainer = Trainer(
         Config.of(**chosen), dist=processes(), quiet=quiet, callbacks=callbacks, **objects
     )

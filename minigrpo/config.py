@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .defaults import Size, settings_for, size_of
+from .defaults import settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
 from .task_table import settings_of_task
 
@@ -138,9 +138,7 @@ class LossConfig(Group):
     reference: str = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
-    """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
-    overlong_buffer: int = Field(16, ge=1)
-    """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
+    """Overlong completions: kept, masked out, or over the last fifth down to -1 (DAPO)."""
     sampler_correction: Literal[
         "none",
         "token-truncate",
@@ -338,13 +336,9 @@ class Config(Group):
         own = settings_of_task(task.name, bool(task.data), published=size is not None)
         found: dict[str, Mapping[str, Any]] = {f"for --task {task.name}": own}
         if size:
-            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = self.fitting(size)
+            millions = f"{size.parameters / 1e6:,.1f} M"
+            found[f"for a model of {millions} parameters"] = settings_for(size, self)
         return found
-
-    def fitting(self, size: Size) -> dict[str, Any]:
-        """The defaults for a published model of this size, by flat name."""
-        lora, device = self.model.lora_rank > 0, self.speed.device
-        return settings_for(size, lora=lora, supervised=self.supervised, device=device)
 
     @classmethod
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:

@@ -12,57 +12,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import Config
-from .losses import KL_IN_REWARD, LossSpec, advantages, decoupled, loss_spec
+from .build import Parts
+from .losses import KL_IN_REWARD, advantages, decoupled
 from .model.encoding import encode_pairs
-from .model.frozen_model import FrozenModel
-from .model.tokenizer import Tokenizer
-from .rewards import RewardScorer
 from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .runtime.stats import Graded, has_ended, has_zero_variance
-from .sampling.generate import Sampler
 from .types import Completions, ConfigError, Example, RolloutBatch
 
 
-class SupervisedBatches:
-    """The true answers, one per prompt, for supervised fine-tuning."""
+class Batches:
+    """What both kinds of batches are made with."""
 
     def __init__(
-        self, examples: ExamplePrefetcher, tokenizer: Tokenizer, timer: PhaseTimer, context: int
+        self, parts: Parts, timer: PhaseTimer, dist: DistContext, visits: dict[int, list[int]]
     ) -> None:
-        """`context` is the model's number of positions, for prompt and answer together."""
-        self.examples, self.tokenizer = examples, tokenizer
-        self.timer, self.context = timer, context
+        """`visits`: those of the learner, for --rest-solved."""
+        self.config, self.timer, self.dist = parts.config, timer, dist
+        self.model, self.sampler, self.scorer = parts.model, parts.sampler, parts.scorer
+        self.reference = parts.reference  # now, when the model is what it is at the start
+        self.spec = parts.loss
+        self.examples = ExamplePrefetcher(parts.config, parts.task, dist, visits)
+
+
+class SupervisedBatches(Batches):
+    """The true answers, one per prompt, for supervised fine-tuning."""
 
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch, on the host."""
         with self.timer.phase("data"):
-            examples = self.examples.take(step)
-            completions = encode_pairs(self.tokenizer, examples, self.context)
+            examples, context = self.examples.take(step), self.model.shape.context
+            completions = encode_pairs(self.sampler.tokenizer, examples, context)
         return RolloutBatch(examples, completions, [[example.answer] for example in examples])
 
 
-class RolloutBatches:
+class RolloutBatches(Batches):
     """Samples completions from the policy, scores them, and turns rewards into advantages."""
-
-    def __init__(
-        self,
-        config: Config,
-        examples: ExamplePrefetcher,
-        sampler: Sampler,
-        scorer: RewardScorer,
-        reference: FrozenModel | None,
-        timer: PhaseTimer,
-        dist: DistContext,
-        loss: LossSpec | None = None,
-    ) -> None:
-        """`reference`: the frozen model of the KL, None: no KL. `loss`: as for `Learner`."""
-        self.spec = loss or loss_spec(config.loss.name)
-        self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
-        self.scorer, self.reference, self.timer = scorer, reference, timer
 
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch, on the host.
@@ -153,9 +140,8 @@ class RolloutBatches:
             assert completions.sampler_logp is not None
             total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if loss.overlong == "punish":
-            lengths = completions.completion_len
             longest = self.config.sampling.max_new_tokens
-            total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
+            total = total + overlong_punishment(completions.completion_len, longest)
         total = self.dist.gather(total)
         if total.isfinite().all():
             everyone = advantages(total, estimator=spec.estimator, scale=scale).float()
@@ -172,6 +158,7 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
     return torch.from_numpy(np.stack(rows))
 
 
-def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """DAPO's (arXiv 2503.14476): 0 up to `longest - buffer` tokens, then linearly down to -1."""
+def overlong_punishment(lengths: Tensor, longest: int) -> Tensor:
+    """DAPO's (arXiv 2503.14476): 0 up to four fifths of `longest`, then linearly down to -1."""
+    buffer = longest / 5
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)

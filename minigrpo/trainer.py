@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import build
+from .build import Parts, as_objects, resolve
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
@@ -25,17 +25,15 @@ from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, 
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
 from .runtime.logging import RunLog
-from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
-from .sampling.generate import Sampler
 from .types import REWARD, ConfigError
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
-class Trainer:
+class Trainer(Parts):
     """A run, built from its config. Bad input is found here, before `fit` starts to work."""
 
     def __init__(
@@ -47,45 +45,29 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **objects: Any,
     ) -> None:
-        """`callbacks`: called by the main process after each step; `objects`: `build.Objects`."""
-        given, self.callbacks = build.Objects.of(**objects), callbacks
-        self.dist = dist or DistContext()
+        """`callbacks`: called by the main process after each step; `objects`: as `as_objects`."""
+        self.dist, self.callbacks = dist or DistContext(), callbacks
+        given, console = as_objects(**objects), Console(quiet=quiet, rank=self.dist.rank)
         # from the main process: --model may have brought others no defaults, if the Hub was away
-        self.config = config = self.dist.on_main(lambda: build.resolve(config, given))
-        self.console = Console(quiet=quiet, rank=self.dist.rank)
-        say, warn = self.console.say, self.console.warn
-        self.run_dir = RunDir(config, self.dist, self.console)
-        self.device = pick_device(config.speed.device, self.dist.local_rank)
-        set_up_process(config.speed, self.device)
-        self.tokenizer = build.make_tokenizer(config)
-        self.task = build.make_task(config, given)
-        self.model = build.make_model(config, self.tokenizer, self.device, say, given)
-        build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
-        self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
+        config = self.dist.on_main(lambda: resolve(config, given))
+        device = pick_device(config.speed.device, self.dist.local_rank)
+        super().__init__(config, device, console, given)
+        set_up_process(config.speed, device)
+        self.run_dir = RunDir(config, self.dist, console)
+        self.check_examples()
         rests, success = config.sampling.rest_solved, self.scorer.success
         if rests and (config.supervised or success == REWARD or not self.task.num_train):
             raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
-        loss = build.make_loss(config, given)
-        self.learner = Learner(config, self.model, self.dist, warn, loss)
-        # before a checkpoint is loaded: these stay the initial model
-        parts = config, self.learner, self.tokenizer
-        self.reference = build.make_reference(*parts)
-        self.learner.teacher = build.make_frozen(*parts, "--teacher", config.loss.teacher)
-        low = self.learner.autocast
-        self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, self.task)
-        self.timer = PhaseTimer(self.device)
+        self.learner = Learner(config, self.model, self.dist, console.warn, self.loss)
+        self.autocast = self.learner.autocast  # it may fall back to float32
+        self.learner.teacher = self.teacher
+        self.timer = PhaseTimer(device)
+        batches: type[SupervisedBatches | RolloutBatches]
+        batches = SupervisedBatches if config.supervised else RolloutBatches
+        self.source = batches(self, self.timer, self.dist, self.learner.visits)
+        # last: the reference and the teacher stay the model as it is at the start
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
-        per_step, last = config.sampling.prompts_per_step, config.run.max_steps
-        examples = ExamplePrefetcher(self.task, per_step, last, self.dist, rests)
-        examples.visits = self.learner.visits
-        self.source: SupervisedBatches | RolloutBatches
-        if config.supervised:
-            context = self.model.shape.context
-            self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
-        else:
-            rest = self.sampler, self.scorer, self.reference, self.timer, self.dist
-            self.source = RolloutBatches(config, examples, *rest, loss)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
 
     @property
@@ -172,8 +154,7 @@ class Trainer:
             return
 
         def on_main() -> dict[str, Estimate]:
-            run = self.config.run
-            found, greedy, drawn = measure(self.sampler, self.task, self.scorer, run)
+            found, greedy, drawn = measure(self.sampler, self.scorer)
             samples.log_held_out(self.log, greedy, drawn, self.step)
             return found
 

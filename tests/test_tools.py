@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, Transformer
-from minigrpo.build import load_model
+from minigrpo.build import Parts
 from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime.guard import Diverged
@@ -148,8 +148,8 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
     assert config_of(finished_run) == own
     other = config_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
     assert other == own.replace(max_new_tokens=9, seed=5)
-    found = config_of("a/b", "--data", "x", "--task", "math")
-    assert found == Config.of(task="math", data="x", model="a/b")
+    found = config_of("shipped", "--data", "x", "--task", "math")
+    assert found == Config.of(task="math", data="x", tokenizer="chess")
 
 
 # --- evaluate -------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_prompt_is_a_users_message_unless_it_is_raw(
 
 def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:
     """A run without model file is read from its checkpoint."""
-    own, out = load_model(str(tiny_run)), tmp_path / "new" / "model"
+    own, out = Parts(Config()).load(str(tiny_run)), tmp_path / "new" / "model"
     (tiny_run / "model.safetensors").unlink()
     assert call("export", tiny_run, "--out", out) == 0
     assert torch.equal(Transformer.from_pretrained(out).logits(IDS), own.logits(IDS))
@@ -277,8 +277,8 @@ def test_an_export_has_merged_adapters_and_what_they_were_trained_on(
     assert call("export", run, "--out", out) == 0
     shutil.copytree(run, without, ignore=lambda folder, names: {"checkpoints"})
     merged = Transformer.from_pretrained(out).logits(IDS)
-    assert torch.equal(merged, load_model(str(run)).logits(IDS))
-    assert torch.equal(merged, load_model(str(without)).logits(IDS))
+    assert torch.equal(merged, Parts(Config()).load(str(run)).logits(IDS))
+    assert torch.equal(merged, Parts(Config()).load(str(without)).logits(IDS))
     base = Transformer.from_pretrained(adapted / "model")
     assert not torch.equal(merged, base.logits(IDS))
     assert len(trained_on(out)) and np.array_equal(trained_on(out), trained_on(run))
@@ -291,7 +291,7 @@ def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Pat
 
     run, out = adapted / "run", tmp_path / "out"
     assert call("export", run, "--out", out) == 0
-    expected = load_model(str(run)).logits(IDS)
+    expected = Parts(Config()).load(str(run)).logits(IDS)
     base = AutoModelForCausalLM.from_pretrained(adapted / "model")
     for peer in (AutoModelForCausalLM.from_pretrained(out), PeftModel.from_pretrained(base, run)):
         torch.testing.assert_close(peer(IDS).logits, expected, atol=0.1, rtol=1e-3)

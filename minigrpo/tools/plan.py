@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from ..build import INITIAL, SELF, add_lora, config_of_run, make_task, make_tokenizer
+from ..build import INITIAL, SELF, Parts, add_lora, config_of_run, resolve
 from ..config import Config
 from ..model.encoding import encode_prompt
 from ..model.hf import WEIGHTS, hub_folder, read_model_shape
@@ -123,7 +123,7 @@ def shape_of(config: Config) -> ModelShape:
     """The shape of --model, without reading weights. Raises ConfigError."""
     name = config.model.name
     if name == "scratch":
-        return ModelShape(make_tokenizer(config).n_vocab)
+        return ModelShape(Parts(resolve(config)).tokenizer.n_vocab)
     if name == "shipped":
         return read_model_shape(shipped_model(config.task.name))
     folder = Path(name)
@@ -134,8 +134,8 @@ def shape_of(config: Config) -> ModelShape:
 
 def prompt_length(config: Config) -> float:
     """The mean length of prompts in tokens."""
-    tokenizer, task = make_tokenizer(config), make_task(config)
-    return mean(len(encode_prompt(tokenizer, task.train(i))) for i in range(EXAMPLES))
+    parts = Parts(resolve(config))
+    return mean(len(encode_prompt(parts.tokenizer, parts.task.train(i))) for i in range(EXAMPLES))
 
 
 def main(argv: Sequence[str], prog: str) -> None:

@@ -11,11 +11,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..evaluate import ask, drawing, grade, size_of
+from ..evaluate import ask, grade, held_out
 from ..runtime.console import Console
 from ..runtime.stats import Graded
+from ..task import Task
 from .cli import printable
-from .evaluate import ModelArguments, load, load_sampler, parse
+from .evaluate import ModelArguments, load, parse
 
 
 class Arguments(ModelArguments):
@@ -44,13 +45,14 @@ def show(console: Console, graded: Graded) -> None:
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
-    if arguments.prompt:  # the task is of no interest, and its files may be gone
-        config = config.replace(system="") if arguments.raw else config
-        sampler = load_sampler(config, console.warn)
-        found = ask(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+    if arguments.raw:
+        config = config.replace(system="")
+    parts = load(config, console, arguments.data)
+    if arguments.prompt:
+        parts.task = Task()  # that of the run is of no interest, and its files may be gone
+        found = ask(parts.sampler, arguments.prompt, arguments.n, raw=arguments.raw)
         for text, is_whole in zip(*found, strict=True):
             console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
-    task, sampler, scorer = load(config, arguments.data, console.warn)
-    examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
-    show(console, grade(sampler, scorer, examples, **drawing(config, arguments.n)))
+    examples = held_out(parts.task, arguments.examples)
+    show(console, grade(parts.sampler, parts.scorer, examples, arguments.n, config.sampling))
