@@ -42,10 +42,9 @@ def complete(
         u = uniforms(seed, "evaluate", 0, rows, num_samples, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    done = sampler.complete(
+    return sampler.complete(
         examples, num_samples=num_samples, u=u, sampling=sampling, batch_size=size
     )
-    return Completions.join(list(done))
 
 
 def drawing(config: Config, n: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
 from .runtime.stats import Graded, has_ended, has_zero_variance
 from .sampling.generate import Sampler
-from .types import Completions, ConfigError, Example, RolloutBatch
+from .types import ConfigError, Example, RolloutBatch
 
 
 class SupervisedBatches:
@@ -111,14 +111,13 @@ class RolloutBatches:
         rows = np.array([example.index for example in examples])
         size = sampling.group_size, sampling.max_new_tokens
         with self.timer.phase("rollout"):
-            parts = self.sampler.complete(
+            completions = self.sampler.complete(
                 examples,
                 num_samples=sampling.group_size,
                 u=uniforms(config.run.seed, "sample", step, rows, *size),
                 sampling=sampling,
                 batch_size=config.memory.rollout_batch_size,
             )
-            completions = Completions.join(list(parts))
             texts = self.sampler.texts(completions)
         with self.timer.phase("reward"):
             rewards = self.scorer.score(examples, texts, completions, sampling.temperature)
@@ -133,7 +132,7 @@ class RolloutBatches:
             others = self.examples.replacements(step, attempt, equal.tolist())
             rows = np.arange(len(batch))
             rows[equal] = len(batch) + np.arange(len(equal))
-            batch = RolloutBatch.join([batch, self.roll_out(others, step)]).select(rows.tolist())
+            batch = batch.join(self.roll_out(others, step)).select(rows.tolist())
         return batch
 
     def _advantages(self, batch: RolloutBatch, ref_logp: Tensor | None, step: int) -> Tensor:
