@@ -26,7 +26,7 @@ from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rewards import similarity
-from minigrpo.rollout import RolloutBatches
+from minigrpo.rollout import Batches
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.prefetch import ExamplePrefetcher
@@ -192,7 +192,7 @@ class Step:
         if work.forced:
             self.sampler.stops = frozenset()  # no token ends a completion
         self.timer, dist = PhaseTimer(self.device), DistContext()
-        self.source = RolloutBatches(
+        self.source = Batches(
             config,
             ExamplePrefetcher(work.task, config.sampling.prompts_per_step, 10**6, dist),
             self.sampler,

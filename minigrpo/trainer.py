@@ -18,7 +18,7 @@ from . import build
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
-from .rollout import RolloutBatches, SupervisedBatches
+from .rollout import Batches
 from .runtime import samples
 from .runtime.console import Console
 from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
@@ -79,13 +79,8 @@ class Trainer:
             raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
         examples = ExamplePrefetcher(self.task, per_step, last, self.dist, rests)
         examples.visits = self.learner.visits
-        self.source: SupervisedBatches | RolloutBatches
-        if config.supervised:
-            context = self.model.shape.context
-            self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
-        else:
-            rest = self.sampler, self.scorer, self.reference, self.timer, self.dist
-            self.source = RolloutBatches(config, examples, *rest, loss)
+        rest = self.sampler, self.scorer, self.reference, self.timer, self.dist
+        self.source = Batches(config, examples, *rest, loss)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
 
     @property
