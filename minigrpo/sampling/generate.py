@@ -35,8 +35,7 @@ from ..runtime.guard import OOMBackoff
 from ..task import Task
 from ..types import Completions, Example
 from .decoder import Decoder
-from .drafts import propose
-from .pick import pick_token, truncate
+from .pick import pick_token, propose, truncate
 
 # Waiting prompts enter when there is room for this share of the prompts that are decoded together,
 # because an entry costs a forward pass of its own.
