@@ -24,7 +24,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
@@ -255,21 +255,17 @@ class Dialogues:
     ) -> None:
         self.world, self.tokenizer, self.warn, self.has_warned = world, tokenizer, warn, False
         self.max_turns = config.sampling.max_turns
-        self.num_workers = config.speed.num_reward_workers
-        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # environments repeat themselves
-        self.pool, self.first = Pool(0), 0
+        self.num_workers, self.pool = config.speed.num_reward_workers, Pool(0)
         self.episodes: list[Episode] = []
         for kind in world.classes.values() or [None]:  # refuse a template that cannot write answers
             role = "user" if hasattr(kind, "step") else "tool"
             if role == "tool" and not tokenizer.chat:
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            self.encode(json.dumps([{"role": role, "name": "tool", "content": "A"}]))
+            self._encode([{"role": role, "name": "tool", "content": "A"}])
 
-    def begin(self, examples: Sequence[Example], num_samples: int, done: int = 0) -> None:
-        """Begin a batch, or begin it again with the prompts from `done` on."""
-        self.first = done * num_samples  # the others count sequences from here
-        fresh = [Episode(self.world, x) for x in examples[done:] for _ in range(num_samples)]
-        self.episodes[self.first :] = fresh
+    def begin(self, examples: Sequence[Example], num_samples: int) -> None:
+        """Begin a batch, or begin it again."""
+        self.episodes = [Episode(self.world, x) for x in examples for _ in range(num_samples)]
         self.pool.close()
         self.pool = Pool(self.num_workers)
 
@@ -280,7 +276,7 @@ class Dialogues:
             ids: all tokens of the completion so far, the end of the turn included.
             room: most tokens that the answer may have.
         """
-        episode = self.episodes[self.first + sequence]
+        episode = self.episodes[sequence]
         episode.room, text = room, self._take_turn(episode, ids)
         self.pool.submit(sequence, partial(episode.answer, text), episode.timeout_s)
 
@@ -290,7 +286,7 @@ class Dialogues:
         With `wait`, there is at least one reply if one is to come.
         """
         return {
-            sequence: self._go_on(self.episodes[self.first + sequence], messages or [], error)
+            sequence: self._go_on(self.episodes[sequence], messages or [], error)
             for sequence, messages, error in self.pool.ended(wait=wait)
         }
 
@@ -327,7 +323,7 @@ class Dialogues:
             if error:
                 raise error
             if messages and not episode.over:
-                ids = self.encode(json.dumps(messages))
+                ids = self._encode(messages)
         except Exception as failure:  # of the environment; or the answer spells a special token
             episode.failed = True
             if not self.has_warned:
@@ -338,8 +334,7 @@ class Dialogues:
         episode.start += len(ids)
         return ids
 
-    def _encode(self, messages: str) -> list[int]:
-        answer = json.loads(messages)
+    def _encode(self, answers: Sequence[Message]) -> list[int]:
         if self.tokenizer.chat:
-            return self.tokenizer.encode(self.tokenizer.chat.between(answer), special=True)
-        return self.tokenizer.encode("".join(message["content"] for message in answer))
+            return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
+        return self.tokenizer.encode("".join(answer["content"] for answer in answers))

@@ -36,10 +36,9 @@ def complete(
         u = uniforms(config.run.seed, "evaluate", 0, rows, n, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    done = sampler.complete(
+    return sampler.complete(
         examples, num_samples=num_samples, u=u, sampling=sampling, batch_size=size
     )
-    return Completions.join(list(done))
 
 
 def ask(

@@ -19,15 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from . import losses
 from .config import Config
-from .losses import (
-    LossNormalizer,
-    LossSpec,
-    loss_spec,
-    per_local_token,
-    policy_loss,
-    sampler_weights,
-)
+from .losses import LossNormalizer, LossSpec
 from .model.frozen_model import FrozenModel
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
@@ -57,7 +51,7 @@ class Learner:
         loss: LossSpec | None = None,
     ) -> None:
         """`loss`: None for the row of --loss."""
-        self.loss = loss or loss_spec(config.loss.name)
+        self.loss = loss or losses.loss_spec(config.loss.name)
         self.teacher: FrozenModel | None = None  # set by the trainer
         self.entropy_coef, self.exact = config.loss.entropy_coef, config.loss.teacher_kl == "exact"
         if self.entropy_coef or config.loss.entropy_target or self.exact:
@@ -113,8 +107,6 @@ class Learner:
             self.entropy_coef = max(0.0, self.entropy_coef + change)
         return learnt | self.guard.metrics(self.scaler)
 
-    # --- prepare --------------------------------------------------------------------------------
-
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
 
@@ -139,13 +131,12 @@ class Learner:
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
-        every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        whole = self.loss.entropy or self.loss.weights is per_local_token
+        whole = self.loss.entropy or self.loss.weights is losses.per_local_token
         taught = batch.ref_logp is not None or batch.teacher_logp is not None
         if batch.advantages is None or taught or whole:
-            return every
-        return [p for p in every if batch.advantages[p].any()] or [0]
+            return list(range(len(batch)))
+        return [p for p, row in enumerate(batch.advantages) if row.any()] or [0]
 
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
@@ -155,13 +146,11 @@ class Learner:
 
         return self.backoff.run(in_parts, len(batch))
 
-    # --- gradient -------------------------------------------------------------------------------
-
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes.
 
-        If a single process runs out of memory, it starts over with smaller micro-batches. Among
-        several processes, the others would wait for it in the all-reduce.
+        Without memory, it starts over with smaller micro-batches. One of several processes cannot:
+        the others would wait for it in the all-reduce.
         """
 
         def in_parts(size: int) -> Metrics:
@@ -201,8 +190,8 @@ class Learner:
         if correction != "none" and drawn_from is not None and advantages is not None:
             # tokens are not drawn from the policy: importance sampling
             probs = logp, old_logp, drawn_from, advantages, mask
-            weights = sampler_weights(correction, config.sampler_cap, *probs)
-        loss, metrics = policy_loss(
+            weights = losses.sampler_weights(correction, config.sampler_cap, *probs)
+        loss, metrics = losses.policy_loss(
             logp,
             old_logp,
             advantages,
@@ -219,29 +208,27 @@ class Learner:
             entropy=entropy if self.loss.entropy else None,
             added=added,
         )
-        total = entropy.detach().sum()
-        metrics |= {"loss": loss.detach(), "entropy": total, "tokens": mask.sum().to(logp)}
+        metrics |= {"loss": loss.detach(), "entropy": entropy.detach().sum()}
+        metrics |= {
+            "tokens": mask.sum().to(logp),
+            "tokens/run": logp.new_full((), len(packing.ids)),
+        }
         if kl:
             metrics["teacher_kl"] = kl[0].detach().sum()
-        metrics["tokens/run"] = logp.new_full((), len(packing.ids))
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
         return loss, metrics
 
     def pack(self, part: RolloutBatch) -> Packing:
-        """Build the packing on the host, then move it to the device."""
         return PACKINGS[self.config.speed.packing](part.completions).to(self.device)
 
-    def forward(
-        self, packing: Packing, other: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, ...]:
-        """Log-probs and entropies `[P, G, S]` under the policy, on its device; `other`: its KL."""
-        temperature = self.config.sampling.temperature
+    def forward(self, packing: Packing, other: Any = None) -> tuple[Tensor, ...]:
+        """What `Transformer.forward` returns: `[P, G, S]` each, on the policy's device."""
+        model = self.wrapped if torch.is_grad_enabled() else self.trained
         with self.autocast():
-            model = self.wrapped if torch.is_grad_enabled() else self.trained
-            found: tuple[Tensor, ...] = model(packing, temperature, self.loss.entropy, other)
-        return found
+            given = packing, self.config.sampling.temperature, self.loss.entropy, other
+            return tuple(model(*given))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""
@@ -258,13 +245,11 @@ class Learner:
             found[LARGEST_GAP] = self.dist.max(torch.stack(largest).max())
         return found
 
-    # --- update ---------------------------------------------------------------------------------
-
     def _update(self, loss: Tensor, norm: Tensor) -> bool:
         """Step the optimizer if loss and gradient are finite; return False for a bad step.
 
-        Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
-        an infinite gradient of a finite loss is not a bad step as long as the scale falls.
+        All processes decide alike: loss and norm are equal. With a loss scaler, an infinite
+        gradient of a finite loss is no bad step as long as the scale falls.
         """
         finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
         if finite:
@@ -272,8 +257,6 @@ class Learner:
             self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         return self.guard.update_scale(self.scaler, loss) or finite
-
-    # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""

@@ -10,15 +10,13 @@ the whole step.
 
 Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w; a user's
 is such a row, or a function from `LossInputs` to the term. The weights come from counts over the
-whole optimizer step, so the gradient does not depend on the micro-batch size or on the number of
-processes (except for bnpo, by definition). Everything is computed in float32 or wider. learner.py
-calls `policy_loss`, rollout.py calls `advantages`.
+whole optimizer step: except for bnpo, no gradient depends on micro-batches or processes. All is
+computed in float32 or wider. learner.py calls `policy_loss`, rollout.py calls `advantages`.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,8 +38,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
             the mean of the others, which is G / (G - 1) times that (RLOO, arXiv 2402.14740).
         scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
 
-    A group with equal rewards has advantages of exactly 0. They have no gradient. Raises ValueError
-    for groups of one and for rewards that are not finite or, with scale `mean`, negative.
+    A group with equal rewards has advantages of exactly 0. They have no gradient.
     """
     size = rewards.shape[-1]
     if rewards.dim() != 2 or size < 2:
@@ -111,13 +108,6 @@ class Clip:
     high: float = 0.2
     cap: float | None = None
 
-    def hits(self, ratio: Tensor, adv: Tensor) -> dict[str, Tensor]:
-        """Where the bounds take the gradient away."""
-        return {
-            "clip_ratio/low_mean": (ratio < 1 - self.low) & (adv < 0),
-            "clip_ratio/high_mean": (ratio > 1 + self.high) & (adv > 0),
-        }
-
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -133,7 +123,8 @@ class LossInputs:
     ref_logp: Tensor | None = None  # None without a KL
 
 
-Term = Tensor | tuple[Tensor, dict[str, Tensor]]  # [..., S], and where something was clipped
+# [..., S], and where a bound takes the gradient away
+Term = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
 def clipped(x: LossInputs) -> Term:
@@ -141,10 +132,11 @@ def clipped(x: LossInputs) -> Term:
 
     A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
     """
-    ratio, adv, clip = x.ratio, x.advantages, x.clip
-    capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
-    term = -torch.minimum(capped * adv, ratio.clamp(1 - clip.low, 1 + clip.high) * adv)
-    return term, clip.hits(ratio, adv)
+    ratio, adv, low, high = x.ratio, x.advantages, 1 - x.clip.low, 1 + x.clip.high
+    capped = ratio if x.clip.cap is None else ratio.clamp(max=x.clip.cap)
+    term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
+    below, above = (ratio < low) & (adv < 0), (ratio > high) & (adv > 0)
+    return term, {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above}
 
 
 def cispo(x: LossInputs) -> Term:
@@ -231,32 +223,20 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 KL_IN_REWARD = "k1_reward"
 
 
-# --- the gap between sampler and trainer: from r = p_trainer / p_sampler to factors of the term ---
+# --- the gap between sampler and trainer ----------------------------------------------------------
 
-
-def truncated(ratio: Tensor, adv: Tensor, cap: float) -> Tensor:
-    """min(r, cap)"""
-    return ratio.clamp(max=cap)
-
-
-def within(ratio: Tensor, adv: Tensor, cap: float, low: float = 0.0) -> Tensor:
-    """r in [low, cap], else 0"""
-    return torch.where((low <= ratio) & (ratio <= cap), ratio, 0.0)
-
-
-def good_or_near(ratio: Tensor, adv: Tensor, cap: float) -> Tensor:
-    """0 where A < 0 and -log r > cap, else 1"""
-    return ((adv >= 0) | (-ratio.log() <= cap)).to(ratio)
-
-
-Factor = Callable[[Tensor, Tensor, float], Tensor]
+DEEPSEEK = "deepseek"
+Factor = Callable[[Tensor, Tensor, float], Tensor]  # of r = p_trainer / p_sampler, A and the cap
 SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Factor]] = {
-    "token-truncate": (token_ratio, truncated),
-    "token-mask": (token_ratio, within),
-    "icepop": (token_ratio, partial(within, low=0.5)),  # arXiv 2510.18855, whose cap is 5
-    "sequence-truncate": (sequence_sum_ratio, truncated),
-    "sequence-mask": (sequence_sum_ratio, within),  # TRL's default
-    "deepseek": (sequence_mean_ratio, good_or_near),  # arXiv 2512.02556, equation 9
+    "token-truncate": (token_ratio, lambda r, adv, cap: r.clamp(max=cap)),
+    "token-mask": (token_ratio, lambda r, adv, cap: torch.where(r <= cap, r, 0.0)),
+    # arXiv 2510.18855, whose cap is 5
+    "icepop": (token_ratio, lambda r, adv, cap: torch.where((r >= 0.5) & (r <= cap), r, 0.0)),
+    "sequence-truncate": (sequence_sum_ratio, lambda r, adv, cap: r.clamp(max=cap)),
+    # TRL's default
+    "sequence-mask": (sequence_sum_ratio, lambda r, adv, cap: torch.where(r <= cap, r, 0.0)),
+    # arXiv 2512.02556, equation 9: what is bad and far from the policy does not count
+    DEEPSEEK: (sequence_mean_ratio, lambda r, adv, cap: ((adv >= 0) | (-r.log() <= cap)).to(r)),
 }
 
 
@@ -268,7 +248,7 @@ def sampler_weights(
     `drawn`: `[..., S]`, of the distribution that the tokens are from; the others: `policy_loss`.
     """
     form_ratio, factor = SAMPLER_CORRECTIONS[correction]
-    trainer = logp.detach() if factor is good_or_near else old  # it asks how old the tokens are
+    trainer = logp.detach() if correction == DEEPSEEK else old  # it asks how old the tokens are
     log_ratio = torch.where(mask, trainer - drawn, 0.0)
     by_token = adv if adv.dim() == logp.dim() else adv[..., None]
     return factor(form_ratio(log_ratio, mask.to(log_ratio)), by_token, cap)
@@ -305,15 +285,14 @@ def policy_loss(
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         token_weights: `[..., S]`, factors on the policy term, not on the KL.
-        normalizer: B, N and the longest length of the whole optimizer step; None counts this batch
-            only. With a common normalizer, losses, gradients and metrics of micro-batches add up to
-            the batch's.
-        entropy: `[..., S]`, of the policy at each token, with gradient where the loss uses it.
-        added: `[..., S]`, to the terms, with gradient: an entropy bonus, the KL to a teacher.
+        normalizer: the counts of the whole optimizer step, to which the losses, gradients and
+            metrics of micro-batches then add up; None counts this batch only.
+        entropy: `[..., S]`, of the policy at each token, for losses that use it.
+        added: `[..., S]`, to the terms: an entropy bonus, the KL to a teacher.
 
     Returns:
         The scalar loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added`
-        get a gradient. Raises ValueError for a tensor of another shape, which could broadcast.
+        get a gradient: one through another tensor would be another objective's.
     """
     spec = loss_spec(loss)
     given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
@@ -321,42 +300,34 @@ def policy_loss(
     normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
 
-    def checked(x: Tensor, shape: torch.Size = logp.shape) -> Tensor:
-        """`x`, of this shape, without gradient: one through it would be another objective's."""
-        if x.shape != shape:
-            raise ValueError(f"expected the shape {list(shape)}, got {list(x.shape)}")
-        return x.detach()
+    def masked(x: Tensor) -> Tensor:
+        """`x` where the mask is true, else 0. Another shape could broadcast by chance."""
+        if x.shape != logp.shape:
+            raise ValueError(f"expected the shape {list(logp.shape)}, got {list(x.shape)}")
+        return torch.where(mask, x.to(at_least_fp32), 0.0)
 
-    m = checked(mask).to(at_least_fp32)
-    # mask before exp, because inf * 0 is NaN in the backward pass
-    logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
-    old = logp.detach() if old_logp is None else torch.where(mask, checked(old_logp), 0.0)
+    m = masked(mask)
+    logp = masked(logp)  # before exp, because inf * 0 is NaN in the backward pass
+    old = logp.detach() if old_logp is None else masked(old_logp.detach())
     ratio = spec.ratio(logp - old, m)
-    adv = logp.new_full((), math.nan).expand_as(logp)  # only nll does without
-    if advantages is not None:
-        if advantages.dim() < logp.dim():
-            advantages = checked(advantages, logp.shape[:-1])[..., None].expand_as(logp)
-        adv = checked(advantages).to(at_least_fp32)
-    if entropy is not None:
-        checked(entropy)
-        entropy = torch.where(mask, entropy.to(at_least_fp32), 0.0)
-    ref = None if ref_logp is None else torch.where(mask, checked(ref_logp), 0.0)
-    inputs = LossInputs(logp, old, ratio, adv, m, clip, entropy, ref)
-    found = spec.surrogate(inputs)
+    adv = torch.full_like(logp, math.nan) if advantages is None else advantages.detach()
+    if adv.shape == logp.shape[:-1]:
+        adv = adv[..., None].expand_as(logp)
+    ref = None if ref_logp is None else masked(ref_logp.detach())
+    entropy = None if entropy is None else masked(entropy)
+    found = spec.surrogate(LossInputs(logp, old, ratio, masked(adv), m, clip, entropy, ref))
     term, hits = (found, {}) if isinstance(found, Tensor) else found
     if term.shape != logp.shape:
         raise ValueError(f"a loss must return [..., S], {list(logp.shape)}, not {list(term.shape)}")
     if token_weights is not None:
-        term = term * torch.where(mask, checked(token_weights), 0.0)
+        term = term * masked(token_weights.detach())
 
-    by_token = per_token(m, normalizer)
-    per_term = per_token if spec.ratio is token_ratio else per_completion
-    by_row = per_term(m, normalizer)
-    metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
+    # as TRL counts them
+    per_hit = per_token if spec.ratio is token_ratio else per_completion
+    metrics = {name: (hit * per_hit(m, normalizer)).sum() for name, hit in hits.items()}
     if kl_coef and kl != KL_IN_REWARD:
         assert ref is not None
         penalty = KL_ESTIMATORS[kl](ref - logp, ratio)
-        metrics["kl"] = (penalty.detach() * by_token).sum()
+        metrics["kl"] = (penalty.detach() * per_token(m, normalizer)).sum()
         term = term + kl_coef * penalty
-    weights = spec.weights(m, normalizer)
-    return (weights * (term + added)).sum(), metrics
+    return (spec.weights(m, normalizer) * (term + added)).sum(), metrics

@@ -84,7 +84,7 @@ def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
     examples = [trainers[0].task.train(i) for i in range(3)]
 
     def texts(number: int, step: int) -> Any:
-        return trainers[number].source.roll_out(examples, step).texts  # type: ignore[attr-defined]
+        return trainers[number].source.roll_out(examples, step).texts
 
     first = texts(0, 0)
     assert texts(0, 0) == first

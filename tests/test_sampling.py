@@ -28,7 +28,7 @@ LENGTH = 12
 
 
 def generate(*args: Any, **options: Any) -> Completions:
-    return Completions.join(list(Generation(*args, **options).parts()))
+    return Generation(*args, **options).run()
 
 
 CHOICES = {
@@ -239,16 +239,14 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
     return Sampler(Config.of(**settings), model, Letters(), task=task)  # type: ignore[arg-type]
 
 
-def completed(sampler: Sampler, **options: Any) -> list[Completions]:
+def completed(sampler: Sampler, **options: Any) -> Completions:
     u = uniforms(0, "test", 0, np.arange(len(EXAMPLES)), 3, LENGTH)
-    return list(sampler.complete(EXAMPLES, num_samples=3, u=u, **options))
+    return sampler.complete(EXAMPLES, num_samples=3, u=u, **options)
 
 
-def test_a_sampler_yields_parts_in_order_and_speculates_only_if_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sampler_speculates_only_if_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_sampler()
-    whole = Completions.join(completed(plain))
+    whole = completed(plain)
     windows = list[int]()
     step = Decoder.step
 
@@ -260,20 +258,18 @@ def test_a_sampler_yields_parts_in_order_and_speculates_only_if_told(
     for speculate, speculated, window in ((True, 3, 4), (True, 0, 1), (False, 3, 1)):
         windows.clear()
         sampler = make_sampler(speculate=speculate, num_speculative_tokens=speculated)
-        parts = completed(sampler, batch_size=3)
-        joined = Completions.join(parts)
-        assert torch.equal(joined.completion_ids, whole.completion_ids)
-        assert torch.equal(joined.completion_mask, whole.completion_mask)
+        found = completed(sampler, batch_size=3)
+        assert torch.equal(found.completion_ids, whole.completion_ids)
+        assert torch.equal(found.completion_mask, whole.completion_mask)
         assert {*windows} == {window}
-    greedy = Completions.join(list(plain.complete(EXAMPLES)))
-    assert greedy.completion_ids.shape[:2] == (4, 1)
+    assert plain.complete(EXAMPLES).completion_ids.shape[:2] == (4, 1)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_running_out_of_memory_halves_the_batch_and_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
-    whole = Completions.join(completed(make_sampler()))
+    whole = completed(make_sampler())
     prefill, sizes = Decoder.prefill, list[int]()
 
     def small(self: Decoder, ids: Tensor, *args: Any) -> Tensor:
@@ -284,8 +280,8 @@ def test_running_out_of_memory_halves_the_batch_and_changes_no_token(
 
     monkeypatch.setattr(Decoder, "prefill", small)
     sampler = make_sampler()
-    parts = completed(sampler, batch_size=2)
-    assert torch.equal(Completions.join(parts).completion_ids, whole.completion_ids)
+    found = completed(sampler, batch_size=2)
+    assert torch.equal(found.completion_ids, whole.completion_ids)
     assert sampler.backoffs[3].size == 1  # it stays: the next batch would not fit either
     assert len(sizes) > fails_at and sizes[fails_at] == 1
 

@@ -16,7 +16,7 @@ slots; W tokens per slot and round.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,8 +35,7 @@ from ..runtime.guard import OOMBackoff
 from ..task import Task
 from ..types import Completions, Example
 from .decoder import Decoder
-from .drafts import propose
-from .pick import pick_token, truncate
+from .pick import pick_token, propose, truncate
 
 # Waiting prompts enter when there is room for this share of the prompts that are decoded together,
 # because an entry costs a forward pass of its own.
@@ -109,27 +108,28 @@ class Generation:
         self.representatives = self.lengths[:0]  # [B] one running sequence of each slot
         self.longest = 0  # length of the longest running sequence
         self.num_entered = 0  # prompts that have been run
-        self.num_finished = 0  # prompts before the first that has a running sequence
 
     @torch.no_grad()
-    def parts(self) -> Iterator[Completions]:
-        """Yield the prompts in order as they finish, with their completions on the model's device.
+    def run(self) -> Completions:
+        """Complete all prompts, on the model's device.
 
         Waiting prompts enter as completions end and make room (continuous batching, as in Orca, Yu
         et al., OSDI 2022). A prompt enters with all of its completions.
         """
-        total, size, done = len(self.prompt_ids), self.prompts_at_once, 0
-        while done < total:
-            waiting = total - self.num_entered
+        total, size = len(self.prompt_ids), self.prompts_at_once
+        while (waiting := total - self.num_entered) or len(self.running):
             room = min(waiting, size - -(-len(self.running) // self.num_samples))
             if waiting and room >= min(waiting, max(1, int(size * SHARE_THAT_ENTERS))):
                 self._enter(self.num_entered, self.num_entered + room)
             elif self.most_unread != WAITS:
                 self._run_round()
             self._update_slots()
-            if done < self.num_finished:
-                yield self._part(done, self.num_finished)
-                done = self.num_finished
+        tables = [self.ids, self.sampled, self.logp]
+        if self.log_kept_mass is not None:
+            tables.append(self.log_kept_mass)
+        longest = int(self.lengths.max())
+        grouped = [x[:, :longest].unflatten(0, (total, -1)) for x in tables]
+        return Completions(self.prompt_ids, self.prompt_len, *grouped)
 
     def _enter(self, first: int, last: int) -> None:
         """Run waiting prompts, and pick the first token of each of their completions."""
@@ -210,9 +210,6 @@ class Generation:
         sizes = [len(running), len(running), len(chosen)]
         self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
         self.longest = int(running_lengths.max(initial=0))
-        self.num_finished = (
-            int(running[0]) // self.num_samples if len(running) else self.num_entered
-        )
         self.decoder.reorder(sources, len(running))
 
     def _talk(self, unfinished: np.ndarray, state: np.ndarray) -> None:
@@ -222,33 +219,19 @@ class Generation:
         a sequence that gets an answer becomes a number for it, which tells it from other answers.
         """
         ended, unread, running, _, lengths, last = state
-        new = np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens))
-        if len(new):
-            sequences = torch.from_numpy(running[new]).to(self.ids.device)
-            self.unread[sequences] = unread[new] = WAITS
-            columns = running[new].tolist(), self.ids[sequences].tolist(), lengths[new].tolist()
-            for sequence, ids, length in zip(*columns, strict=True):
-                self.dialogues.submit(sequence, ids[:length], self.max_new_tokens - 1 - length)
-            unfinished[new] = True
+        for i in np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens)):
+            ids = self.ids[running[i], : lengths[i]].tolist()
+            self.dialogues.submit(int(running[i]), ids, self.max_new_tokens - 1 - len(ids))
+            unread[i], unfinished[i] = WAITS, True
         answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
         for sequence, answer in self.dialogues.replies(wait=not others).items():
-            i, n = int(np.searchsorted(running, sequence)), len(answer)
+            i, n = np.searchsorted(running, sequence), len(answer)
             self.ids[sequence, lengths[i] : lengths[i] + n] = self.ids.new_tensor(answer)
-            self.unread[sequence] = unread[i] = n
-            unfinished[i] = n > 0
+            unread[i], unfinished[i] = n, n > 0
             last[i] = beyond + answers.setdefault(tuple(answer), len(answers))
+        self.unread[self.running] = torch.from_numpy(unread).to(self.unread.device)
         self.most_unread = int(unread[unfinished].max(initial=WAITS))
-
-    def _part(self, first: int, last: int) -> Completions:
-        """The completions of some prompts that have finished, as long as the longest of them."""
-        rows = slice(first * self.num_samples, last * self.num_samples)
-        longest = int(self.lengths[rows].max())
-        tables = [self.ids, self.sampled, self.logp]
-        if self.log_kept_mass is not None:
-            tables.append(self.log_kept_mass)
-        grouped = [x[rows, :longest].unflatten(0, (-1, self.num_samples)) for x in tables]
-        return Completions(self.prompt_ids[first:last], self.prompt_len[first:last], *grouped)
 
 
 def assign_slots(
@@ -312,8 +295,8 @@ class Sampler:
         u: np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         batch_size: int = 0,
-    ) -> Iterator[Completions]:
-        """Complete each example `num_samples` times; yield parts of the batch, on the host.
+    ) -> Completions:
+        """Complete each example `num_samples` times; return the completions on the host.
 
         Args:
             u, sampling: see Generation; S >= --max-new-tokens.
@@ -322,43 +305,36 @@ class Sampler:
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
-        tensors = {"prompt_ids": prompt_ids, "prompt_len": prompt_len}  # one row per example
-        if u is not None:
-            tensors["u"] = torch.from_numpy(u)
+        drafts = None
         if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
-            tensors["drafts"] = pad(answers)[0][:, : 2 * longest]
-        done, total = 0, len(examples)
-        parts: Iterator[Completions] = iter(())  # of the examples from `done` on
+            drafts = pad(answers)[0][:, : 2 * longest]
 
-        def next_part(size: int) -> Completions:
-            """The next part; after an error, the rest begins again with `size` prompts at once."""
-            nonlocal parts
+        def completed(size: int) -> Completions:
+            """With so many prompts at once; after an error, all begin again with fewer."""
+            if self.dialogues:
+                self.dialogues.begin(examples, num_samples)
             with self.autocast():
-                if (part := next(parts, None)) is not None:
-                    return part
                 low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
-                if self.dialogues:
-                    self.dialogues.begin(examples, num_samples, done)
-                parts = Generation(
+                return Generation(
                     self.low_precision if low else self.model,
-                    **{name: x[done:] for name, x in tensors.items()},
+                    prompt_ids,
+                    prompt_len,
                     stops=self.stops,
                     max_new_tokens=longest,
                     num_samples=num_samples,
                     prompts_at_once=size,
+                    u=None if u is None else torch.from_numpy(u),
                     sampling=sampling,
+                    drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
                     dialogues=self.dialogues,
-                ).parts()
-                return next(parts)
+                ).run()
 
-        while done < total:
-            part = self.backoffs[num_samples].run(next_part, min(batch_size or total, total))
-            done += len(part)
-            yield part.to("cpu")
+        most = min(batch_size or len(examples), len(examples))
+        return self.backoffs[num_samples].run(completed, most).to("cpu")
 
     def texts(self, completions: Completions) -> list[list[str]]:
         """The texts of the completions of the last `complete`, `[P][G]`; see `types.Dialogue`."""

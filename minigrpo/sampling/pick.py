@@ -1,4 +1,9 @@
-"""How the next token is picked: temperature, top-k, top-p, min-p, one uniform number per token."""
+"""How the next token is picked: top-k, top-p, min-p, one uniform number; and what is proposed.
+
+A proposal is read off a draft, a text such as the known answer, as in prompt-lookup decoding: it
+needs no smaller model (Leviathan et al., arXiv 2211.17192). It is accepted only if sampling picks
+the same. So a draft changes the number of rounds, never the tokens.
+"""
 
 import math
 
@@ -6,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
+
+NUM_MATCHED_TOKENS = 3  # K, the last tokens of a sequence, which locate it in its draft
 
 
 def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -48,3 +55,33 @@ def pick_token(logp: Tensor, u: Tensor | None, slot: Tensor) -> Tensor:
     # Clamp, because logits that are not finite would pick a token past the vocabulary.
     picked = torch.searchsorted(cdf, u[..., None].to(cdf.dtype) * cdf[..., -1:], right=True)[..., 0]
     return picked.clamp_(max=logp.shape[-1] - 1)
+
+
+def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """Propose the tokens that come next in each draft.
+
+    Each sequence is located in its draft by its last K tokens. If they match in several places,
+    the nearest to the sequence's own length is taken; of two equally near ones, the first. If they
+    match nowhere, the draft is read from the sequence's own length on.
+
+    Args:
+        drafts: `[B, L]` int64, a text that each sequence is likely to resemble.
+        ids: `[B, S]` int64, the tokens that each sequence has so far.
+        lengths: `[B]` int64, how many these are.
+
+    Returns:
+        `[B, num_tokens]` int64. Past the end of a draft, its last token is repeated.
+    """
+    num_matched = NUM_MATCHED_TOKENS
+    drafts = torch.nn.functional.pad(drafts, (0, max(0, num_matched + 1 - drafts.shape[1])))
+    back = torch.arange(-num_matched, 0, device=ids.device)
+    recent = ids.gather(1, (lengths[:, None] + back).clamp(min=0))  # [B, K]
+    # place a of a draft is a match if its tokens a-K .. a-1 equal the recent ones
+    places = torch.arange(num_matched, drafts.shape[1], device=ids.device)
+    equal = (drafts.unfold(1, num_matched, 1)[:, :-1] == recent[:, None]).all(-1)
+    matches = equal & (lengths >= num_matched)[:, None]  # else `recent` is partly filler
+    no_match = 1 << 30
+    distance, nearest = torch.where(matches, (places - lengths[:, None]).abs(), no_match).min(1)
+    start = torch.where(distance < no_match, places[nearest], lengths)
+    following = start[:, None] + torch.arange(num_tokens, device=ids.device)
+    return drafts.gather(1, following.clamp(max=drafts.shape[1] - 1))
