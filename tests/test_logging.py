@@ -25,7 +25,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
 from minigrpo.runtime.run_dir import RunDir
 from minigrpo.runtime.stats import Graded
-from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
+from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 
@@ -256,7 +256,7 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
     config = Config.of(track=tracker.module, out_dir=str(tmp_path / "run"))
     run_dir = RunDir(config, DistContext(), Console(quiet=True))
     run_dir.open(pytest.fail, {})
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConnectionError):
         run_dir.open_log({"step": 0})
     run_dir.close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

@@ -1,7 +1,6 @@
 """The page of `minigrpo report`: what it draws, and that nothing in a run can leave its place."""
 
 import io
-import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -126,9 +125,9 @@ def made_up(steps: int, name: str = "a", **series: Any) -> Run:
     return Run(Path(name), Config(), records, [], {})
 
 
-def lines_of(*runs: Run, name: str = "reward", held_out: bool = False) -> list[np.ndarray]:
+def lines_of(*runs: Run) -> list[np.ndarray]:
     """`[n, 2]` places of the points of each line in the SVG."""
-    draw({run.name: [run] for run in runs}, name, out := io.StringIO(), held_out=held_out)
+    draw({run.name: [run] for run in runs}, "reward", out := io.StringIO())
     paths = re.findall(r'<g id="line2d_\d+">\s*<path d="([^"]+)" clip', out.getvalue())
     found = [np.array(re.findall(r"[ML] (\S+) (\S+)", path), dtype=float) for path in paths]
     return [line for line in found if len(line) > 2]
@@ -154,7 +153,7 @@ def test_a_long_run_is_averaged() -> None:
 def test_shares_have_the_intervals_of_wilson(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", [1, 0, 0, 0] * 10), print)
     assert run.shares == [wilson(0.25, 40), wilson(0.25, 40)]
-    assert math.isnan(run.curve("reward")[1].low)
+    assert run.curve("eval/exact_sampled") == {0: 0.25, 3: 0.25} and run.curve("reward")[3] == 1
 
 
 def test_several_runs_share_each_figure(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from uuid import uuid4
 from torch.utils.tensorboard import SummaryWriter
 
 from ..config import Config
-from ..types import ConfigError
 from .checkpoint import write_text
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
@@ -71,8 +70,9 @@ class RunLog:
             records = read_jsonl(base / name, self.warn)
             kept = [x for x in records if x.get("step", math.inf) <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
-            for record in kept if name == EVALUATIONS else ():
-                self.evaluated.append({k: math.nan if x is None else x for k, x in record.items()})
+            if name == EVALUATIONS:
+                known = [{k: math.nan if x is None else x for k, x in r.items()} for r in kept]
+                self.evaluated = known
         self.folder = folder
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
         if tracker:
@@ -130,7 +130,7 @@ class Board(SummaryWriter):
 def start_tracker(config: Config, folder: Path) -> Any:
     """The run of --track in wandb or trackio, which have the same interface; None without one.
 
-    A second start in the folder continues it. Raises ConfigError, for instance without a login.
+    A second start in the folder continues it. Raises what the package does, if it does not start.
     """
     name, file = config.run.track, folder / TRACK_ID
     if name == "none":
@@ -138,12 +138,8 @@ def start_tracker(config: Config, folder: Path) -> Any:
     known = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": known, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
-    try:
-        run = import_module(name).init(
-            project=project, name=known, config=config.flat(), resume="allow", **options
-        )
-    except Exception as error:
-        needs = f"it needs a login, and pip install 'minigrpo[{name}]'"
-        raise ConfigError(f"--track {name} does not start ({error}); {needs}") from None
+    run = import_module(name).init(
+        project=project, name=known, config=config.flat(), resume="allow", **options
+    )
     file.write_text(known)
     return run

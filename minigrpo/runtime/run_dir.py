@@ -134,7 +134,7 @@ class RunDir:
     def open_log(self, state: State) -> RunLog:
         """Start the tracker, save a new run or branch, write config.toml, and open the logs.
 
-        Raises ConfigError if the tracker does not start; then nothing is written.
+        If the tracker does not start, nothing is written.
         """
         log = RunLog(self.console.warn)
 

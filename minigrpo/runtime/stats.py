@@ -7,8 +7,8 @@ of Student's t.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +99,7 @@ class Graded:
 # --- intervals ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A measure with its 95 % confidence interval; the bounds are NaN without one."""
 
     value: float
@@ -108,7 +107,7 @@ class Estimate:
     high: float = math.nan
 
     def __str__(self) -> str:
-        value, low, high = (f"{x:.3f}" for x in astuple(self))
+        value, low, high = (f"{x:.3f}" for x in self)
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
@@ -186,8 +185,7 @@ def headline(record: Mapping[str, object]) -> str:
 # --- two models on the same examples --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How two models differ on n examples."""
 
     n: int
@@ -244,12 +242,11 @@ def calibration(
             equal ones count one half. Left out if all answers are right, or all wrong.
     """
     q, c = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
-    are_pairs = q.ndim == 1 and q.shape == c.shape and q.size
-    if not (are_pairs and ((q >= 0) & (q <= 1)).all() and np.isin(c, (0, 1)).all()):
+    if q.shape != c.shape or not q.size or not (np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)).all():
         raise ValueError("confidence must be in [0, 1], correct 0 or 1, and both [n], n > 0")
     # rounded, because 0.7 in float32 is 0.69999999, which would fall into the bin below
-    bins = np.minimum(np.floor(np.round(q * NUM_BINS, 6)), NUM_BINS - 1).astype(int)
-    gaps = np.bincount(bins, weights=q - c)
+    places = np.round(q * NUM_BINS, 6)
+    gaps, _ = np.histogram(places, NUM_BINS, (0, NUM_BINS), weights=q - c)
     measures = {"brier": float(np.mean((q - c) ** 2)), "ece": float(np.abs(gaps).sum() / len(q))}
     if c.min() == c.max():
         return measures

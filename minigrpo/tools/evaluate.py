@@ -7,7 +7,6 @@ unless flags change them. Intervals are 95 %, over examples.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +81,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")
     console.measures({"": record})
     if arguments.json_file:
-        measures = {name: asdict(x) for name, x in record.items()}
+        measures = {name: x._asdict() for name, x in record.items()}
         made = {"model": arguments.run, "seed": run.seed, "samples": run.eval_samples}
         arguments.json_file.write_text(to_json({**made, "measures": measures}, indent=1))
         console.say(f"wrote {arguments.json_file}")

@@ -16,19 +16,18 @@ from jinja2 import Template
 from ..config import Config
 from ..runtime.logging import SAMPLES, Record, Warn, read_jsonl
 from .doctor import diagnose
-from .runs import ENDS, Run, RunArguments, differing, draw, runs_of
+from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, runs_of
 
 Figures = dict[str, list[tuple[str, str]]]  # section -> pairs of an SVG and a note
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
-HELD_OUT = "Held out"  # the section of eval.jsonl; the others show metrics.jsonl
-# section -> the metrics of its figures -> a note; SUCCESS is the headline of evaluations
+# section -> its curves -> a note; SUCCESS is the headline of evaluations
 PANELS = {
-    HELD_OUT: {
-        "SUCCESS_sampled": "Sampled. For a share of a single run, the band is a 95 % interval.",
-        "SUCCESS": "Greedy.",
-        "SUCCESS/*": "Of one kind, greedy.",
-        "pass@*": "One of k samples is right.",
-        "*_sampled": "Mean of sampled completions.",
+    "Held out": {
+        "eval/SUCCESS_sampled": "Sampled.",
+        "eval/SUCCESS": "Greedy.",
+        "eval/SUCCESS/*": "Of one kind, greedy.",
+        "eval/pass@*": "One of k samples is right.",
+        "eval/*_sampled": "Mean of sampled completions.",
     },
     "Training": {
         "reward": "Mean over all completions of a step.",
@@ -56,19 +55,22 @@ PANELS = {
 
 
 def figures_of(runs: Sequence[Run]) -> Figures:
-    """The figures of each section, without metrics that are missing or always 0."""
+    """The figures of each section, without curves that are missing or always 0."""
     found: Figures = {}
     settings = {run.name: [run] for run in runs}
+    names = dict.fromkeys(
+        prefix + name
+        for run in runs
+        for prefix, log in (("", run.metrics), (EVAL, run.evaluations))
+        for record in log
+        for name in record
+        if record[name]
+    )
     for section, panels in PANELS.items():
-        held_out = section == HELD_OUT
-        logs = [run.evaluations if held_out else run.metrics for run in runs]
-        names = dict.fromkeys(
-            name for log in logs for record in log for name in record if record[name]
-        )
         for pattern, note in panels.items():
             for name in fnmatch.filter([*names], pattern.replace("SUCCESS", runs[0].success)):
                 del names[name]  # a metric has one figure
-                draw(settings, name, out := StringIO(), held_out=held_out)
+                draw(settings, name, out := StringIO())
                 found.setdefault(section, []).append((out.getvalue(), note))
     return found
 

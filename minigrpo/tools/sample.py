@@ -31,14 +31,19 @@ class Arguments(ModelArguments):
 
 
 def show(console: Console, graded: Graded) -> None:
-    """Print prompts, their answers in the data, and each completion with its reward."""
+    """Print prompts, their answers in the data, and each completion with its reward.
+
+    Of a dialogue all messages are printed, by their roles.
+    """
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
     for example, *completions in rows:
         lines = [f"prompt      {example.prompt}"]
         lines += [f"answer      {example.answer}"] if example.answer else []
         for text, right, reward in zip(*completions, strict=True):
             verdict = {1: "right, ", 0: "wrong, "}.get(right, "")  # NaN: not known
-            lines.append(f"completion  {text}   {verdict}reward {reward:.3g}")
+            said = getattr(text, "messages", [{"role": "completion", "content": text}])
+            lines += [f"{x['role']:<10}  {x['content']}" for x in said]
+            lines[-1] += f"   {verdict}reward {reward:.3g}"
         console.say(printable("\n".join([*lines, ""])))
 
 
