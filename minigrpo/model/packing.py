@@ -68,7 +68,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import Completions, each_tensor
+from ..types import Completions
 from .logprobs import at_least_fp32
 
 # Two attention calls replace one only if together they compute at most this share of its scores.
@@ -155,7 +155,7 @@ class CompletionRows:
         return self.masks[dtype, share]
 
     def to(self, device: torch.device | str) -> "CompletionRows":
-        return each_tensor(self, lambda x: x.to(device))
+        return CompletionRows(*(x.to(device) for x in (self.queries, self.keys, self.last)))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class Packing:
 
     def to(self, device: torch.device | str) -> "Packing":
         rows = tuple(part.to(device) for part in self.completion_rows)
-        return replace(each_tensor(self, lambda x: x.to(device)), completion_rows=rows)
+        moved = {name: x.to(device) for name, x in vars(self).items() if name != "completion_rows"}
+        return replace(self, completion_rows=rows, **moved)
 
 
 def pack(completions: Completions, share: bool = True) -> Packing:
