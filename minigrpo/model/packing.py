@@ -108,15 +108,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """F.scaled_dot_product_attention, without torch's kernels.
+    """F.scaled_dot_product_attention without torch's kernels, causal unless there is a mask.
 
-    Those of Apple GPUs silently give wrong results, of transposed tensors in torch 2.11, of causal
-    attention in bfloat16 up to 2.13 (its issues 181133 and 195910).
+    On Apple GPUs these were wrong without an error: of transposed tensors, and of causal attention
+    in bfloat16 (pytorch/pytorch, issues 181133 and 195910).
     """
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    if is_causal:
-        attn_mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
-    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
+    mask = torch.full_like(scores, -torch.inf).triu(1) if attn_mask is None else attn_mask
+    return (scores + mask).softmax(-1) @ v
 
 
 @dataclass(frozen=True)

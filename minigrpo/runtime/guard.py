@@ -87,8 +87,11 @@ def largest_weight(model: nn.Module) -> Tensor:
 
 # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
 OUT_OF_MEMORY = (
-    *("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED"),
-    "Invalid buffer size",  # on an Apple GPU, of a single tensor
+    "allocate memory",
+    "not enough memory",
+    "out of memory",
+    "ALLOC_FAILED",
+    "Invalid buffer size",
 )
 
 

@@ -84,10 +84,10 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     parts = {
         "weights": sum(x.nbytes for x in weights),
+        "decoded": 2 * (size + 2) * coded,  # a matrix of NF4, and its codes of pairs as int32
         "gradients": trained,
         "AdamW's moments": 2 * trained * (not memory.offload_optimizer),
         "weights in low precision": LOW * matrices * config.speed.use_amp,
-        "a matrix from NF4": 2 * (size + 2) * coded,  # numbers, and codes of pairs as int32
         "activations": kept_by_all + masks,
         "logits": FLOAT * shape.vocab_size * rows,
     }
