@@ -73,6 +73,7 @@ from .logprobs import at_least_fp32
 
 # Two attention calls replace one only if together they compute at most this share of its scores.
 SPLIT_AT = 0.8
+MOST_CUTS = 32  # how many splits of many rows are tried
 # the places of the tokens that a completion adds to the tree, and of its prompt and all its inputs
 AddedRow = tuple[Sequence[int], Sequence[int]]
 
@@ -254,22 +255,19 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _split_by_length(added: list[AddedRow]) -> list[list[AddedRow]]:
-    """Split rows into two sets of similar lengths, if that saves padding.
-
-    The cost of a set is the number of attention scores that it computes: rows * most queries * most
-    keys.
-    """
+    """Split rows into two sets of similar lengths, if that saves padding."""
     if not added:
         return []
     rows = sorted(added, key=lambda row: -len(row[0]))
-    number = np.arange(1, len(rows) + 1)
-    queries, keys = (np.array([*map(len, parts)]) for parts in zip(*rows, strict=True))
-    # scores of the set rows[:i + 1], whose first row has the most queries
-    head = number * queries[0] * np.maximum.accumulate(keys)
-    # scores of the set rows[i:], in which row i has the most queries
-    tail = number[::-1] * queries * np.maximum.accumulate(keys[::-1])[::-1]
-    both = head[:-1] + tail[1:]
-    if not len(both) or both.min() > SPLIT_AT * head[-1]:
-        return [rows]
-    cut = int(both.argmin()) + 1
-    return [rows[:cut], rows[cut:]]
+    best, fewest = [rows], SPLIT_AT * _num_scores(rows)
+    for cut in range(1, len(rows), 1 + len(rows) // MOST_CUTS):
+        parts = [rows[:cut], rows[cut:]]
+        if (number := sum(map(_num_scores, parts))) <= fewest:
+            best, fewest = parts, number
+    return best
+
+
+def _num_scores(rows: list[AddedRow]) -> int:
+    """The attention scores that a set of rows computes: rows * most queries * most keys."""
+    queries, keys = zip(*rows, strict=True)
+    return len(rows) * max(map(len, queries)) * max(map(len, keys))

@@ -46,14 +46,13 @@ def attention(
         return attend(q, k, v)
 
 
-def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotate:
+def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
     """A function that rotates `x [N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
 
     The first half of a head is rotated against the second half, as in Llama's files; in float32 or
-    wider, whatever `dtype` the model's weights have.
+    wider, whatever the model's precision.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.to(wide)[:, None, None] * frequencies(shape, positions.device)
+    angles = positions[:, None, None] * frequencies(shape, positions.device)
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [N, 1, E]
 
@@ -223,7 +222,7 @@ class Transformer(Weights):
         if self.wpe is not None:
             x = x + self.wpe(positions)
         else:
-            rotate = rotation(self.shape, positions, x.dtype)
+            rotate = rotation(self.shape, positions)
         recompute = self.recompute_block if torch.is_grad_enabled() else None
         for layer, block in enumerate(self.h):
             how = partial(attend, layer), rotate if self.shape.rotates(layer) else None
