@@ -131,7 +131,7 @@ def main() -> None:
         folder = Path(path)
         save_model_folder(work.model, folder)
         # both sides read the file; of a large model, a copy more would not fit into memory
-        work = replace(work, model=Transformer.empty(work.model.shape, "meta"))
+        work = replace(work, model=Transformer(work.model.shape, seed=None))
         with PeakMemory(work.device) as memory:
 
             def ready() -> None:

@@ -303,8 +303,8 @@ class Parts:
                 load_peft(model, run / ADAPTER_FILE)
             model = merge_adapters(model)
         elif state:
-            model = Transformer.empty(ModelShape(**state["run"]["shape"]))
-            load_trained(model, state["model"])
+            model = Transformer(ModelShape(**state["run"]["shape"]), seed=None)
+            model.load_state_dict(state["model"], assign=True)
         else:
             model = Transformer.from_pretrained(run / WEIGHTS)
         model.store(matrices)

@@ -50,7 +50,7 @@ def size_of(model: str) -> Size | None:
         from .model.transformer import Transformer
 
         shape = read_model_shape(hub_folder(model, weights=False))
-        return Size.of(Transformer.empty(shape, device="meta"))
+        return Size.of(Transformer(shape, seed=None))
     except Exception:
         return None
 

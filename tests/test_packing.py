@@ -193,11 +193,10 @@ def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
 
 def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:
     """Or CUDA's attention would copy it in every layer; and all layers share one."""
-    visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
-    rows = torch.zeros(3, 5, dtype=torch.int64)
-    part = CompletionRows(rows, rows, visible)
+    last = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(0))
+    part = CompletionRows(last, torch.zeros(3, 13, dtype=torch.int64), last)
     mask = part._mask(torch.float64, 3)
-    repeated = visible.repeat(1, 1, 3, 1)
+    repeated = torch.arange(13) <= last.repeat(1, 3)[:, None, :, None]
     assert torch.equal(mask == 0, repeated) and torch.equal(mask == -torch.inf, ~repeated)
     assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
     assert part._mask(torch.float64, 3) is mask
@@ -207,7 +206,7 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
     one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)
     value = one.clone().requires_grad_()
-    part = CompletionRows(rows, rows, torch.ones(512, 1, 1, 1, dtype=torch.bool))
+    part = CompletionRows(rows, rows, last=rows)
     part.attend(one, one, value).sum().backward()
     assert value.grad is not None and value.grad.item() == 512
 

@@ -6,7 +6,7 @@ loading it anyway would give a model that runs but writes nonsense.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -97,6 +97,15 @@ LLAMA_FIELDS = {
     "tied": "tie_word_embeddings",
 }
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
+DEFAULTS = {"layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+# settings that may be missing, and their values for which transformer.py computes the same
+SUPPORTED: dict[str, Sequence[object]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "scale_attn_by_inverse_layer_idx": [False],
+    "rope_type": ("default", "llama3"),
+    "hidden_act": ["silu"],
+    "use_sliding_window": [False],
+}
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -105,45 +114,30 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     if family not in FAMILIES:
         raise ConfigError(f"{CONFIG}: model_type {family} is not one of {', '.join(FAMILIES)}")
     try:
-        return _read_gpt2(config) if family == "gpt2" else _read_llama(config, family)
+        return _read_shape(config, family)
     except Exception as error:  # a value may have any type
         raise ConfigError(f"{CONFIG}: {type(error).__name__}: {error}") from None
 
 
-def _require(config: Mapping[str, Any], name: str, *supported: object) -> None:
-    """Raise ValueError unless a setting is missing or has a supported value."""
-    if name in config and config[name] not in supported:
-        raise ValueError(f"{name} is {config[name]!r}, which is not supported")
-
-
-def _shape(config: Mapping[str, Any], names: Mapping[str, str], **more: Any) -> ModelShape:
-    found = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
-    return SHAPES.validate_python({**found, **more})
-
-
-def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
-    _require(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-    _require(config, "scale_attn_by_inverse_layer_idx", False)
-    defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    return _shape({**defaults, **config}, GPT2_FIELDS)
-
-
-def _read_llama(config: Mapping[str, Any], family: str) -> ModelShape:
-    """Llama and its relatives; transformers 5 writes `rope_parameters`, version 4 two fields."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    config = {**config, "rope_type": rope.get("type", "default"), **rope}
-    _require(config, "rope_type", "default", "llama3")
-    _require(config, "hidden_act", "silu")
-    _require(config, "use_sliding_window", False)
-    defaults = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
+def _read_shape(config: Mapping[str, Any], family: str) -> ModelShape:
+    """transformers 5 writes `rope_parameters`, version 4 two fields."""
+    defaults: dict[str, Any] = {**DEFAULTS, "tie_word_embeddings": family in ("gpt2", "smollm3")}
+    supported = dict(SUPPORTED)
     if family == "smollm3":  # every fourth layer does not rotate: see ModelShape.rotates
         layers = config["num_hidden_layers"]
-        _require(config, "no_rope_layers", None, ([1, 1, 1, 0] * layers)[:layers])
-        defaults |= {"rope_theta": 2e6, "tie_word_embeddings": True}
+        supported["no_rope_layers"] = None, ([1, 1, 1, 0] * layers)[:layers]
+        defaults["rope_theta"] = 2e6
     if family == "mistral":  # it has a window, and no field that says whether it is used
-        _require(config, "sliding_window", None)
+        supported["sliding_window"] = [None]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    config = {**defaults, **config, "rope_type": rope.get("type", "default"), **rope}
+    for name, values in supported.items():
+        if name in config and config[name] not in values:
+            raise ValueError(f"{name} is {config[name]!r}, which is not supported")
+    names = GPT2_FIELDS if family == "gpt2" else LLAMA_FIELDS
+    found = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
     scaling = rope if config["rope_type"] == "llama3" else None
-    return _shape({**defaults, **config}, LLAMA_FIELDS, family=family, rope_scaling=scaling)
+    return SHAPES.validate_python({**found, "family": family, "rope_scaling": scaling})
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:

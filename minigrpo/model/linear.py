@@ -41,10 +41,7 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed in the precision of its input or of autocast; not initialised."""
-
-    def reset_parameters(self) -> None:
-        """A Transformer initialises its weights, or loads them."""
+    """`nn.Linear`, computed in the precision of its input or of autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -31,7 +31,7 @@ class LoRALinear(Linear):
         """`base` gives its parameters to this layer. A is uniform in +-1 / sqrt(in), as in PEFT."""
         super().__init__(base.in_features, base.out_features, device="meta")  # takes no memory
         self.weight, self.bias = base.weight, base.bias
-        self.scale, self.enabled = alpha / rank, True
+        self.scale = alpha / rank
         bound = 1 / math.sqrt(base.in_features)
         drawn = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         wide = at_least_fp32(base.weight.new_zeros(base.out_features, rank))
@@ -40,7 +40,7 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        if not self.enabled:
+        if self.scale == 0:
             return out
         return out + linear(linear(x, self.lora_A), self.lora_B) * self.scale
 
@@ -78,7 +78,7 @@ def layer_names(layers: Mapping[str, nn.Module]) -> list[str]:
 def disable_adapters(model: nn.Module) -> None:
     """Make a model compute what it computed before it got adapters."""
     for layer in adapters(model).values():
-        layer.enabled = False
+        layer.scale = 0.0
 
 
 @torch.no_grad()
@@ -119,8 +119,8 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def peft_names(model: Transformer) -> dict[str, str]:
     """The names of the adapters' tensors here -> in adapter_model.safetensors."""
     prefix = f"base_model.model.{GPT2_PREFIX if model.shape.is_gpt2 else ''}"
-    stored = {name: stored_name(model.shape, name) for name in trained_state(model)}
-    return {name: f"{prefix}{theirs}.weight" for name, theirs in stored.items()}
+    names = trained_state(model)
+    return {name: f"{prefix}{stored_name(model.shape, name)}.weight" for name in names}
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:

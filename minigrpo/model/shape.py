@@ -64,11 +64,6 @@ class ModelShape:
         return self.family == "gpt2"
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether the query and the key of each head are normalised before they are rotated."""
-        return self.family == "qwen3"
-
-    @property
     def kv_width(self) -> int:
         """Numbers per token and layer in the keys, and as many in the values."""
         return self.kv_heads * self.head_dim

@@ -126,13 +126,12 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     source = settings.get("chat_template")
     if isinstance(source, list):  # of several
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    file, where = folder / CHAT_TEMPLATE, f"the chat template of {name}"
-    if chat_template:
-        file, where = Path(chat_template), f"--chat-template {chat_template}"
+    file = Path(chat_template or folder / CHAT_TEMPLATE)
     if chat_template or file.is_file():
         source = file.read_text(encoding="utf-8-sig")  # some editors write a mark
     if system and not source:
         raise ValueError("--system needs a chat template, such as that of --chat-template")
+    where = f"the chat template of {chat_template or name}"
     chat = Chat(source, where, named, list(special), system) if source else None
     turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
     whole, plain = (engine.encode("a", add_special_tokens=on).ids for on in (True, False))

@@ -46,14 +46,13 @@ def attention(
         return attend(q, k, v)
 
 
-def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotate:
+def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
     """A function that rotates `x [N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
 
     The first half of a head is rotated against the second half, as in Llama's files; in float32 or
-    wider, whatever `dtype` the model's weights have.
+    wider, whatever the model's precision.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.to(wide)[:, None, None] * frequencies(shape, positions.device)
+    angles = positions[:, None, None] * frequencies(shape, positions.device)
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [N, 1, E]
 
@@ -80,18 +79,11 @@ def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
 # --- the parts of a block, with the names that parameters have in files ---------------------------
 
 
-class RMSNorm(nn.Module):
-    """Divide by the root mean square, in float32 or wider (arXiv 1910.07467)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+class RMSNorm(nn.RMSNorm):
+    """Divide by the root mean square, in the precision of the weights (arXiv 1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_fp32(x)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return super().forward(x.to(self.weight.dtype))
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
@@ -127,11 +119,9 @@ class LlamaProjections(nn.Module):
         self.k_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
         self.v_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
         self.o_proj = Linear(queries, shape.width, bias=False)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
-            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+        norm: type[nn.Module] = RMSNorm if shape.family == "qwen3" else nn.Identity
+        self.q_norm = norm(shape.head_dim, shape.norm_eps)  # of each head, before it is rotated
+        self.k_norm = norm(shape.head_dim, shape.norm_eps)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[N, D]` -> queries `[N, H, E]`, keys and values `[N, K, E]`."""
@@ -192,24 +182,21 @@ class Block(nn.Module):
 # --- the model ----------------------------------------------------------------------------------
 
 
-def _embedding(number: int, width: int) -> nn.Embedding:
-    """Without torch's own initialisation: a Transformer initialises its weights, or loads them."""
-    return nn.Embedding.from_pretrained(torch.empty(number, width), freeze=False)
-
-
 class Transformer(Weights):
     """A decoder with GPT-2's names for its parts; weights.py fills and saves it."""
 
     def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
-        """Random weights from `seed`; None leaves them uninitialised, for loading."""
-        super().__init__(shape, seed)
+        """Random weights from `seed`; with None the model is on `meta`, without memory."""
+        super().__init__()
+        self.shape = shape
         # set by device.py for gradient checkpointing: runs a block, recomputed in backward
         self.recompute_block: Callable[..., Tensor] | None = None
-        self.wte = _embedding(shape.vocab_size, shape.width)
-        self.wpe = _embedding(shape.context, shape.width) if shape.is_gpt2 else None
-        self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.ln_f = make_norm(shape)
-        self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
+        with torch.device("meta"):  # where torch's own initialisation takes no time
+            self.wte = nn.Embedding(shape.vocab_size, shape.width)
+            self.wpe = nn.Embedding(shape.context, shape.width) if shape.is_gpt2 else None
+            self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+            self.ln_f = make_norm(shape)
+            self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
 
@@ -235,7 +222,7 @@ class Transformer(Weights):
         if self.wpe is not None:
             x = x + self.wpe(positions)
         else:
-            rotate = rotation(self.shape, positions, x.dtype)
+            rotate = rotation(self.shape, positions)
         recompute = self.recompute_block if torch.is_grad_enabled() else None
         for layer, block in enumerate(self.h):
             how = partial(attend, layer), rotate if self.shape.rotates(layer) else None

@@ -18,17 +18,15 @@ INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # starte
 class Weights(nn.Module):
     """What a Transformer does with its weights besides running them."""
 
+    shape: ModelShape
     wte: nn.Embedding
     wpe: nn.Embedding | None
     head: nn.Linear | None
 
-    def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
-        super().__init__()
-        self.shape = shape
-
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fill with random weights."""
+        """Make room in the host's memory, and fill it with random weights."""
+        self.to_empty(device="cpu")
         # GPT-2's scheme for every family, with two departures. After 400 supervised steps of a
         # GPT-2 on chess, the loss is 37 nats per example with both, 75 with the first, 80 without.
         # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
@@ -40,6 +38,8 @@ class Weights(nn.Module):
             elif parameter.dim() == 2:
                 scale = 1 / math.sqrt(2 * shape.layers) if name.endswith(INTO_RESIDUAL) else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
+            else:
+                parameter.fill_(1.0)
         if self.wpe is None:
             return
         # 2. The learned positions start as sinusoids. A fixed offset is then a rotation of the
@@ -49,19 +49,13 @@ class Weights(nn.Module):
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
 
     @classmethod
-    def empty(cls, shape: ModelShape, device: torch.device | str = "cpu") -> Self:
-        """A model whose weights are uninitialised memory; on `meta`, without memory."""
-        with torch.device(device):
-            return cls(shape, seed=None)
-
-    @classmethod
     def from_pretrained(cls, path: str | Path, matrices: str = "float32", *, seed: int = 0) -> Self:
         """A model from a folder as Hugging Face writes it, or from one safetensors file.
 
         A folder with a config.json alone is random weights from `seed`. `matrices`: see `store`.
         """
         shape, tensors = read_model(Path(path))
-        model = cls.empty(shape, "meta") if tensors else cls(shape, seed)
+        model = cls(shape, None if tensors else seed)
         if tensors:
             load_weights(model, tensors)
         model.store(matrices)

@@ -59,7 +59,7 @@ class Console:
     ) -> None:
         """Say what a step is, which layers are on, and what the reward is."""
         prompts, group = config.sampling.prompts_per_step, config.sampling.group_size
-        parameters = Size.of(model.empty(model.shape, "meta")).parameters / 1e6
+        parameters = Size.of(Transformer(model.shape, seed=None)).parameters / 1e6
         self.say(
             f"{config.loss.name}: {prompts} prompts x {1 if config.supervised else group} "
             f"completions per step, on {processes} x {model.device.type}; "

@@ -45,7 +45,7 @@ def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> f
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
     norms = 2 * FLOAT * width * (1 if shape.is_gpt2 else 2)
-    norms += 2 * FLOAT * (inner + shape.kv_width) * shape.qk_norm
+    norms += 2 * FLOAT * (inner + shape.kv_width) * (shape.family == "qwen3")
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
     inside_mlp = shape.mlp_width * (2 if shape.is_gpt2 else 4)
     linears = size * (2 * width + inner + inside_mlp)
@@ -77,7 +77,7 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     if predictions > chunk:  # two buffers, later one and the gradient of the head
         rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
 
-    model = Transformer.empty(shape, device="meta")
+    model = Transformer(shape, seed=None)
     if config.model.lora_rank:
         model.store(config.model.base_dtype)
     add_lora(model, config.model)
@@ -111,7 +111,7 @@ def copy_of(config: Config, base: float, name: str) -> float:
     """Bytes of a frozen model; `base`: of the weights of --model, without adapters."""
     if name == INITIAL:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
-    model = Transformer.empty(shape_of(config.replace(model=name)), device="meta")
+    model = Transformer(shape_of(config.replace(model=name)), seed=None)
     model.store(config.model.base_dtype)
     return sum(x.nbytes for x in model.parameters())
 
