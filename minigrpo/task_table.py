@@ -23,6 +23,7 @@ class TaskRow:
 
 
 LONG = {"max_new_tokens": 512, "learning_rate": 1e-6}
+DIALOGUE = {"loss": "dapo", "tokenizer": "dialogue"}
 
 
 TASKS = {
@@ -39,6 +40,18 @@ TASKS = {
         "countdown",
         {"loss": "dapo", "learning_rate": 5e-4, "max_new_tokens": 72, "eval_every": 50},
         LONG | {"max_new_tokens": 1024},
+    ),
+    "guess": TaskRow(
+        "guess:Guess",
+        "guess",
+        {
+            **DIALOGUE,
+            "prompts_per_step": 31,  # each secret
+            "max_new_tokens": 20,
+            "learning_rate": 2e-3,
+            "max_steps": 900,
+            "eval_size": 496,
+        },
     ),
     "code": TaskRow(
         "code:Code",
