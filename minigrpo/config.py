@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .defaults import settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
-from .task_table import settings_of_task
+from .task_table import TASKS, TaskRow
 
 LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
 # of the table, in a file, or an object of the caller's
@@ -329,9 +329,10 @@ class Config(Group):
 
         The later ones count above the earlier ones.
         """
-        task, size = self.task, size_of(self.model.name)
-        own = settings_of_task(task.name, bool(task.data), published=size is not None)
-        found: dict[str, Mapping[str, Any]] = {f"for --task {task.name}": own}
+        task, size = self.task.name, size_of(self.model.name)
+        row = TASKS.get(task, TaskRow(""))
+        own = row.own if size else {**row.own, **row.settings}
+        found: dict[str, Mapping[str, Any]] = {f"for --task {task}": own}
         if size:
             millions = f"{size.parameters / 1e6:,.1f} M"
             found[f"for a model of {millions} parameters"] = settings_for(size, self)
