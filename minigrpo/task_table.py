@@ -5,12 +5,10 @@ of a row.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class TaskRow:
+class TaskRow(NamedTuple):
     """A built-in task."""
 
     path: str  # "module:Class" in minigrpo.tasks
@@ -18,8 +16,8 @@ class TaskRow:
     # flat name -> value: settings that differ from the defaults, unless somebody gives them. Those
     # of every model, and those of a model that ships or has random weights: defaults.py has the
     # rates and lengths of published ones
-    own: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
 
 
 TASKS = {
