@@ -1,7 +1,7 @@
 """`minigrpo.train`: a run from Python, with objects where the command line has names of files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -82,16 +82,12 @@ def processes() -> DistContext:
     return DistContext.from_env()
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class TrainedRun:
     """A run that has ended."""
 
-    trainer: Trainer
+    trainer: Trainer = field(repr=False)
     summary: Mapping[str, Any]  # the contents of summary.json
-
-    def __repr__(self) -> str:
-        status, step = self.summary["status"], self.summary["step"]
-        return f"TrainedRun({str(self.folder)!r}, {status} at step {step})"
 
     @property
     def folder(self) -> Path:

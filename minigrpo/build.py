@@ -12,6 +12,7 @@ import torch
 
 from .config import LOSS_NAMES, Config, ModelConfig
 from .environments import Begun, World, load_name
+from .evaluate import held_out
 from .losses import LossSpec, loss_spec
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel, with_context
@@ -211,9 +212,8 @@ class Parts:
         """Raise ConfigError for examples that do not fit the model, before a run gets to them."""
         config, task, tokenizer = self.config, self.task, self.tokenizer
         context = self.model.shape.context
-        held_out = range(min(CHECKED, task.num_held_out or CHECKED))
         examples = [task.train(i) for i in range(CHECKED)]
-        examples += [*(task.held_out(i) for i in held_out), *task.longest(4 * CHECKED)]
+        examples += [*held_out(task, CHECKED), *task.longest(4 * CHECKED)]
         encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
         if field := config.loss.teacher_context:
             for example in examples:

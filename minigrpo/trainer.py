@@ -111,18 +111,17 @@ class Trainer(Parts):
         """Train to the end, or until asked to stop; return why it stopped before, or ""."""
         run, stopped = self.config.run, ""
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        self._evaluate_if_due()
         with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
             while self.step < end and not stopped:
+                if not self.evaluations or (run.eval_every and self.step % run.eval_every == 0):
+                    self._evaluate()
                 metrics = self.one_step()
                 self.console.update(self.step, end, metrics)
                 for callback in self.callbacks if self.dist.is_main else ():
                     callback(self.step, metrics)
                 trace.step()
-                if self.step < run.max_steps:  # the last step is evaluated and saved by `fit`
-                    self._evaluate_if_due()
-                    if self.step % run.save_every == 0:
-                        self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
+                if self.step % run.save_every == 0 and self.step < end:  # `fit` saves the last one
+                    self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
                 stopped = request.agreed(self.dist)
         return stopped or ("stop_after" if self.step < run.max_steps else "")
 
@@ -140,11 +139,6 @@ class Trainer(Parts):
         log.step(step + 1, metrics)
         samples.log_group(log, batch, step + 1, self.tokenizer)
         return metrics
-
-    def _evaluate_if_due(self) -> None:
-        every = self.config.run.eval_every
-        if not self.evaluations or (every and self.step % every == 0):
-            self._evaluate()
 
     def _evaluate(self) -> None:
         """Evaluate in the main process, unless this step has been."""

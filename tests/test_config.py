@@ -52,14 +52,10 @@ def test_a_later_file_counts_above_an_earlier_one(tmp_path: Path) -> None:
     assert Config.from_cli(words).sampling.group_size == 8
 
 
-def test_settings_of_a_task_follow_the_task_and_its_data() -> None:
+def test_settings_follow_the_task() -> None:
     assert Config.of(task="math").optimizer.learning_rate == 1.5e-4
-    assert Config.of(task="math", data="x.jsonl").optimizer.learning_rate == 1e-6
     assert Config.of(task="math", learning_rate=1.0).optimizer.learning_rate == 1.0
-    assert Config.from_cli(["--task", "math"]) == Config.of(task="math")
-    assert Config.from_cli(["--task=math", "--data=x.jsonl"]) == Config.of(
-        task="math", data="x.jsonl"
-    )
+    assert Config.from_cli(["--task=math"]) == Config.of(task="math")
 
 
 def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
