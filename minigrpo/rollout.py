@@ -5,7 +5,7 @@ Decoding itself is in sampling/, scoring in rewards.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,24 +25,18 @@ from .sampling.generate import Sampler
 from .types import ConfigError, Example, RolloutBatch
 
 
+@dataclass
 class Batches:
     """Samples completions from the policy, scores them, and turns rewards into advantages."""
 
-    def __init__(
-        self,
-        config: Config,
-        examples: ExamplePrefetcher,
-        sampler: Sampler,
-        scorer: RewardScorer,
-        reference: FrozenModel | None,
-        timer: PhaseTimer,
-        dist: DistContext,
-        loss: LossSpec | None = None,
-    ) -> None:
-        """`reference`: the frozen model of the KL, None: no KL. `loss`: as for `Learner`."""
-        self.spec = loss or loss_spec(config.loss.name)
-        self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
-        self.scorer, self.reference, self.timer = scorer, reference, timer
+    config: Config
+    examples: ExamplePrefetcher
+    sampler: Sampler
+    scorer: RewardScorer
+    reference: FrozenModel | None  # of the KL; None: no KL
+    timer: PhaseTimer
+    dist: DistContext
+    loss: LossSpec | None = None  # None for the row of --loss
 
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch, on the host.
@@ -117,7 +111,8 @@ class Batches:
 
     def _advantages(self, batch: RolloutBatch, ref_logp: Tensor | None, step: int) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
-        loss, spec, completions = self.config.loss, self.spec, batch.completions
+        loss, completions = self.config.loss, batch.completions
+        spec = self.loss or loss_spec(loss.name)
         assert batch.rewards is not None
         total = torch.from_numpy(batch.rewards.total)  # float64
         if total.shape[1] == 1:
@@ -132,9 +127,8 @@ class Batches:
             assert completions.sampler_logp is not None
             total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if loss.overlong == "punish":
-            lengths = completions.completion_len
-            longest = self.config.sampling.max_new_tokens
-            total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
+            limits = self.config.sampling.max_new_tokens, loss.overlong_buffer
+            total = total + overlong_punishment(completions.completion_len, *limits)
         total = self.dist.gather(total)
         if total.isfinite().all():
             everyone = advantages(total, estimator=spec.estimator, scale=scale).float()

@@ -64,13 +64,8 @@ def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Te
     the nearest to the sequence's own length is taken; of two equally near ones, the first. If they
     match nowhere, the draft is read from the sequence's own length on.
 
-    Args:
-        drafts: `[B, L]` int64, a text that each sequence is likely to resemble.
-        ids: `[B, S]` int64, the tokens that each sequence has so far.
-        lengths: `[B]` int64, how many these are.
-
-    Returns:
-        `[B, num_tokens]` int64. Past the end of a draft, its last token is repeated.
+    `drafts` `[B, L]` int64, `ids` `[B, S]`, the tokens of each sequence, and their number `lengths`
+    `[B]` -> `[B, num_tokens]`. Past the end of a draft, its last token is repeated.
     """
     num_matched = NUM_MATCHED_TOKENS
     drafts = torch.nn.functional.pad(drafts, (0, max(0, num_matched + 1 - drafts.shape[1])))
@@ -80,8 +75,7 @@ def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Te
     places = torch.arange(num_matched, drafts.shape[1], device=ids.device)
     equal = (drafts.unfold(1, num_matched, 1)[:, :-1] == recent[:, None]).all(-1)
     matches = equal & (lengths >= num_matched)[:, None]  # else `recent` is partly filler
-    no_match = 1 << 30
-    distance, nearest = torch.where(matches, (places - lengths[:, None]).abs(), no_match).min(1)
-    start = torch.where(distance < no_match, places[nearest], lengths)
+    distance = (places - lengths[:, None]).abs().masked_fill(~matches, 1 << 30)
+    start = torch.where(matches.any(1), places[distance.argmin(1)], lengths)
     following = start[:, None] + torch.arange(num_tokens, device=ids.device)
     return drafts.gather(1, following.clamp(max=drafts.shape[1] - 1))
