@@ -78,9 +78,7 @@ class LossNormalizer:
         return cls(completions, tokens, max_length or mask.shape[-1])
 
 
-# --- the ratio: how far the policy has moved from the one that sampled ----------------------------
-
-
+# The ratio: how far the policy has moved from the one that sampled.
 def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """r_t = exp(logp_t - old_t)."""
     return log_ratio.exp()
@@ -97,9 +95,7 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
 
 
-# --- the surrogate: from ratio and advantage to a term per token, and what was clipped ------------
-
-
+# The surrogate: from ratio and advantage to a term per token, and what was clipped.
 @dataclass(frozen=True)
 class Clip:
     """Clips the ratio to [1 - low, 1 + high]; `cap`, if given, bounds the unclipped ratio."""
@@ -152,9 +148,7 @@ def negative_logp(x: LossInputs) -> Term:
     return -x.logp
 
 
-# --- the weights: how much each token counts ------------------------------------------------------
-
-
+# The weights: how much each token counts.
 def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """1 / (B n_i)"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)

@@ -18,10 +18,9 @@ NUM_MATCHED_TOKENS = 3  # K, the last tokens of a sequence, which locate it in i
 def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
     """Log-probabilities `[..., V]` with -inf for every token that is removed.
 
-    First top-k, then top-p (nucleus sampling, Holtzman et al., arXiv 1904.09751) of what top-k
-    kept, then min-p (Nguyen et al., arXiv 2407.01082), in the order of transformers. Tokens that
-    tie with the last kept token are kept too. The result is not renormalised: its log-sum-exp is
-    the log of the kept mass.
+    First top-k, then top-p (nucleus sampling, arXiv 1904.09751) of what top-k kept, then min-p
+    (arXiv 2407.01082), in the order of transformers. Tokens that tie with the last kept one are
+    kept too. The result is not renormalised: its log-sum-exp is the log of the kept mass.
     """
     if sampling.top_k and sampling.top_k < logp.shape[-1]:
         logp = logp.masked_fill(logp < logp.topk(sampling.top_k).values[..., -1:], -torch.inf)
@@ -40,13 +39,8 @@ def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
 def pick_token(logp: Tensor, u: Tensor | None, slot: Tensor) -> Tensor:
     """Sample by inverse CDF, or take the most likely token if `u` is None.
 
-    Args:
-        logp: `[B, W, V]`, log-probabilities of B slots at W positions; they need not be normalised.
-        u: `[N, W]`, uniform numbers in [0, 1) of N sequences.
-        slot: `[N]` int64, the slot of each sequence; several may share one.
-
-    Returns:
-        `[N, W]` int64, the tokens.
+    Log-probs `[B, W, V]` of B slots at W positions, which need not be normalised, numbers `u`
+    `[N, W]` in [0, 1) and the slot of each sequence `[N]` -> tokens `[N, W]`.
     """
     if u is None:
         return logp.argmax(-1)[slot]
