@@ -2,10 +2,9 @@
 
     prepare     leave out what has no gradient, count the whole step, compute old log-probs
     gradient    forward and backward in micro-batches, whose gradients add up to the step's
-    update      clip the gradient, skip the step if it is not finite, step AdamW
+    learn       clip the gradient, skip the step if it is not finite, step AdamW
 
-The objective is `Learner.objective` here and `policy_loss` in losses.py. Sampling is in rollout.py;
-the learner writes no files and prints nothing, but calls `warn`.
+The objective is `Learner.objective` here and `policy_loss` in losses.py.
 """
 
 import math
@@ -74,8 +73,8 @@ class Learner:
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
 
-        Returns the metrics of the last one, over all processes. Raises Diverged if the weights are
-        not finite, or if too many steps in a row had a loss or gradient that is not.
+        Returns the metrics of the last one, over all processes. Raises Diverged if weights are not
+        finite, or too many losses or gradients in a row.
         """
         self.guard.check()
         learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
@@ -86,11 +85,16 @@ class Learner:
             metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
-            metrics["grad_norm"] = norm
-            if not self._update(metrics["loss"], norm):
+            metrics["grad_norm"], loss = norm, metrics["loss"]
+            finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
+            if finite:
+                self.in_update = True
+                self.scaler.step(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+            # an infinite gradient of a finite loss is no bad step as long as the loss scale falls
+            if not self.guard.update_scale(self.scaler, loss) and not finite:
                 self.guard.skip(self.warn)
-                numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
-                self.warn(f"step {step + 1}: {numbers}: no update")
+                self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
                 break
         else:
             self.guard.in_a_row = 0
@@ -209,10 +213,8 @@ class Learner:
             added=added,
         )
         metrics |= {"loss": loss.detach(), "entropy": entropy.detach().sum()}
-        metrics |= {
-            "tokens": mask.sum().to(logp),
-            "tokens/run": logp.new_full((), len(packing.ids)),
-        }
+        run = logp.new_full((), len(packing.ids))
+        metrics |= {"tokens": mask.sum().to(logp), "tokens/run": run}
         if kl:
             metrics["teacher_kl"] = kl[0].detach().sum()
         if completions.sampler_logp is not None:
@@ -244,19 +246,6 @@ class Learner:
         if largest:
             found[LARGEST_GAP] = self.dist.max(torch.stack(largest).max())
         return found
-
-    def _update(self, loss: Tensor, norm: Tensor) -> bool:
-        """Step the optimizer if loss and gradient are finite; return False for a bad step.
-
-        All processes decide alike: loss and norm are equal. With a loss scaler, an infinite
-        gradient of a finite loss is no bad step as long as the scale falls.
-        """
-        finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if finite:
-            self.in_update = True
-            self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        return self.guard.update_scale(self.scaler, loss) or finite
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""

@@ -60,8 +60,8 @@ def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tens
     `advantages` of it with the scale `batch` are those of GDPO (arXiv 2601.05242). A part that does
     not concern a group is NaN there.
     """
-    each = {name: advantages(parts[name].nan_to_num()) for name in weights}
-    return torch.stack([weights[name] * part for name, part in each.items()]).sum(0)
+    centred = [x * advantages(parts[name].nan_to_num()) for name, x in weights.items()]
+    return torch.stack(centred).sum(0)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ class LossNormalizer:
         return cls(completions, tokens, max_length or mask.shape[-1])
 
 
-# --- the ratio: how far the policy has moved from the one that sampled ----------------------------
-
-
+# The ratio: how far the policy has moved from the one that sampled.
 def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """r_t = exp(logp_t - old_t)."""
     return log_ratio.exp()
@@ -97,9 +95,7 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
 
 
-# --- the surrogate: from ratio and advantage to a term per token, and what was clipped ------------
-
-
+# The surrogate: from ratio and advantage to a term per token, and what was clipped.
 @dataclass(frozen=True)
 class Clip:
     """Clips the ratio to [1 - low, 1 + high]; `cap`, if given, bounds the unclipped ratio."""
@@ -152,9 +148,7 @@ def negative_logp(x: LossInputs) -> Term:
     return -x.logp
 
 
-# --- the weights: how much each token counts ------------------------------------------------------
-
-
+# The weights: how much each token counts.
 def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """1 / (B n_i)"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
@@ -177,7 +171,7 @@ def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A row of the loss table, with the defaults of the loss's paper. `LossSpec()` is grpo."""
+    """A row of the loss table, with the defaults of its paper; what it does not say is GRPO's."""
 
     ratio: Callable[[Tensor, Tensor], Tensor] = token_ratio
     surrogate: Callable[[LossInputs], Term] = clipped
@@ -199,17 +193,15 @@ def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec
 
 
 LOSSES = {
-    "grpo": LossSpec(token_ratio, clipped, per_completion),  # arXiv 2402.03300
-    "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
-    "dapo": LossSpec(token_ratio, clipped, per_token, Clip(high=0.28)),  # 2503.14476
-    "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
-    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, Clip(3e-4, 4e-4)),  # 2507.18071
-    "cispo": LossSpec(token_ratio, cispo, per_token, Clip(cap=5.0)),  # 2506.13585, 2510.13786
-    "rloo": LossSpec(
-        sequence_sum_ratio, clipped, per_completion, estimator="leave_one_out", scale="none"
-    ),  # 2402.14740
-    "maxrl": LossSpec(token_ratio, clipped, per_token, scale="mean"),  # 2602.02710
-    "nll": LossSpec(token_ratio, negative_logp, per_token),  # supervised fine-tuning
+    "grpo": LossSpec(),  # arXiv 2402.03300
+    "dr_grpo": LossSpec(weights=constant, scale="none"),  # 2503.20783
+    "dapo": LossSpec(weights=per_token, clip=Clip(high=0.28)),  # 2503.14476
+    "bnpo": LossSpec(weights=per_local_token),  # TRL
+    "gspo": LossSpec(sequence_mean_ratio, clip=Clip(3e-4, 4e-4)),  # 2507.18071
+    "cispo": LossSpec(surrogate=cispo, weights=per_token, clip=Clip(cap=5.0)),  # 2506.13585
+    "rloo": LossSpec(sequence_sum_ratio, estimator="leave_one_out", scale="none"),  # 2402.14740
+    "maxrl": LossSpec(weights=per_token, scale="mean"),  # 2602.02710
+    "nll": LossSpec(surrogate=negative_logp, weights=per_token),  # supervised fine-tuning
 }
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
@@ -222,21 +214,16 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 KL_IN_REWARD = "k1_reward"
 
-
-# --- the gap between sampler and trainer ----------------------------------------------------------
-
 DEEPSEEK = "deepseek"
-Factor = Callable[[Tensor, Tensor, float], Tensor]  # of r = p_trainer / p_sampler, A and the cap
-SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Factor]] = {
-    "token-truncate": (token_ratio, lambda r, adv, cap: r.clamp(max=cap)),
-    "token-mask": (token_ratio, lambda r, adv, cap: torch.where(r <= cap, r, 0.0)),
-    # arXiv 2510.18855, whose cap is 5
-    "icepop": (token_ratio, lambda r, adv, cap: torch.where((r >= 0.5) & (r <= cap), r, 0.0)),
-    "sequence-truncate": (sequence_sum_ratio, lambda r, adv, cap: r.clamp(max=cap)),
-    # TRL's default
-    "sequence-mask": (sequence_sum_ratio, lambda r, adv, cap: torch.where(r <= cap, r, 0.0)),
-    # arXiv 2512.02556, equation 9: what is bad and far from the policy does not count
-    DEEPSEEK: (sequence_mean_ratio, lambda r, adv, cap: ((adv >= 0) | (-r.log() <= cap)).to(r)),
+# the ratio r = p_trainer / p_sampler, and the least that counts, as the cap is the largest; None:
+# a larger one counts as the cap
+SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
+    "token-truncate": (token_ratio, None),
+    "token-mask": (token_ratio, 0.0),
+    "icepop": (token_ratio, 0.5),  # arXiv 2510.18855, whose cap is 5
+    "sequence-truncate": (sequence_sum_ratio, None),
+    "sequence-mask": (sequence_sum_ratio, 0.0),  # TRL's default
+    DEEPSEEK: (sequence_mean_ratio, None),  # arXiv 2512.02556, equation 9
 }
 
 
@@ -247,11 +234,16 @@ def sampler_weights(
 
     `drawn`: `[..., S]`, of the distribution that the tokens are from; the others: `policy_loss`.
     """
-    form_ratio, factor = SAMPLER_CORRECTIONS[correction]
+    form_ratio, least = SAMPLER_CORRECTIONS[correction]
     trainer = logp.detach() if correction == DEEPSEEK else old  # it asks how old the tokens are
     log_ratio = torch.where(mask, trainer - drawn, 0.0)
-    by_token = adv if adv.dim() == logp.dim() else adv[..., None]
-    return factor(form_ratio(log_ratio, mask.to(log_ratio)), by_token, cap)
+    ratio = form_ratio(log_ratio, mask.to(log_ratio))
+    if correction == DEEPSEEK:  # all but what is bad and far from the policy
+        by_token = adv if adv.dim() == logp.dim() else adv[..., None]
+        return ((by_token >= 0) | (-ratio.log() <= cap)).to(ratio)
+    if least is None:
+        return ratio.clamp(max=cap)
+    return torch.where((least <= ratio) & (ratio <= cap), ratio, 0.0)
 
 
 def policy_loss(

@@ -52,8 +52,7 @@ class RewardFunction:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
-        arguments = ["batch"] if self.tokens else ["examples" if self.batched else "example"]
-        arguments += [] if self.tokens else ["texts" if self.batched or self.grouped else "text"]
+        arguments = ["batch"] if self.tokens else ["example", "text"]  # lists, if it is batched
         signature = inspect.signature(self.function)
         try:
             if "completions" in signature.parameters:

@@ -73,10 +73,7 @@ class Batches:
         )
 
     def roll_out(self, examples: Sequence[Example], step: int) -> RolloutBatch:
-        """Sample a group for each example, and score it.
-
-        A completion depends only on its example, the seed, the step and the weights.
-        """
+        """Sample a group for each example, by the seed, the step and the weights; score it."""
         config, sampling = self.config, self.config.sampling
         rows = np.array([example.index for example in examples])
         size = sampling.group_size, sampling.max_new_tokens

@@ -1,15 +1,12 @@
 """From prompts to completions: the loop of decoding, its running state, and the Sampler.
 
 A token is a pure function of its logits and of one uniform number that was drawn beforehand. So a
-completion depends neither on what else is in the batch nor on when other completions finish. And
-speculative decoding is exact: a proposed token is kept only if it would have been picked anyway.
+completion does not depend on what else is in the batch. And speculative decoding is exact: a
+proposed token is kept only if it would have been picked anyway.
 
-Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch,
-because the model would compute the same logits for all of them. Once they differ, they get slots of
-their own.
-
-In a dialogue, a sequence whose turn has ended keeps its slot while it waits for an answer, and
-others are decoded. The next rounds then run the tokens of the answer, and decoding goes on.
+Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch: their
+logits are the same. In a dialogue, a sequence whose turn has ended keeps its slot while it waits
+for an answer. The next rounds then run the tokens of the answer, and decoding goes on.
 
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
@@ -37,8 +34,8 @@ from ..types import Completions, Example
 from .decoder import Decoder
 from .pick import pick_token, propose, truncate
 
-# Waiting prompts enter when there is room for this share of the prompts that are decoded together,
-# because an entry costs a forward pass of its own.
+# Waiting prompts enter when there is room for this share of those that are decoded together: an
+# entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
 MOST_READ = 16  # tokens of an answer per round; in such a round, all slots run as many
 WAITS = -1  # in Generation.unread
@@ -58,7 +55,7 @@ class Generation:
         max_new_tokens: int,
         num_samples: int = 1,
         prompts_at_once: int = 0,
-        u: Tensor | None = None,
+        u: Tensor | np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         drafts: Tensor | None = None,
         num_speculative_tokens: int = 4,
@@ -70,13 +67,11 @@ class Generation:
             prompt_ids: `[P, Lp]` int64, right-padded.
             prompt_len: `[P]` int64.
             stops: the tokens that end a completion; others end after `max_new_tokens`.
-            prompts_at_once: there are never more completions side by side than those of so many
-                prompts, 0: of all. It changes no token.
+            prompts_at_once: the most prompts whose completions are side by side, 0: all.
             u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
                 likely token each time.
             sampling: its temperature, top-k, top-p and min-p.
-            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
-                as the known answer. It changes the number of rounds, not the tokens.
+            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble.
             work: a counter to add to: `rounds` after the prompts, and `tokens` that the model ran.
             dialogues: answers turns (environments.Dialogues); None: a completion is one turn.
         """
@@ -97,8 +92,8 @@ class Generation:
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
         self.u = None
         if u is not None:
-            u = u.flatten(0, 1)[:, :max_new_tokens].to(device)
-            self.u = torch.nn.functional.pad(u, (0, self.window))
+            given = torch.as_tensor(u).flatten(0, 1)[:, :max_new_tokens].to(device)
+            self.u = torch.nn.functional.pad(given, (0, self.window))
         self.lengths = self.ids.new_zeros(len(self.ids))  # [P * G] tokens of each completion
         # [P * G] tokens of an answer that are in `ids` and have not been run; or WAITS
         self.dialogues, self.unread, self.most_unread = dialogues, self.lengths.clone(), 0
@@ -215,13 +210,13 @@ class Generation:
     def _talk(self, unfinished: np.ndarray, state: np.ndarray) -> None:
         """Have ended turns answered, and append the answers that have come.
 
-        `unfinished` `[N]` and `state` `[6, N]`, see `_update_slots`, are changed. The last token of
-        a sequence that gets an answer becomes a number for it, which tells it from other answers.
+        `unfinished` `[N]` and `state` `[6, N]`, see `_update_slots`, are changed. An answer gets a
+        number in place of the last token, which tells it from others.
         """
         ended, unread, running, _, lengths, last = state
         for i in np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens)):
             ids = self.ids[running[i], : lengths[i]].tolist()
-            self.dialogues.submit(int(running[i]), ids, self.max_new_tokens - 1 - len(ids))
+            self.dialogues.submit(int(running[i]), ids)
             unread[i], unfinished[i] = WAITS, True
         answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
@@ -239,11 +234,9 @@ def assign_slots(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Assign one slot to the sequences that agree in their slot, length and last token, `[N]` each.
 
-    Slots keep their place where possible, so that little of the cache is copied.
-
-    Returns:
-        `[B]`, the old slot that each new slot continues; `[N]`, the new slot of each sequence;
-        `[B]`, one sequence of each new slot, as an index into the N sequences.
+    Slots keep their place where possible, so that little of the cache is copied. Returns the old
+    slot that each new slot continues, `[B]`, the new slot of each sequence, `[N]`, and one of the N
+    sequences for each new slot, `[B]`.
     """
     # one number per (slot, length, last token), ordered by slot first
     key = (slot * (lengths.max(initial=0) + 1) + lengths) * (last.max(initial=0) + 1) + last
@@ -271,9 +264,7 @@ class Sampler:
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding.
 
-        Args:
-            task: says whether completions resemble the true answers, whose tokens are proposed, and
-                in which environments they are dialogues.
+        `task` says whether completions resemble the true answers, and names their environments.
         """
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.stops: Collection[int] = tokenizer.stops
@@ -298,9 +289,7 @@ class Sampler:
     ) -> Completions:
         """Complete each example `num_samples` times; return the completions on the host.
 
-        Args:
-            u, sampling: see Generation; S >= --max-new-tokens.
-            batch_size: prompts decoded together, 0: all. It affects memory and time only.
+        `u` and `sampling`: see `Generation`. `batch_size`: prompts decoded together, 0: all.
         """
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest
@@ -325,7 +314,7 @@ class Sampler:
                     max_new_tokens=longest,
                     num_samples=num_samples,
                     prompts_at_once=size,
-                    u=None if u is None else torch.from_numpy(u),
+                    u=u,
                     sampling=sampling,
                     drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
