@@ -139,12 +139,12 @@ class RunDir:
         log = RunLog(self.console.warn)
 
         def start() -> None:
-            tracker = start_tracker(self.config, self.path)
+            trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)
             # every setting, which --config reads, and the software and files of the run
             settings = self.settings.model_dump(exclude_none=True)
             write_text(self.path / RECORD, tomli_w.dumps({**settings, "versions": self.versions}))
-            log.open(self.path, state["step"], self.base, tracker)
+            log.open(self.path, state["step"], self.base, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
             self._write_trained_on()
 

@@ -79,7 +79,7 @@ def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
 
 
 class Arguments(ModelArguments):
-    n: Annotated[int, Field(ge=1)] = 2000
+    n: int = Field(2000, ge=1)
     """Held-out examples, or as many as there are."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write the figures here, as JSON."""
