@@ -274,7 +274,7 @@ def load_model(
             say(f"--model {name}: random weights, of the shape in its config.json")
         return Transformer.from_pretrained(folder, matrices, seed=seed)
     saved = run / "checkpoints"
-    state = load_checkpoint(newest(saved, say)) if checkpoints(saved) else None
+    state = load_checkpoint(newest(run, say)) if checkpoints(saved) else None
     config = config_of_run(run)
     if config.model.lora_rank:
         model = make_model(config, make_tokenizer(config), say=say)

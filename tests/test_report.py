@@ -164,14 +164,6 @@ def test_several_runs_share_each_figure(tmp_path: Path) -> None:
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
 
 
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
-    run = tmp_path / "begun"
-    run.mkdir()
-    (run / "config.toml").write_text("")
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')
-    Parsed(page_of(run))
-
-
 def test_without_matplotlib_the_command_ends_with_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,11 +19,11 @@ from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.runtime.console import Console
 from minigrpo.runtime.guard import Diverged
-from minigrpo.runtime.run_dir import trained_on
+from minigrpo.runtime.run_dir import trained_on, warn_of_known_questions
 from minigrpo.runtime.stats import Graded
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
-from minigrpo.tools.evaluate import ModelArguments, parse, warn_of_known_questions
+from minigrpo.tools.evaluate import ModelArguments, parse
 from minigrpo.tools.sample import show
 from minigrpo.types import ConfigError, Dialogue, Example, RewardTable
 
@@ -189,9 +189,9 @@ def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> 
     assert task.questions is not None
     np.save(tmp_path / "trained_on.npy", task.questions[0])
     found: list[str] = []
-    warn_of_known_questions(str(tmp_path), task, found.append)
+    warn_of_known_questions(str(tmp_path), task.questions, found.append)
     assert found == []
-    warn_of_known_questions(str(tmp_path), whole, found.append)
+    warn_of_known_questions(str(tmp_path), whole.questions, found.append)
     assert len(found) == 1 and str(len(task.questions[0])) in found[0]
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 from pydantic import Field
 
@@ -22,7 +21,7 @@ from ..rewards import RewardScorer
 from ..runtime.console import Console
 from ..runtime.device import autocast, pick_device, set_up_process
 from ..runtime.logging import to_json
-from ..runtime.run_dir import RECORD, trained_on
+from ..runtime.run_dir import RECORD, warn_of_known_questions
 from ..sampling.generate import Sampler
 from ..task import Task
 
@@ -71,13 +70,6 @@ def load_sampler(config: Config, warn: Say, task: Task | None = None) -> Sampler
     return Sampler(config, model, tokenizer, low, warn, task)
 
 
-def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
-    """Say how many held-out questions the run, or the one that it began from, was trained on."""
-    _, held_out = task.questions or ((), ())
-    if known := int(np.isin(held_out, trained_on(Path(run))).sum()):
-        warn(f"{known} of {len(held_out)} held-out questions are among its training data")
-
-
 class Arguments(ModelArguments):
     n: int = Field(2000, ge=1)
     """Held-out examples, or as many as there are."""
@@ -89,7 +81,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
     task, sampler, scorer = load(config, arguments.data, console.warn)
-    warn_of_known_questions(arguments.run, task, console.warn)
+    warn_of_known_questions(arguments.run, task.questions, console.warn)
     run = config.replace(eval_size=arguments.n).run
     record, *_ = measure(sampler, task, scorer, run)
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")
