@@ -294,7 +294,7 @@ class Parts:
                 say(f"--model {name}: random weights, of the shape in its config.json")
             return Transformer.from_pretrained(folder, matrices, seed=self.config.run.seed)
         saved, config = run / "checkpoints", config_of_run(run)
-        state = load_checkpoint(newest(saved, say)) if checkpoints(saved) else None
+        state = load_checkpoint(newest(run, say)) if checkpoints(saved) else None
         if config.model.lora_rank:
             model = Parts(config, console=self.console).model
             if state:

@@ -1,6 +1,7 @@
 """A run's logs: what is written, what a resume keeps, and what a full disk or a tracker may do."""
 
 import json
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def log_of(
     folder: Path, step: int = 0, said: list[str] | None = None, tracker: Any = None
 ) -> RunLog:
     log = RunLog(pytest.fail if said is None else said.append)
-    log.open(folder, step, folder, tracker)
+    log.open(folder, step, folder, tracker or {})
     return log
 
 
@@ -239,8 +240,9 @@ def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
     tmp_path: Path, tracker: Any, steps: int
 ) -> None:
     """Also if it fails as it is closed."""
-    said, run = list[str](), tracked(tmp_path, tracker)
-    log = log_of(tmp_path, said=said, tracker=run)
+    said, started = list[str](), tracked(tmp_path, tracker)
+    log = log_of(tmp_path, said=said, tracker=started)
+    (run,) = started.values()
     run.log.side_effect = run.finish.side_effect = ConnectionError("no network")
     for step in range(1, steps + 1):
         log.step(step, {"loss": 1.0})
@@ -263,6 +265,16 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
 
 
 # --- the console ----------------------------------------------------------------------------------
+
+
+def test_a_line_of_progress_has_the_mean_since_the_line_before(capsys: Any) -> None:
+    console = Console()
+    for last_step in (3, 1):
+        console.last_line = float("inf")  # only the last step prints a line
+        for step, reward in enumerate([1.0, 2.0, 6.0][-last_step:], 1):
+            console.update(step, last_step, {"reward": reward, "step_time": 0.1})
+    assert re.findall(r"reward (\S+)", capsys.readouterr().out) == ["3.000", "6.000"]
+
 
 TALK = """
 from minigrpo.runtime.console import Console

@@ -84,7 +84,8 @@ class Parsed(HTMLParser):
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
-    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1})
+    said = [{"role": HOSTILE, "content": HOSTILE}, {"role": "tool", "content": "42 degrees"}]
+    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1}, dialogue=said)
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
     metric = f"rewards/{HOSTILE.replace(chr(0xD800), '')}/mean"
     write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5}])
@@ -98,7 +99,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     shown = "".join(page.text)
     assert "</script><script>alert(1)</script>" in shown
     assert "49" not in shown.partition("alert(2)")[2][:30]  # the template in the text is not run
-    assert "a<b>&" in shown
+    assert "a<b>&" in shown and "42 degrees" in shown
 
 
 def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
@@ -161,22 +162,6 @@ def test_several_runs_share_each_figure(tmp_path: Path) -> None:
     runs = [read_run(a, print), read_run(b, print), made_up(6, "c", reward=range(6))]
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
-
-
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
-    run = tmp_path / "begun"
-    run.mkdir()
-    (run / "config.toml").write_text("")
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')
-    Parsed(page_of(run))
-
-
-def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", [1, 0])
-    odd = {"reward": "x", "entropy": [1], "kl": None, "loss": True, "grad_norm": 10**400}
-    write_jsonl(run / "metrics.jsonl", [{"step": 4, **odd, "step_time": 2}])
-    assert read_run(run, print).metrics[-1] == {"step": 4, "step_time": 2}
-    Parsed(page_of(run))
 
 
 def test_without_matplotlib_the_command_ends_with_code_2(

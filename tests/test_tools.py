@@ -17,12 +17,15 @@ from minigrpo import Config, Trainer, Transformer
 from minigrpo.build import Parts
 from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.runtime.console import Console
 from minigrpo.runtime.guard import Diverged
-from minigrpo.runtime.run_dir import trained_on
+from minigrpo.runtime.run_dir import trained_on, warn_of_known_questions
+from minigrpo.runtime.stats import Graded
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
-from minigrpo.tools.evaluate import ModelArguments, parse, warn_of_known_questions
-from minigrpo.types import ConfigError
+from minigrpo.tools.evaluate import ModelArguments, parse
+from minigrpo.tools.sample import show
+from minigrpo.types import ConfigError, Dialogue, Example, RewardTable
 
 from . import tiny
 
@@ -186,9 +189,9 @@ def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> 
     assert task.questions is not None
     np.save(tmp_path / "trained_on.npy", task.questions[0])
     found: list[str] = []
-    warn_of_known_questions(str(tmp_path), task, found.append)
+    warn_of_known_questions(str(tmp_path), task.questions, found.append)
     assert found == []
-    warn_of_known_questions(str(tmp_path), whole, found.append)
+    warn_of_known_questions(str(tmp_path), whole.questions, found.append)
     assert len(found) == 1 and str(len(task.questions[0])) in found[0]
 
 
@@ -203,6 +206,14 @@ def test_samples_depend_on_the_seed_alone(
         assert call("sample", finished_run, "--examples", 2, "--n", 3, "--seed", seed) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]
+
+
+def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = Dialogue("end"), (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
+    text.messages = [{"role": role, "content": content} for role, content in said]
+    show(Console(), Graded([Example("ask")], [[text]], RewardTable(np.ones((1, 1)), {}), "reward"))
+    lines = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:4] == [*said]
 
 
 def test_a_prompt_is_a_users_message_unless_it_is_raw(

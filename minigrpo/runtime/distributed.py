@@ -64,18 +64,12 @@ class DistContext:
     # --- collectives: every process calls them, in the same order ---------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over processes."""
-        return self._reduce(x, dist.ReduceOp.SUM)
+        """The sum over processes, the same in all of them to the bit."""
+        return self.gather(x[None]).sum(0)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest over processes, element by element."""
-        return self._reduce(x, dist.ReduceOp.MAX)
-
-    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.world_size > 1:
-            x = x.clone()
-            dist.all_reduce(x, operation)
-        return x
+        return self.gather(x[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Metrics over all processes: the mean of the values, or their sum for names of COUNTED.

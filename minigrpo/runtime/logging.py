@@ -64,7 +64,7 @@ class RunLog:
         self.evaluated: list[dict[str, Any]] = []  # the lines of eval.jsonl at the start
         self.charts: dict[str, Any] = {}  # by name; they have the methods of a tracker's run
 
-    def open(self, folder: Path, step: int, base: Path, tracker: Any = None) -> None:
+    def open(self, folder: Path, step: int, base: Path, trackers: Mapping[str, Any]) -> None:
         """Continue the logs of the run in `base` after `step`, in `folder`: drop later lines."""
         for name in LOGS:
             records = read_jsonl(base / name, self.warn)
@@ -75,8 +75,7 @@ class RunLog:
                 self.evaluated = known
         self.folder = folder
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
-        if tracker:
-            self.charts["--track"] = tracker
+        self.charts |= trackers
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -127,14 +126,14 @@ class Board(SummaryWriter):
         self.flush()
 
 
-def start_tracker(config: Config, folder: Path) -> Any:
-    """The run of --track in wandb or trackio, which have the same interface; None without one.
+def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
+    """The run of --track in wandb or trackio, by its name; they have the same interface.
 
     A second start in the folder continues it. Raises what the package does, if it does not start.
     """
     name, file = config.run.track, folder / TRACK_ID
     if name == "none":
-        return None
+        return {}
     known = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": known, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
@@ -142,4 +141,4 @@ def start_tracker(config: Config, folder: Path) -> Any:
         project=project, name=known, config=config.flat(), resume="allow", **options
     )
     file.write_text(known)
-    return run
+    return {name: run}

@@ -8,6 +8,7 @@ of Student's t.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from torch import Tensor
 from ..types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, RolloutBatch
 
 SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
-PASS_AT = "pass@"  # what the keys of pass@k begin with
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 # the same of Student's t, as a polynomial in 1 / degrees of freedom: within 1 % from 2 degrees on
 # (Abramowitz and Stegun, 26.7.5)
@@ -89,11 +89,12 @@ class Graded:
         same = [[text == example.answer for text in group] for example, group in pairs]
         return np.array(same, dtype=float)
 
-    @property
+    @cached_property
     def measures(self) -> dict[str, np.ndarray]:
-        """The `[n, K]` values of all measures that are means; the headline comes first."""
+        """Each measure of the `[n]` examples, a mean over their completions; the headline first."""
         parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        return {self.success: self.right, **parts} | {REWARD: self.rewards.total}
+        values = {self.success: self.right, **parts} | {REWARD: self.rewards.total}
+        return {name: means(x) for name, x in values.items()}
 
 
 # --- intervals ------------------------------------------------------------------------------------
@@ -117,9 +118,8 @@ def means(values: np.ndarray) -> np.ndarray:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean over the examples that have one."""
-    each = means(values)
-    each = each[~np.isnan(each)]
+    """The mean of `[n]` values, one of each example; NaN is left out."""
+    each = values[~np.isnan(values)]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():
@@ -173,7 +173,7 @@ def passes(right: np.ndarray) -> dict[str, Estimate]:
     found = {}
     for k in (*ks, num_samples):
         each = [pass_at_k(num_samples, int(x), k) for x in counts[~np.isnan(counts)]]
-        found[f"{PASS_AT}{k}"] = estimate(np.array(each).reshape(-1, 1))
+        found[f"pass@{k}"] = estimate(np.array(each))
     return found
 
 

@@ -10,7 +10,7 @@ runs that differ in their seed alone are one setting, and three seeds or more de
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -100,7 +100,7 @@ def row_of(name: str, x: Difference) -> list[str]:
 class Arguments(RunArguments):
     pool: bool = False
     """Take runs that differ in their seed alone as one setting."""
-    plot: Annotated[str, Field(pattern=r"^$|\.(png|svg|pdf)$")] = ""
+    plot: str = Field("", pattern=r"^$|\.(png|svg|pdf)$")
     """Draw the held-out success of all settings here (PNG, SVG or PDF); needs matplotlib."""
 
 

@@ -6,11 +6,10 @@ It measures what the evaluations of a run measure, on more examples, with the se
 unless flags change them. Intervals are 95 %, over examples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 from pydantic import Field
 
@@ -20,8 +19,7 @@ from ..evaluate import measure
 from ..runtime.console import Console
 from ..runtime.device import pick_device, set_up_process
 from ..runtime.logging import to_json
-from ..runtime.run_dir import RECORD, trained_on
-from ..task import Task
+from ..runtime.run_dir import RECORD, warn_of_known_questions
 
 
 class ModelArguments(Group):
@@ -57,15 +55,8 @@ def load(config: Config, console: Console, data: str = "") -> Parts:
     return Parts(config, device, console, {"data": "", "eval_data": data} if data else {})
 
 
-def warn_of_known_questions(run: str, task: Task, warn: Callable[[str], object]) -> None:
-    """Say how many held-out questions the run, or the one that it began from, was trained on."""
-    _, held_out = task.questions or ((), ())
-    if known := int(np.isin(held_out, trained_on(Path(run))).sum()):
-        warn(f"{known} of {len(held_out)} held-out questions are among its training data")
-
-
 class Arguments(ModelArguments):
-    n: Annotated[int, Field(ge=1)] = 2000
+    n: int = Field(2000, ge=1)
     """Held-out examples, or as many as there are."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write the figures here, as JSON."""
@@ -75,7 +66,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
     parts = load(config.replace(eval_size=arguments.n), console, arguments.data)
-    warn_of_known_questions(arguments.run, parts.task, console.warn)
+    warn_of_known_questions(arguments.run, parts.task.questions, console.warn)
     record, *_ = measure(parts.sampler, parts.scorer)
     run = config.run
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")

@@ -7,7 +7,6 @@ It samples with the settings of the run unless flags change them, such as --temp
 """
 
 from collections.abc import Sequence
-from typing import Annotated
 
 from pydantic import Field
 
@@ -24,9 +23,9 @@ class Arguments(ModelArguments):
     """A text for the model: a user's message if the model has a chat template, else as it is."""
     raw: bool = False
     """Send --prompt as it is, without the chat template."""
-    examples: Annotated[int, Field(ge=1)] = 3
+    examples: int = Field(3, ge=1)
     """Without --prompt: the number of held-out examples."""
-    n: Annotated[int, Field(ge=0, le=10_000)] = 1
+    n: int = Field(1, ge=0)
     """Completions to sample per prompt; 0: the greedy one."""
 
 
