@@ -5,7 +5,7 @@ The reference of --kl-coef is one, the teacher, and every model that a reward as
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,39 +19,26 @@ from .tokenizer import Tokenizer
 from .transformer import Transformer
 
 
+@dataclass(eq=False)
 class FrozenModel:
-    """Log-probs under frozen weights, in micro-batches that share prompts and groups.
+    """Log-probs under frozen weights, in micro-batches that share prompts and groups."""
 
-    `tokenizer` is its own, with its own chat template.
-    """
+    model: Transformer  # not trained here; a teacher may be trained elsewhere
+    tokenizer: Tokenizer  # its own, with its own chat template
+    packing: Callable[[Completions], Packing]  # a value of PACKINGS
+    name: str  # in errors
+    # `run(function, total)` calls `function(size)` with as many of `total` prompts at a time as fit
+    backoff: Any
+    autocast: Callable[[], AbstractContextManager[object]]
+    # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
+    offload: bool = False
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        *,
-        packing: Callable[[Completions], Packing],
-        name: str,
-        backoff: Any,
-        autocast: Callable[[], AbstractContextManager[object]],
-        offload: bool = False,
-    ) -> None:
-        """`model` is not trained here; a teacher may be trained elsewhere.
-
-        Args:
-            packing: a value of PACKINGS.
-            name: how errors name it.
-            backoff: `run(function, total)` calls `function(size)` with as many of `total` prompts
-                at a time as fit into memory.
-            offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
-        """
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.device, self.packing = model.device, packing
-        if offload and self.device.type == "cuda":  # others have no memory but the host's
+    def __post_init__(self) -> None:
+        self.device = self.model.device
+        if self.offload and self.device.type == "cuda":  # others have no memory but the host's
             self.model.to("cpu")
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.pin_memory()
-        self.backoff, self.autocast = backoff, autocast
 
     @torch.no_grad()
     def logp(self, completions: Completions, temperature: float) -> Tensor:

@@ -98,8 +98,9 @@ LLAMA_FIELDS = {
 }
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
 DEFAULTS = {"layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
-# settings that may be missing, and their values for which transformer.py computes the same
+# settings, and their values for which transformer.py computes the same; most may be missing
 SUPPORTED: dict[str, Sequence[object]] = {
+    "model_type": [*FAMILIES],
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "scale_attn_by_inverse_layer_idx": [False],
     "rope_type": ("default", "llama3"),
@@ -110,17 +111,15 @@ SUPPORTED: dict[str, Sequence[object]] = {
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError."""
-    family = str(config.get("model_type"))
-    if family not in FAMILIES:
-        raise ConfigError(f"{CONFIG}: model_type {family} is not one of {', '.join(FAMILIES)}")
     try:
-        return _read_shape(config, family)
+        return _read_shape(config)
     except Exception as error:  # a value may have any type
         raise ConfigError(f"{CONFIG}: {type(error).__name__}: {error}") from None
 
 
-def _read_shape(config: Mapping[str, Any], family: str) -> ModelShape:
+def _read_shape(config: Mapping[str, Any]) -> ModelShape:
     """transformers 5 writes `rope_parameters`, version 4 two fields."""
+    family = config["model_type"]
     defaults: dict[str, Any] = {**DEFAULTS, "tie_word_embeddings": family in ("gpt2", "smollm3")}
     supported = dict(SUPPORTED)
     if family == "smollm3":  # every fourth layer does not rotate: see ModelShape.rotates
@@ -133,7 +132,7 @@ def _read_shape(config: Mapping[str, Any], family: str) -> ModelShape:
     config = {**defaults, **config, "rope_type": rope.get("type", "default"), **rope}
     for name, values in supported.items():
         if name in config and config[name] not in values:
-            raise ValueError(f"{name} is {config[name]!r}, which is not supported")
+            raise ValueError(f"{name} is {config[name]!r}, not {' or '.join(map(str, values))}")
     names = GPT2_FIELDS if family == "gpt2" else LLAMA_FIELDS
     found = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
     scaling = rope if config["rope_type"] == "llama3" else None

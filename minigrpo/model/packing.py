@@ -130,8 +130,7 @@ class CompletionRows:
     queries: Tensor  # [C, T] places of packed tokens: C rows
     keys: Tensor  # [C, L] places: of the prompt and the completion's inputs
     last: Tensor  # [C, T] up to which of the L keys each query attends
-    # additive masks, by dtype and by how many query heads share a head of keys
-    masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
+    masks: list[Tensor] = field(default_factory=list, init=False)  # that of all layers, once run
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
@@ -147,12 +146,12 @@ class CompletionRows:
         One mask for all layers; else autograd would keep one of each. Rows are padded in memory to
         a multiple of 8, because CUDA's attention would copy others.
         """
-        if (dtype, share) not in self.masks:
+        if not self.masks:
             keys, last = self.keys.shape[1], self.last.repeat(1, share)[:, None, :, None]
             hidden = torch.arange(keys + -keys % 8, device=last.device) > last
             mask = torch.zeros(hidden.shape, dtype=dtype, device=last.device)
-            self.masks[dtype, share] = mask.masked_fill_(hidden, -torch.inf)[..., :keys]
-        return self.masks[dtype, share]
+            self.masks.append(mask.masked_fill_(hidden, -torch.inf)[..., :keys])
+        return self.masks[0]
 
     def to(self, device: torch.device | str) -> "CompletionRows":
         return CompletionRows(*(x.to(device) for x in (self.queries, self.keys, self.last)))

@@ -7,7 +7,6 @@ tokens once. `ModelShape` says which variant of each part a model has.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -37,10 +36,9 @@ def attention(
     On a CPU, the backward pass of torch's attention was measured to take three times as long in
     bfloat16.
     """
-    on_cpu = q.device.type == "cpu"
-    with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
-        if on_cpu:
-            q, k, v = at_least_fp32(q), at_least_fp32(k), at_least_fp32(v)
+    with torch.autocast("cpu", enabled=False):
+        if q.device.type == "cpu":
+            q, k, v = (at_least_fp32(x) for x in (q, k, v))
         if rotate:
             q, k = rotate(q), rotate(k)
         return attend(q, k, v)
@@ -268,6 +266,5 @@ class Transformer(Weights):
             Tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked.
         """
         hidden, head = self.predictors(packing)
-        given = packing.targets, temperature, learn_entropy, other
-        found = token_logprobs(hidden, head, *given)
+        found = token_logprobs(hidden, head, packing.targets, temperature, learn_entropy, other)
         return tuple(x[packing.index].where(packing.mask, 0) for x in found)
