@@ -230,8 +230,8 @@ class Learner:
         return loss, metrics
 
     def pack(self, part: RolloutBatch) -> Packing:
-        """Build the packing on the host, then move it to the device."""
-        return PACKINGS[self.config.speed.packing](part.completions).to(self.device)
+        """The packing of a micro-batch, on the device."""
+        return PACKINGS[self.config.speed.packing](part.completions, self.device)
 
     def forward(
         self, packing: Packing, other: tuple[Tensor, Tensor] | None = None

@@ -25,7 +25,7 @@ class FrozenModel:
 
     model: Transformer  # not trained here; a teacher may be trained elsewhere
     tokenizer: Tokenizer  # its own, with its own chat template
-    packing: Callable[[Completions], Packing]  # a value of PACKINGS
+    packing: Callable[..., Packing]  # a value of PACKINGS
     name: str  # in errors
     # `run(function, total)` calls `function(size)` with as many of `total` prompts at a time as fit
     backoff: Any
@@ -75,7 +75,7 @@ class FrozenModel:
         longest = int(lengths.max()) - 1  # the last token predicts nothing
         if longest > self.model.shape.context:  # no embedding, or one that was never trained
             raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
-        return self.packing(completions).to(self.device)
+        return self.packing(completions, self.device)
 
     def reads(self, batch: RolloutBatch, field: str) -> Completions:
         """A batch's completions, after prompts that have a field of the examples too; "": none."""
