@@ -36,9 +36,8 @@ class FrozenModel:
     def __post_init__(self) -> None:
         self.device = self.model.device
         if self.offload and self.device.type == "cuda":  # others have no memory but the host's
-            self.model.to("cpu")
             for parameter in self.model.parameters():
-                parameter.data = parameter.data.pin_memory()
+                parameter.data = parameter.data.cpu().pin_memory()
 
     @torch.no_grad()
     def logp(self, completions: Completions, temperature: float) -> Tensor:
@@ -59,8 +58,7 @@ class FrozenModel:
                 logps.append(logp.cpu())
             return torch.cat(logps)
 
-        logp: Tensor = self.backoff.run(in_parts, len(completions))
-        return logp
+        return self.backoff.run(in_parts, len(completions))
 
     @torch.no_grad()
     def predictors(self, completions: Completions) -> tuple[Tensor, Tensor]:

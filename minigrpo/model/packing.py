@@ -149,8 +149,7 @@ class CompletionRows:
         if not self.masks:
             keys, last = self.keys.shape[1], self.last.repeat(1, share)[:, None, :, None]
             hidden = torch.arange(keys + -keys % 8, device=last.device) > last
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=last.device)
-            self.masks.append(mask.masked_fill_(hidden, -torch.inf)[..., :keys])
+            self.masks.append(hidden.to(dtype).masked_fill_(hidden, -torch.inf)[..., :keys])
         return self.masks[0]
 
 
