@@ -16,7 +16,7 @@ from .evaluate import held_out
 from .losses import LossSpec, loss_spec
 from .model.encoding import encode_pairs, encode_prompts
 from .model.frozen_model import FrozenModel, with_context
-from .model.hf import WEIGHTS, hub_folder
+from .model.hf import SHAPES, WEIGHTS, hub_folder
 from .model.lora import (
     ADAPTER_FILE,
     add_adapters,
@@ -303,7 +303,7 @@ class Parts:
                 load_peft(model, run / ADAPTER_FILE)
             model = merge_adapters(model)
         elif state:
-            model = Transformer(ModelShape(**state["run"]["shape"]), seed=None)
+            model = Transformer(SHAPES.validate_python(state["run"]["shape"]), seed=None)
             model.load_state_dict(state["model"], assign=True)
         else:
             model = Transformer.from_pretrained(run / WEIGHTS)

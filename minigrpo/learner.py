@@ -223,7 +223,7 @@ class Learner:
         return loss, metrics
 
     def pack(self, part: RolloutBatch) -> Packing:
-        return PACKINGS[self.config.speed.packing](part.completions).to(self.device)
+        return PACKINGS[self.config.speed.packing](part.completions, self.device)
 
     def forward(self, packing: Packing, other: Any = None) -> tuple[Tensor, ...]:
         """What `Transformer.forward` returns: `[P, G, S]` each, on the policy's device."""

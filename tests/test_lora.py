@@ -66,8 +66,8 @@ def gradient(model: Transformer, c: Completions, packing: str = "prefix-tree") -
 def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transformer) -> None:
     before = model.logits(TOKENS)
     lora.add_adapters(model, rank=2, alpha=4)
-    assert torch.equal(model.logits(TOKENS), before)
-    randomise(model.double())
+    assert torch.equal(model.double().logits(TOKENS), before)
+    randomise(model)
     model.logits(TOKENS).square().sum().backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None) == name.endswith(ADAPTERS)

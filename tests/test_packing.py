@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -101,9 +102,9 @@ def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
     expected, entropy = naive(model, c, 0.7)
     gradients = torch.autograd.grad((expected * weights).sum(), parameters)
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
-    for chunked, checkpoints in ((False, None), (True, recompute)):
+    for chunked, run_block in ((False, operator.call), (True, recompute)):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        model.recompute_block = checkpoints
+        model.run_block = run_block
         for build in PACKINGS.values():
             packing = build(c)
             logp, found_entropy = model(packing, 0.7)

@@ -140,7 +140,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
     ids, lengths = prompts.prompt_ids, prompts.prompt_len
     sampled = generate(model, ids, lengths, sampling=params, prompts_at_once=4, **options)
     for pack in PACKINGS.values():
-        packing = pack(sampled.to("cpu")).to(device)
+        packing = pack(sampled.to("cpu"), device)
         logp, _ = model(packing, 0.8)
         torch.testing.assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
     assert sampled.log_kept_mass is not None

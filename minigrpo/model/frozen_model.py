@@ -5,7 +5,7 @@ The reference of --kl-coef is one, the teacher, and every model that a reward as
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,39 +19,25 @@ from .tokenizer import Tokenizer
 from .transformer import Transformer
 
 
+@dataclass(eq=False)
 class FrozenModel:
-    """Log-probs under frozen weights, in micro-batches that share prompts and groups.
+    """Log-probs under frozen weights, in micro-batches that share prompts and groups."""
 
-    `tokenizer` is its own, with its own chat template.
-    """
+    model: Transformer  # not trained here; a teacher may be trained elsewhere
+    tokenizer: Tokenizer  # its own, with its own chat template
+    packing: Callable[..., Packing]  # a value of PACKINGS
+    name: str  # in errors
+    # `run(function, total)` calls `function(size)` with as many of `total` prompts at a time as fit
+    backoff: Any
+    autocast: Callable[[], AbstractContextManager[object]]
+    # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
+    offload: bool = False
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        *,
-        packing: Callable[[Completions], Packing],
-        name: str,
-        backoff: Any,
-        autocast: Callable[[], AbstractContextManager[object]],
-        offload: bool = False,
-    ) -> None:
-        """`model` is not trained here; a teacher may be trained elsewhere.
-
-        Args:
-            packing: a value of PACKINGS.
-            name: how errors name it.
-            backoff: `run(function, total)` calls `function(size)` with as many of `total` prompts
-                at a time as fit into memory.
-            offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
-        """
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.device, self.packing = model.device, packing
-        if offload and self.device.type == "cuda":  # others have no memory but the host's
-            self.model.to("cpu")
+    def __post_init__(self) -> None:
+        self.device = self.model.device
+        if self.offload and self.device.type == "cuda":  # others have no memory but the host's
             for parameter in self.model.parameters():
-                parameter.data = parameter.data.pin_memory()
-        self.backoff, self.autocast = backoff, autocast
+                parameter.data = parameter.data.cpu().pin_memory()
 
     @torch.no_grad()
     def logp(self, completions: Completions, temperature: float) -> Tensor:
@@ -72,8 +58,7 @@ class FrozenModel:
                 logps.append(logp.cpu())
             return torch.cat(logps)
 
-        logp: Tensor = self.backoff.run(in_parts, len(completions))
-        return logp
+        return self.backoff.run(in_parts, len(completions))
 
     @torch.no_grad()
     def predictors(self, completions: Completions) -> tuple[Tensor, Tensor]:
@@ -88,7 +73,7 @@ class FrozenModel:
         longest = int(lengths.max()) - 1  # the last token predicts nothing
         if longest > self.model.shape.context:  # no embedding, or one that was never trained
             raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
-        return self.packing(completions).to(self.device)
+        return self.packing(completions, self.device)
 
     def reads(self, batch: RolloutBatch, field: str) -> Completions:
         """A batch's completions, after prompts that have a field of the examples too; "": none."""

@@ -97,9 +97,9 @@ LLAMA_FIELDS = {
     "tied": "tie_word_embeddings",
 }
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
-DEFAULTS = {"layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
-# settings that may be missing, and their values for which transformer.py computes the same
+# settings, and their values for which transformer.py computes the same; most may be missing
 SUPPORTED: dict[str, Sequence[object]] = {
+    "model_type": [*FAMILIES],
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "scale_attn_by_inverse_layer_idx": [False],
     "rope_type": ("default", "llama3"),
@@ -110,30 +110,32 @@ SUPPORTED: dict[str, Sequence[object]] = {
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError."""
-    family = str(config.get("model_type"))
-    if family not in FAMILIES:
-        raise ConfigError(f"{CONFIG}: model_type {family} is not one of {', '.join(FAMILIES)}")
     try:
-        return _read_shape(config, family)
+        return _read_shape(config)
     except Exception as error:  # a value may have any type
         raise ConfigError(f"{CONFIG}: {type(error).__name__}: {error}") from None
 
 
-def _read_shape(config: Mapping[str, Any], family: str) -> ModelShape:
+def _read_shape(config: Mapping[str, Any]) -> ModelShape:
     """transformers 5 writes `rope_parameters`, version 4 two fields."""
-    defaults: dict[str, Any] = {**DEFAULTS, "tie_word_embeddings": family in ("gpt2", "smollm3")}
+    family = config["model_type"]
+    defaults = {
+        "layer_norm_epsilon": 1e-5,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 2e6 if family == "smollm3" else 1e4,
+        "tie_word_embeddings": family in ("gpt2", "smollm3"),
+    }
     supported = dict(SUPPORTED)
     if family == "smollm3":  # every fourth layer does not rotate: see ModelShape.rotates
         layers = config["num_hidden_layers"]
         supported["no_rope_layers"] = None, ([1, 1, 1, 0] * layers)[:layers]
-        defaults["rope_theta"] = 2e6
     if family == "mistral":  # it has a window, and no field that says whether it is used
         supported["sliding_window"] = [None]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     config = {**defaults, **config, "rope_type": rope.get("type", "default"), **rope}
     for name, values in supported.items():
         if name in config and config[name] not in values:
-            raise ValueError(f"{name} is {config[name]!r}, which is not supported")
+            raise ValueError(f"{name} is {config[name]!r}, not {' or '.join(map(str, values))}")
     names = GPT2_FIELDS if family == "gpt2" else LLAMA_FIELDS
     found = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
     scaling = rope if config["rope_type"] == "llama3" else None
@@ -232,15 +234,6 @@ def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
             raise ConfigError(f"{name} in the model's file has values that are not finite")
 
 
-def save_weights(model: Any, path: Path, header: Mapping[str, str] | None = None) -> None:
-    """Write a Transformer's weights as float32, by default with its shape in the header."""
-    tensors = {
-        stored_name(model.shape, name): x.t() if name.endswith(TRANSPOSED) else x
-        for name, x in model.state_dict().items()
-    }
-    write_tensors(tensors, path, header or {SHAPE: json.dumps(asdict(model.shape))})
-
-
 def write_tensors(
     tensors: Mapping[str, Tensor], path: Path, header: Mapping[str, str] = FOR_TRANSFORMERS
 ) -> None:
@@ -259,7 +252,7 @@ def write_tensors(
 def save_model_folder(model: Any, folder: Path) -> None:
     """Write a Transformer as a folder that `from_pretrained` loads, transformers' and ours."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(model, folder / WEIGHTS, FOR_TRANSFORMERS)
+    model.save_pretrained(folder / WEIGHTS, FOR_TRANSFORMERS)
     (folder / CONFIG).write_text(json.dumps(write_config(model.shape), indent=1) + "\n")
 
 

@@ -121,7 +121,7 @@ class _Chunked(torch.autograd.Function):
                 u -= (probs * u).sum(-1, keepdim=True)
                 slope.addcmul_(probs, u, value=1 / temperature)
             low = slope.to(hidden.dtype)
-            torch.mm(low, head, out=grad_hidden[part])
+            grad_hidden[part] = low @ head
             if learns and low.dtype == grad_head.dtype:
                 grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
             elif learns:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..types import ConfigError
 from .hf import GPT2_PREFIX, HUB_NAME, read_tensors, stored_name, write_tensors
 from .linear import Linear, dense, linear
-from .logprobs import at_least_fp32
 from .transformer import Transformer
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -34,9 +33,8 @@ class LoRALinear(Linear):
         self.scale = alpha / rank
         bound = 1 / math.sqrt(base.in_features)
         drawn = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
-        wide = at_least_fp32(base.weight.new_zeros(base.out_features, rank))
-        self.lora_A = nn.Parameter(drawn.to(wide))
-        self.lora_B = nn.Parameter(wide)
+        self.lora_A = nn.Parameter(drawn)
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

@@ -60,7 +60,7 @@ those that add two tokens, and those that add one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -130,8 +130,7 @@ class CompletionRows:
     queries: Tensor  # [C, T] places of packed tokens: C rows
     keys: Tensor  # [C, L] places: of the prompt and the completion's inputs
     last: Tensor  # [C, T] up to which of the L keys each query attends
-    # additive masks, by dtype and by how many query heads share a head of keys
-    masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
+    masks: list[Tensor] = field(default_factory=list, init=False)  # that of all layers, once run
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
@@ -147,15 +146,11 @@ class CompletionRows:
         One mask for all layers; else autograd would keep one of each. Rows are padded in memory to
         a multiple of 8, because CUDA's attention would copy others.
         """
-        if (dtype, share) not in self.masks:
+        if not self.masks:
             keys, last = self.keys.shape[1], self.last.repeat(1, share)[:, None, :, None]
             hidden = torch.arange(keys + -keys % 8, device=last.device) > last
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=last.device)
-            self.masks[dtype, share] = mask.masked_fill_(hidden, -torch.inf)[..., :keys]
-        return self.masks[dtype, share]
-
-    def to(self, device: torch.device | str) -> "CompletionRows":
-        return CompletionRows(*(x.to(device) for x in (self.queries, self.keys, self.last)))
+            self.masks.append(hidden.to(dtype).masked_fill_(hidden, -torch.inf)[..., :keys])
+        return self.masks[0]
 
 
 @dataclass(frozen=True)
@@ -180,14 +175,15 @@ class Packing:
         flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat.index_select(0, self.unpad)
 
-    def to(self, device: torch.device | str) -> "Packing":
-        rows = tuple(part.to(device) for part in self.completion_rows)
-        moved = {name: x.to(device) for name, x in vars(self).items() if name != "completion_rows"}
-        return replace(self, completion_rows=rows, **moved)
 
+def pack(
+    completions: Completions, device: torch.device | str = "cpu", share: bool = True
+) -> Packing:
+    """The packing `prefix-tree`, or without sharing `repeated`, on a device.
 
-def pack(completions: Completions, share: bool = True) -> Packing:
-    """The packing `prefix-tree`, or without sharing `repeated`."""
+    Args:
+        completions: on the host.
+    """
     ids: list[int] = []  # of the packed tokens
     positions: list[int] = []
     child: dict[tuple[int, int], int] = {}  # (place, next token) -> place of that token
@@ -222,36 +218,36 @@ def pack(completions: Completions, share: bool = True) -> Packing:
             causal.append(prompt)
     # if all completions are empty, the masked index still needs a valid entry
     sources, targets = zip(*predictions or [(0, 0)], strict=True)
-    depth, causal_rows, parts = torch.tensor(positions), _padded(causal), list[CompletionRows]()
+    depth, causal_rows, added_rows = np.array(positions), _padded(causal), []
     for part in _split_by_length(added):
         queries, keys = (_padded(rows) for rows in zip(*part, strict=True))
-        parts.append(CompletionRows(queries, keys, last=depth[queries]))
+        added_rows.append((queries, keys, depth[queries]))
     # padding repeats the first token of its row, so the first place of a token is its own
-    places = torch.cat([x.flatten() for x in (causal_rows, *(part.queries for part in parts))])
-    return Packing(
-        ids=torch.tensor(ids),
-        positions=depth,
-        sources=torch.tensor(sources),
-        targets=torch.tensor(targets),
-        index=torch.from_numpy(index),
-        mask=completions.completion_mask,
-        causal_rows=causal_rows,
-        completion_rows=tuple(parts),
-        unpad=torch.from_numpy(np.unique(places.numpy(), return_index=True)[1]),
-    )
+    places = [causal_rows.ravel(), *(queries.ravel() for queries, *_ in added_rows)]
+    with torch.device(device):
+        return Packing(
+            ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            sources=torch.tensor(sources),
+            targets=torch.tensor(targets),
+            index=torch.tensor(index),
+            mask=torch.tensor(mask),
+            causal_rows=torch.tensor(causal_rows),
+            completion_rows=tuple(CompletionRows(*map(torch.tensor, x)) for x in added_rows),
+            unpad=torch.tensor(np.unique(np.concatenate(places), return_index=True)[1]),
+        )
 
 
-PACKINGS: dict[str, Callable[[Completions], Packing]] = {
+PACKINGS: dict[str, Callable[..., Packing]] = {
     "repeated": partial(pack, share=False),
     "prefix-tree": pack,
 }
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
     """Rows padded on the right with their first entry, `[C, T]`."""
     width = max(map(len, rows))
-    padded = [[*row, *[row[0]] * (width - len(row))] for row in rows]
-    return torch.from_numpy(np.array(padded))  # reads nested lists several times as fast as torch
+    return np.array([[*row, *[row[0]] * (width - len(row))] for row in rows])
 
 
 def _split_by_length(added: list[AddedRow]) -> list[list[AddedRow]]:

@@ -1,6 +1,5 @@
 """What determines a Transformer's function: its family and its sizes, as plain data."""
 
-import math
 from dataclasses import dataclass
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -39,22 +38,17 @@ class ModelShape:
     family: str = "gpt2"  # a row of FAMILIES in hf.py
     kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
     head_dim: NonNegativeInt = 0  # 0: width / heads
-    mlp_width: NonNegativeInt = 0  # 0: 4 * width; SwiGLU: 8 / 3 * width, up to a multiple of 8
+    mlp_width: NonNegativeInt = 0  # 0: 4 * width
     norm_eps: float = 1e-5
     rope_theta: float = 1e4  # base of the rotary positions
     rope_scaling: RopeScaling | None = None
     tied: bool = True  # the output head is the token embedding
 
     def __post_init__(self) -> None:
-        # SwiGLU has three matrices: with 2 / 3 of GPT-2's width, as many weights (arXiv 2002.05202)
-        mlp_width = 4 * self.width if self.is_gpt2 else 8 * math.ceil(self.width / 3)
-        scaling = self.rope_scaling
         derived = {
             "kv_heads": self.kv_heads or self.heads,
             "head_dim": self.head_dim or self.width // self.heads,
-            "mlp_width": self.mlp_width or mlp_width,
-            # from a checkpoint, which holds plain types
-            "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling,
+            "mlp_width": self.mlp_width or 4 * self.width,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)

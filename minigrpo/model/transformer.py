@@ -6,8 +6,8 @@ decoder.py for decoding). So a training forward spends no linear layer on paddin
 tokens once. `ModelShape` says which variant of each part a model has.
 """
 
+import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -37,10 +37,9 @@ def attention(
     On a CPU, the backward pass of torch's attention was measured to take three times as long in
     bfloat16.
     """
-    on_cpu = q.device.type == "cpu"
-    with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
-        if on_cpu:
-            q, k, v = at_least_fp32(q), at_least_fp32(k), at_least_fp32(v)
+    with torch.autocast("cpu", enabled=False):
+        if q.device.type == "cpu":
+            q, k, v = (at_least_fp32(x) for x in (q, k, v))
         if rotate:
             q, k = rotate(q), rotate(k)
         return attend(q, k, v)
@@ -67,13 +66,13 @@ def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
 def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """Rotary frequencies `[E / 2]` float32, in radians per position."""
     numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
-    plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
-    if not (scaling := shape.rope_scaling):
-        return plain.to(device)
-    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (plain * share + plain / scaling.factor * (1 - share)).to(device)
+    found = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
+    if scaling := shape.rope_scaling:
+        turns = scaling.original_max_position_embeddings * found / (2 * torch.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        found = found * share + found / scaling.factor * (1 - share)
+    return found.to(device)
 
 
 # --- the parts of a block, with the names that parameters have in files ---------------------------
@@ -189,8 +188,7 @@ class Transformer(Weights):
         """Random weights from `seed`; with None the model is on `meta`, without memory."""
         super().__init__()
         self.shape = shape
-        # set by device.py for gradient checkpointing: runs a block, recomputed in backward
-        self.recompute_block: Callable[..., Tensor] | None = None
+        self.run_block: Callable[..., Tensor] = operator.call  # or with checkpoints: see device.py
         with torch.device("meta"):  # where torch's own initialisation takes no time
             self.wte = nn.Embedding(shape.vocab_size, shape.width)
             self.wpe = nn.Embedding(shape.context, shape.width) if shape.is_gpt2 else None
@@ -223,10 +221,9 @@ class Transformer(Weights):
             x = x + self.wpe(positions)
         else:
             rotate = rotation(self.shape, positions)
-        recompute = self.recompute_block if torch.is_grad_enabled() else None
         for layer, block in enumerate(self.h):
-            how = partial(attend, layer), rotate if self.shape.rotates(layer) else None
-            x = recompute(block, x, *how) if recompute else block(x, *how)
+            how = rotate if self.shape.rotates(layer) else None
+            x = self.run_block(block, x, partial(attend, layer), how)
         return self.ln_f(x)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -268,6 +265,5 @@ class Transformer(Weights):
             Tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked.
         """
         hidden, head = self.predictors(packing)
-        given = packing.targets, temperature, learn_entropy, other
-        found = token_logprobs(hidden, head, *given)
+        found = token_logprobs(hidden, head, packing.targets, temperature, learn_entropy, other)
         return tuple(x[packing.index].where(packing.mask, 0) for x in found)

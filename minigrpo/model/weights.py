@@ -1,14 +1,16 @@
 """Where a model's weights come from, and where they go: random numbers, and files."""
 
+import json
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import nn
 
-from .hf import load_weights, read_model, save_weights
+from .hf import SHAPE, TRANSPOSED, load_weights, read_model, stored_name, write_tensors
 from .linear import to_nf4
 from .shape import ModelShape
 
@@ -83,6 +85,14 @@ class Weights(nn.Module):
             if part is not None:
                 part.weight = nn.Parameter(part.weight.detach()[:number].clone())
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write a safetensors file that `from_pretrained` reads; a GPT-2's, Hugging Face's too."""
-        save_weights(self, Path(path))
+    def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
+        """Write a safetensors file in float32, which `from_pretrained` reads.
+
+        Args:
+            header: by default the shape, so that the file needs no config.json.
+        """
+        tensors = {
+            stored_name(self.shape, name): x.t() if name.endswith(TRANSPOSED) else x
+            for name, x in self.state_dict().items()
+        }
+        write_tensors(tensors, Path(path), header or {SHAPE: json.dumps(asdict(self.shape))})

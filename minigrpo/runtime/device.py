@@ -98,7 +98,7 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
     """
     trained = sharing_weights(model)
     if config.memory.gradient_checkpointing:
-        trained.recompute_block = recompute
+        trained.run_block = recompute
     if config.speed.compile_model:
         # it splits graphs to overlap communication, which compiling block by block allows already
         torch._dynamo.config.optimize_ddp = False
