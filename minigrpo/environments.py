@@ -117,9 +117,7 @@ class World:
     @property
     def parts(self) -> dict[str, float]:
         """The environments that give a reward, by the name of their class, and its weight."""
-        giving = [
-            x for x in self.classes.values() if hasattr(x, "step") or hasattr(x, "get_reward")
-        ]
+        giving = [x for x in self.classes.values() if {"step", "get_reward"} & {*dir(x)}]
         return {x.__name__: 1.0 for x in giving}
 
     def class_of(self, example: Example) -> Callable[..., Any]:

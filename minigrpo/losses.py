@@ -57,8 +57,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
     """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
 
-    `advantages` of it with the scale `batch` are those of GDPO (arXiv 2601.05242). A part that does
-    not concern a group is NaN there.
+    `advantages` of it by `batch` are those of GDPO (arXiv 2601.05242). NaN: concerns no group.
     """
     centred = [x * advantages(parts[name].nan_to_num()) for name, x in weights.items()]
     return torch.stack(centred).sum(0)

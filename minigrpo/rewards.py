@@ -117,6 +117,7 @@ def load_rewards(path: str) -> list[RewardFunction]:
 
 # --- the pool -------------------------------------------------------------------------------------
 
+WAIT_S = 0.05  # between two looks at the deadlines
 Outcome = tuple[Any, Any, BaseException | None]  # the key of a call, its result, its error
 
 
@@ -147,11 +148,11 @@ class Pool:
     def ended(self, *, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
         while self.num_open:
-            now, deadline = time.monotonic(), min(self.deadlines.values(), default=0.0)
             try:
-                outcome = self.done.get(wait, max(0.0, deadline - now) if deadline else 0.1)
+                outcome = self.done.get(wait, WAIT_S)
             except Empty:
-                late = [key for key, until in self.deadlines.copy().items() if until <= now]
+                now, running = time.monotonic(), self.deadlines.copy()
+                late = [key for key, until in running.items() if until <= now]
                 # its thread may just have taken it away
                 if not late or self.deadlines.pop(late[0], None) is None:
                     if wait:

@@ -132,8 +132,8 @@ class Batches:
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:
     """`[P, G]` rewards, shuffled within each group, so that they say nothing about the texts."""
-    draws = [stream(seed, "shuffle", step, example.index) for example in examples]
-    rows = [rng.permutation(row) for rng, row in zip(draws, total.numpy(), strict=True)]
+    pairs = zip(examples, total.numpy(), strict=True)
+    rows = [stream(seed, "shuffle", step, x.index).permutation(row) for x, row in pairs]
     return torch.from_numpy(np.stack(rows))
 
 
