@@ -12,15 +12,16 @@ import argparse
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .defaults import Size, settings_for, size_of
+from .defaults import settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
-from .task_table import settings_of_task
+from .task_table import TASKS, TaskRow
 
 LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
 # of the table, in a file, or an object of the caller's
@@ -138,9 +139,7 @@ class LossConfig(Group):
     reference: str = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
-    """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
-    overlong_buffer: int = Field(16, ge=1)
-    """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
+    """Overlong completions: kept, masked out, or over the last fifth down to -1 (DAPO)."""
     sampler_correction: Literal[
         "none",
         "token-truncate",
@@ -291,7 +290,7 @@ class Config(Group):
     @classmethod
     def of(cls, **settings: Any) -> Self:
         """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
-        return cls._layered(settings).check()
+        return cls._layered(settings, cls._of_flat(settings)).check()
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -301,27 +300,23 @@ class Config(Group):
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
         """Parse flags; a flag that cannot be ends the process with code 2. Raises ConfigError."""
-        early = argparse.ArgumentParser(
-            prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-        )
-        early.add_argument("--config", action="append")
-        for name in ("task", "data", "model", "lora-rank", "loss", "device"):
-            early.add_argument(f"--{name}", f"--{name.replace('-', '_')}")  # defaults depend on it
+        early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
+        early.add_argument("--config", action="append", default=[])
         known, others = early.parse_known_args(argv)
         for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
             if hint(flag):  # of others tyro says what is meant
                 raise unknown_setting(flag)
-        given, settings = vars(known), dict[str, Any]()
-        for path in given.pop("config", []):
+        settings = dict[str, Any]()
+        for path in known.config:
             settings |= read_toml(path)
-        below = cls._layered(settings | given)  # checked with the flags, which may complete it
         layout = (tyro.conf.OmitArgPrefixes,)
-        return tyro.cli(cls, args=others, default=below, prog=prog, config=layout).check()
+        parse = partial(tyro.cli, cls, args=others, prog=prog, config=layout)
+        plain = parse(default=cls._of_flat(settings))  # which task and model, maybe by a flag
+        return parse(default=cls._layered(settings, plain)).check()
 
     @classmethod
-    def _layered(cls, settings: Mapping[str, Any]) -> Self:
-        """The defaults, what the task and the model bring, then `settings`, by flat name."""
-        plain = cls._of_flat(settings)
+    def _layered(cls, settings: Mapping[str, Any], plain: Self) -> Self:
+        """The defaults, what the task and the model of `plain` bring, then `settings`."""
         if all(name in settings for name, x in plain.flat().items() if x is not None):
             return plain  # the config of a run; its model may be gone, and need not be read
         brought: dict[str, Any] = {}
@@ -334,17 +329,14 @@ class Config(Group):
 
         The later ones count above the earlier ones.
         """
-        task, size = self.task, size_of(self.model.name)
-        own = settings_of_task(task.name, bool(task.data), published=size is not None)
-        found: dict[str, Mapping[str, Any]] = {f"for --task {task.name}": own}
+        task, size = self.task.name, size_of(self.model.name)
+        row = TASKS.get(task, TaskRow(""))
+        own = row.own if size else {**row.own, **row.settings}
+        found: dict[str, Mapping[str, Any]] = {f"for --task {task}": own}
         if size:
-            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = self.fitting(size)
+            millions = f"{size.parameters / 1e6:,.1f} M"
+            found[f"for a model of {millions} parameters"] = settings_for(size, self)
         return found
-
-    def fitting(self, size: Size) -> dict[str, Any]:
-        """The defaults for a published model of this size, by flat name."""
-        lora, device = self.model.lora_rank > 0, self.speed.device
-        return settings_for(size, lora=lora, supervised=self.supervised, device=device)
 
     @classmethod
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:

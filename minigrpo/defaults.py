@@ -55,16 +55,13 @@ def size_of(model: str) -> Size | None:
         return None
 
 
-def settings_for(size: Size, *, lora: bool, supervised: bool, device: str) -> dict[str, Any]:
-    """The settings that fit, by flat name.
-
-    Args:
-        device: of --device; a CUDA device with bfloat16 gets --use-amp.
-    """
+def settings_for(size: Size, config: Any) -> dict[str, Any]:
+    """The settings that fit, by flat name, to what else is in a `Config`."""
+    lora, device = config.model.lora_rank > 0, config.speed.device
     settings: dict[str, Any] = {**ALL, "max_new_tokens": min(LONGEST, size.context // 2)}
     if size.parameters >= MEDIUM:
         rates = RATES[LARGE if size.parameters >= LARGE else MEDIUM]
-        settings["learning_rate"] = (SFT_RATES if supervised else rates)[lora]
+        settings["learning_rate"] = (SFT_RATES if config.supervised else rates)[lora]
     if size.parameters >= LARGE:
         settings |= {**SAVING, **({"use_amp": True} if has_bfloat16(device) else {})}
     if size.parameters >= HUGE and lora:

@@ -24,7 +24,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
@@ -150,11 +150,13 @@ def reset(environment: Any, example: Example) -> str:
     return environment.reset(**row) or ""
 
 
+@dataclass
 class Begun:
     """A task whose prompts end with what the environment says first, and name the tools."""
 
-    def __init__(self, task: Task, world: World, seed: int) -> None:
-        self.task, self.world, self.seed = task, world, seed
+    task: Task
+    world: World
+    seed: int
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["task"], name)
@@ -193,7 +195,6 @@ class Episode:
         self.environment: Any = None
         self.messages: list[Message] = []
         self.start = 0  # tokens of the completion before the turn in work
-        self.room = 0  # most tokens that the next answer may have
         self.turns, self.reward = 0, 0.0
         self.over = self.cut = self.failed = False
         self.timeout_s = getattr(self.kind, "timeout_s", TIMEOUT_S)
@@ -226,9 +227,9 @@ class Episode:
 
     def dialogue(self) -> Dialogue:
         """The text of the last turn, with what there is to say of the whole."""
-        turns = [message["content"] for message in self.messages if message["role"] == "assistant"]
-        text, name = Dialogue(turns[-1]), getattr(self.kind, "__name__", "")
-        text.messages, text.turns = self.messages, self.turns
+        said = [message["content"] for message in self.messages if message["role"] == "assistant"]
+        text, name = Dialogue(said[-1]), getattr(self.kind, "__name__", "")
+        text.messages, text.turns = self.messages, len(said)
         text.cut, text.failed = self.cut, self.failed
         text.rewards = {name: self.reward} if name in self.world.parts else {}
         return text
@@ -254,35 +255,26 @@ class Dialogues:
         self, config: Config, world: World, tokenizer: Tokenizer, warn: Callable[[str], object]
     ) -> None:
         self.world, self.tokenizer, self.warn, self.has_warned = world, tokenizer, warn, False
-        self.max_turns = config.sampling.max_turns
-        self.num_workers = config.speed.num_reward_workers
-        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # environments repeat themselves
-        self.pool, self.first = Pool(0), 0
+        self.max_turns, self.longest = config.sampling.max_turns, config.sampling.max_new_tokens
+        self.num_workers, self.pool = config.speed.num_reward_workers, Pool(0)
         self.episodes: list[Episode] = []
         for kind in world.classes.values() or [None]:  # refuse a template that cannot write answers
             role = "user" if hasattr(kind, "step") else "tool"
             if role == "tool" and not tokenizer.chat:
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            self.encode(json.dumps([{"role": role, "name": "tool", "content": "A"}]))
+            self._encode([{"role": role, "name": "tool", "content": "A"}])
 
-    def begin(self, examples: Sequence[Example], num_samples: int, done: int = 0) -> None:
-        """Begin a batch, or begin it again with the prompts from `done` on."""
-        self.first = done * num_samples  # the others count sequences from here
-        fresh = [Episode(self.world, x) for x in examples[done:] for _ in range(num_samples)]
-        self.episodes[self.first :] = fresh
+    def begin(self, examples: Sequence[Example], num_samples: int) -> None:
+        """Begin a batch, or begin it again."""
+        self.episodes = [Episode(self.world, x) for x in examples for _ in range(num_samples)]
         self.pool.close()
         self.pool = Pool(self.num_workers)
 
-    def submit(self, sequence: int, ids: Sequence[int], room: int) -> None:
-        """Have a turn answered.
-
-        Args:
-            ids: all tokens of the completion so far, the end of the turn included.
-            room: most tokens that the answer may have.
-        """
-        episode = self.episodes[self.first + sequence]
-        episode.room, text = room, self._take_turn(episode, ids)
-        self.pool.submit(sequence, partial(episode.answer, text), episode.timeout_s)
+    def submit(self, sequence: int, ids: Sequence[int]) -> None:
+        """Have a turn answered. `ids`: all tokens of the completion so far, the turn included."""
+        episode = self.episodes[sequence]
+        answer = partial(episode.answer, self._take_turn(episode, ids))
+        self.pool.submit(sequence, answer, episode.timeout_s)
 
     def replies(self, *, wait: bool) -> dict[int, list[int]]:
         """Tokens after which a sequence goes on, by sequence; none: its dialogue is over.
@@ -290,7 +282,7 @@ class Dialogues:
         With `wait`, there is at least one reply if one is to come.
         """
         return {
-            sequence: self._go_on(self.episodes[self.first + sequence], messages or [], error)
+            sequence: self._go_on(self.episodes[sequence], messages or [], error)
             for sequence, messages, error in self.pool.ended(wait=wait)
         }
 
@@ -327,19 +319,19 @@ class Dialogues:
             if error:
                 raise error
             if messages and not episode.over:
-                ids = self.encode(json.dumps(messages))
+                ids = self._encode(messages)
         except Exception as failure:  # of the environment; or the answer spells a special token
             episode.failed = True
             if not self.has_warned:
                 self.has_warned = True
                 self.warn(f"environment: {failure!r:.200}; such a dialogue ends with reward 0")
-        if ids and (episode.turns == self.max_turns or len(ids) > episode.room):
+        full = episode.start + len(ids) >= self.longest  # there must be room for a turn after it
+        if ids and (episode.turns == self.max_turns or full):
             episode.cut, ids = True, []
         episode.start += len(ids)
         return ids
 
-    def _encode(self, messages: str) -> list[int]:
-        answer = json.loads(messages)
+    def _encode(self, answers: Sequence[Message]) -> list[int]:
         if self.tokenizer.chat:
-            return self.tokenizer.encode(self.tokenizer.chat.between(answer), special=True)
-        return self.tokenizer.encode("".join(message["content"] for message in answer))
+            return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
+        return self.tokenizer.encode("".join(answer["content"] for answer in answers))

@@ -2,10 +2,9 @@
 
     prepare     leave out what has no gradient, count the whole step, compute old log-probs
     gradient    forward and backward in micro-batches, whose gradients add up to the step's
-    update      clip the gradient, skip the step if it is not finite, step AdamW
+    learn       clip the gradient, skip the step if it is not finite, step AdamW
 
-The objective is `Learner.objective` here and `policy_loss` in losses.py. Sampling is in rollout.py;
-the learner writes no files and prints nothing, but calls `warn`.
+The objective is `Learner.objective` here and `policy_loss` in losses.py.
 """
 
 import math
@@ -19,15 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from . import losses
 from .config import Config
-from .losses import (
-    LossNormalizer,
-    LossSpec,
-    loss_spec,
-    per_local_token,
-    policy_loss,
-    sampler_weights,
-)
+from .losses import LossNormalizer, LossSpec
 from .model.frozen_model import FrozenModel
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
@@ -57,7 +50,7 @@ class Learner:
         loss: LossSpec | None = None,
     ) -> None:
         """`loss`: None for the row of --loss."""
-        self.loss = loss or loss_spec(config.loss.name)
+        self.loss = loss or losses.loss_spec(config.loss.name)
         self.teacher: FrozenModel | None = None  # set by the trainer
         self.entropy_coef, self.exact = config.loss.entropy_coef, config.loss.teacher_kl == "exact"
         if self.entropy_coef or config.loss.entropy_target or self.exact:
@@ -80,8 +73,8 @@ class Learner:
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
 
-        Returns the metrics of the last one, over all processes. Raises Diverged if the weights are
-        not finite, or if too many steps in a row had a loss or gradient that is not.
+        Returns the metrics of the last one, over all processes. Raises Diverged if weights are not
+        finite, or too many losses or gradients in a row.
         """
         self.guard.check()
         learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
@@ -92,11 +85,16 @@ class Learner:
             metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
-            metrics["grad_norm"] = norm
-            if not self._update(metrics["loss"], norm):
+            metrics["grad_norm"], loss = norm, metrics["loss"]
+            finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
+            if finite:
+                self.in_update = True
+                self.scaler.step(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+            # an infinite gradient of a finite loss is no bad step as long as the loss scale falls
+            if not self.guard.update_scale(self.scaler, loss) and not finite:
                 self.guard.skip(self.warn)
-                numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
-                self.warn(f"step {step + 1}: {numbers}: no update")
+                self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
                 break
         else:
             self.guard.in_a_row = 0
@@ -112,8 +110,6 @@ class Learner:
             change = ENTROPY_STEP if learnt["entropy"] < target else -ENTROPY_STEP
             self.entropy_coef = max(0.0, self.entropy_coef + change)
         return learnt | self.guard.metrics(self.scaler)
-
-    # --- prepare --------------------------------------------------------------------------------
 
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
@@ -139,13 +135,12 @@ class Learner:
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
-        every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        whole = self.loss.entropy or self.loss.weights is per_local_token
+        whole = self.loss.entropy or self.loss.weights is losses.per_local_token
         taught = batch.ref_logp is not None or batch.teacher_logp is not None
         if batch.advantages is None or taught or whole:
-            return every
-        return [p for p in every if batch.advantages[p].any()] or [0]
+            return list(range(len(batch)))
+        return [p for p, row in enumerate(batch.advantages) if row.any()] or [0]
 
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
@@ -155,13 +150,11 @@ class Learner:
 
         return self.backoff.run(in_parts, len(batch))
 
-    # --- gradient -------------------------------------------------------------------------------
-
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes.
 
-        If a single process runs out of memory, it starts over with smaller micro-batches. Among
-        several processes, the others would wait for it in the all-reduce.
+        Without memory, it starts over with smaller micro-batches. One of several processes cannot:
+        the others would wait for it in the all-reduce.
         """
 
         def in_parts(size: int) -> Metrics:
@@ -201,8 +194,8 @@ class Learner:
         if correction != "none" and drawn_from is not None and advantages is not None:
             # tokens are not drawn from the policy: importance sampling
             probs = logp, old_logp, drawn_from, advantages, mask
-            weights = sampler_weights(correction, config.sampler_cap, *probs)
-        loss, metrics = policy_loss(
+            weights = losses.sampler_weights(correction, config.sampler_cap, *probs)
+        loss, metrics = losses.policy_loss(
             logp,
             old_logp,
             advantages,
@@ -219,29 +212,25 @@ class Learner:
             entropy=entropy if self.loss.entropy else None,
             added=added,
         )
-        total = entropy.detach().sum()
-        metrics |= {"loss": loss.detach(), "entropy": total, "tokens": mask.sum().to(logp)}
+        metrics |= {"loss": loss.detach(), "entropy": entropy.detach().sum()}
+        run = logp.new_full((), len(packing.ids))
+        metrics |= {"tokens": mask.sum().to(logp), "tokens/run": run}
         if kl:
             metrics["teacher_kl"] = kl[0].detach().sum()
-        metrics["tokens/run"] = logp.new_full((), len(packing.ids))
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
         return loss, metrics
 
     def pack(self, part: RolloutBatch) -> Packing:
-        """The packing of a micro-batch, on the device."""
         return PACKINGS[self.config.speed.packing](part.completions, self.device)
 
-    def forward(
-        self, packing: Packing, other: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, ...]:
-        """Log-probs and entropies `[P, G, S]` under the policy, on its device; `other`: its KL."""
-        temperature = self.config.sampling.temperature
+    def forward(self, packing: Packing, other: Any = None) -> tuple[Tensor, ...]:
+        """What `Transformer.forward` returns: `[P, G, S]` each, on the policy's device."""
+        model = self.wrapped if torch.is_grad_enabled() else self.trained
         with self.autocast():
-            model = self.wrapped if torch.is_grad_enabled() else self.trained
-            found: tuple[Tensor, ...] = model(packing, temperature, self.loss.entropy, other)
-        return found
+            given = packing, self.config.sampling.temperature, self.loss.entropy, other
+            return tuple(model(*given))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""
@@ -257,23 +246,6 @@ class Learner:
         if largest:
             found[LARGEST_GAP] = self.dist.max(torch.stack(largest).max())
         return found
-
-    # --- update ---------------------------------------------------------------------------------
-
-    def _update(self, loss: Tensor, norm: Tensor) -> bool:
-        """Step the optimizer if loss and gradient are finite; return False for a bad step.
-
-        Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
-        an infinite gradient of a finite loss is not a bad step as long as the scale falls.
-        """
-        finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if finite:
-            self.in_update = True
-            self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        return self.guard.update_scale(self.scaler, loss) or finite
-
-    # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""

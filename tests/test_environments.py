@@ -46,10 +46,10 @@ class Stub:
     def __init__(self, patience: int = 0) -> None:
         self.patience, self.open = patience, dict[int, tuple[int, list[int]]]()
 
-    def submit(self, sequence: int, ids: Sequence[int], room: int) -> None:
+    def submit(self, sequence: int, ids: Sequence[int]) -> None:
         answer = answer_to(ids)
         wait = (sequence * 7 + len(ids)) % (self.patience + 1)
-        self.open[sequence] = wait, answer if len(answer) <= room else []
+        self.open[sequence] = wait, answer if len(ids) + len(answer) < LENGTH else []
 
     def replies(self, *, wait: bool) -> dict[int, list[int]]:
         least = min((n for n, _ in self.open.values()), default=0) if wait else 0
@@ -419,7 +419,7 @@ def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
     task = begun(World.of(Slow), {"prompt": "Go."}, {"prompt": "Stop."})
     sampler = Sampler(run.trainer.config, run.model, run.trainer.tokenizer, task=task)
     start = time.monotonic()
-    graded = grade(sampler, RewardScorer(task), [task.held_out(0)], num_samples=24, seed=1)
+    graded = grade(sampler, RewardScorer(task), [task.held_out(0)], 24)
     assert time.monotonic() - start < 30
     failed = [x.failed for x in graded.texts[0]]
     answered = [len(x.messages) > 1 for x in graded.texts[0]]
@@ -430,10 +430,8 @@ def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
 
 
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
-    run = trained(folder, tmp_path, max_steps=1, max_turns=1)
-    assert (
-        run.metrics["dialogues/turns"] == [1.0] and 0 < run.metrics["dialogues/cut_ratio"][0] <= 1
-    )
+    metrics = trained(folder, tmp_path, max_steps=1, max_turns=1).metrics
+    assert metrics["dialogues/turns"] == [1.0] and 0 < metrics["dialogues/cut_ratio"][0] <= 1
 
 
 def test_a_file_names_environments_and_tools(folder: Path, tmp_path: Path) -> None:
@@ -449,17 +447,9 @@ def test_a_file_names_environments_and_tools(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError):
         World.of(f"{file}:Nothing")
     data = write_jsonl(tmp_path / "rows.jsonl", [{"price": n} for n in range(20)])
-    flags = [
-        "--environment",
-        f"{file}:Shop,{file}:add",
-        "--data",
-        str(data),
-        "--model",
-        str(folder),
-    ]
-    flags += ["--max-new-tokens", "8", "--max-steps", "1", "--eval-size", "2"]
-    flags += ["--prompts-per-step", "2", "--group-size", "2", "--out-dir", str(tmp_path / "run")]
-    cli.main(["train", *flags])
+    flags = f"--environment {file}:Shop,{file}:add --data {data} --model {folder} --max-steps 1"
+    flags += " --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"
+    cli.main(["train", *flags.split(), "--out-dir", str(tmp_path / "run")])
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/Shop/mean"] == 1.0
     cli.main(["evaluate", str(tmp_path / "run"), "--n", "2"])
     cli.main(["sample", str(tmp_path / "run"), "--examples", "1"])

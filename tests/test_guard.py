@@ -165,11 +165,11 @@ class Counting(Task):
         return Example(str(number))
 
 
-def prefetcher(task: Task, **options: Any) -> ExamplePrefetcher:
-    config = Config.of(prompts_per_step=4, max_steps=12)
-    return ExamplePrefetcher(
-        task, config.sampling.prompts_per_step, config.run.max_steps, DistContext(**options)
-    )
+def prefetcher(
+    task: Task, *, per_step: int = 4, times: int = 0, visits: Any = None, **options: Any
+) -> ExamplePrefetcher:
+    config = Config.of(prompts_per_step=per_step, max_steps=12, rest_solved=times)
+    return ExamplePrefetcher(config, task, DistContext(**options), visits or {})
 
 
 def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
@@ -195,7 +195,7 @@ class Epochs(Task):
 @pytest.mark.parametrize("per_step", [3, 16])
 def test_solved_questions_rest_for_an_epoch(times: int, per_step: int) -> None:
     draw, asked, number = random.Random(times), list[tuple[int, str, int]](), 0
-    made = ExamplePrefetcher(Epochs(), per_step, 12, DistContext(), rest_solved=times)
+    made = prefetcher(Epochs(), per_step=per_step, times=times)
     skipped = 0
     for step in range(12):
         expected = list[Example]()
@@ -213,11 +213,9 @@ def test_solved_questions_rest_for_an_epoch(times: int, per_step: int) -> None:
         made.visits[step + 1] = right
         asked += [(x.index // 7, x.prompt, r) for x, r in zip(expected, right, strict=True)]
     assert skipped > 1
-    again = ExamplePrefetcher(Epochs(), per_step, 12, DistContext(), rest_solved=times)
-    again.visits = made.visits
+    again = prefetcher(Epochs(), per_step=per_step, times=times, visits=made.visits)
     shares = [
-        ExamplePrefetcher(Epochs(), 16, 12, DistContext(rank, rank, 2), rest_solved=times)
-        for rank in range(2)
+        prefetcher(Epochs(), per_step=16, times=times, rank=rank, world_size=2) for rank in range(2)
     ]
     assert again.take(11) == expected
     first, second = (x.take(0) for x in shares)

@@ -1,6 +1,7 @@
 """A run's logs: what is written, what a resume keeps, and what a full disk or a tracker may do."""
 
 import json
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
 from minigrpo.runtime.run_dir import RunDir
 from minigrpo.runtime.stats import Graded
-from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
+from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 
@@ -34,7 +35,7 @@ def log_of(
     folder: Path, step: int = 0, said: list[str] | None = None, tracker: Any = None
 ) -> RunLog:
     log = RunLog(pytest.fail if said is None else said.append)
-    log.open(folder, step, folder, tracker)
+    log.open(folder, step, folder, tracker or {})
     return log
 
 
@@ -239,8 +240,9 @@ def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
     tmp_path: Path, tracker: Any, steps: int
 ) -> None:
     """Also if it fails as it is closed."""
-    said, run = list[str](), tracked(tmp_path, tracker)
-    log = log_of(tmp_path, said=said, tracker=run)
+    said, started = list[str](), tracked(tmp_path, tracker)
+    log = log_of(tmp_path, said=said, tracker=started)
+    (run,) = started.values()
     run.log.side_effect = run.finish.side_effect = ConnectionError("no network")
     for step in range(1, steps + 1):
         log.step(step, {"loss": 1.0})
@@ -256,13 +258,23 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
     config = Config.of(track=tracker.module, out_dir=str(tmp_path / "run"))
     run_dir = RunDir(config, DistContext(), Console(quiet=True))
     run_dir.open(pytest.fail, {})
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConnectionError):
         run_dir.open_log({"step": 0})
     run_dir.close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 # --- the console ----------------------------------------------------------------------------------
+
+
+def test_a_line_of_progress_has_the_mean_since_the_line_before(capsys: Any) -> None:
+    console = Console()
+    for last_step in (3, 1):
+        console.last_line = float("inf")  # only the last step prints a line
+        for step, reward in enumerate([1.0, 2.0, 6.0][-last_step:], 1):
+            console.update(step, last_step, {"reward": reward, "step_time": 0.1})
+    assert re.findall(r"reward (\S+)", capsys.readouterr().out) == ["3.000", "6.000"]
+
 
 TALK = """
 from minigrpo.runtime.console import Console

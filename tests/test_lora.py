@@ -17,11 +17,11 @@ from minigrpo.model.linear import NF4, dense, to_nf4
 from minigrpo.model.packing import PACKINGS, pack
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import autocast, low_precision_copy, sharing_weights
-from minigrpo.sampling.generate import Generation
 from minigrpo.types import Completions, ConfigError
 
 from .steps import SHAPES, VOCAB, make_completions
 from .test_families import IDS, PUBLISHED, make_theirs
+from .test_sampling import generate
 
 LAYERS = {
     "gpt2": {"c_attn", "c_proj", "c_fc"},
@@ -182,10 +182,8 @@ def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(
     pairs = gradient(model, c, packing), gradient(plain, c, packing)
     torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-10)
     u = torch.rand(len(c), 4, 9, generator=torch.Generator().manual_seed(0))
-    drawn = [
-        next(Generation(x, c.prompt_ids, c.prompt_len, stops=(), num_samples=4, max_new_tokens=9,
-                        u=u).parts()) for x in (model, plain)
-    ]  # fmt: skip
+    given = {"stops": (), "num_samples": 4, "max_new_tokens": 9, "u": u}
+    drawn = [generate(x, c.prompt_ids, c.prompt_len, **given) for x in (model, plain)]
     assert torch.equal(drawn[0].completion_ids, drawn[1].completion_ids)
     merged = lora.merge_adapters(model).logits(TOKENS)
     torch.testing.assert_close(merged, plain.logits(TOKENS), rtol=1e-5, atol=1e-5)

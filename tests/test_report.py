@@ -1,7 +1,6 @@
 """The page of `minigrpo report`: what it draws, and that nothing in a run can leave its place."""
 
 import io
-import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -85,7 +84,8 @@ class Parsed(HTMLParser):
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
-    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1})
+    said = [{"role": HOSTILE, "content": HOSTILE}, {"role": "tool", "content": "42 degrees"}]
+    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1}, dialogue=said)
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
     metric = f"rewards/{HOSTILE.replace(chr(0xD800), '')}/mean"
     write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5}])
@@ -99,7 +99,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     shown = "".join(page.text)
     assert "</script><script>alert(1)</script>" in shown
     assert "49" not in shown.partition("alert(2)")[2][:30]  # the template in the text is not run
-    assert "a<b>&" in shown
+    assert "a<b>&" in shown and "42 degrees" in shown
 
 
 def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def made_up(steps: int, name: str = "a", **series: Any) -> Run:
     return Run(Path(name), Config(), records, [], {})
 
 
-def lines_of(*runs: Run, name: str = "reward", held_out: bool = False) -> list[np.ndarray]:
+def lines_of(*runs: Run) -> list[np.ndarray]:
     """`[n, 2]` places of the points of each line in the SVG."""
-    draw({run.name: [run] for run in runs}, name, out := io.StringIO(), held_out=held_out)
+    draw({run.name: [run] for run in runs}, "reward", out := io.StringIO())
     paths = re.findall(r'<g id="line2d_\d+">\s*<path d="([^"]+)" clip', out.getvalue())
     found = [np.array(re.findall(r"[ML] (\S+) (\S+)", path), dtype=float) for path in paths]
     return [line for line in found if len(line) > 2]
@@ -154,7 +154,7 @@ def test_a_long_run_is_averaged() -> None:
 def test_shares_have_the_intervals_of_wilson(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", [1, 0, 0, 0] * 10), print)
     assert run.shares == [wilson(0.25, 40), wilson(0.25, 40)]
-    assert math.isnan(run.curve("reward")[1].low)
+    assert run.curve("eval/exact_sampled") == {0: 0.25, 3: 0.25} and run.curve("reward")[3] == 1
 
 
 def test_several_runs_share_each_figure(tmp_path: Path) -> None:
@@ -162,22 +162,6 @@ def test_several_runs_share_each_figure(tmp_path: Path) -> None:
     runs = [read_run(a, print), read_run(b, print), made_up(6, "c", reward=range(6))]
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
-
-
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
-    run = tmp_path / "begun"
-    run.mkdir()
-    (run / "config.toml").write_text("")
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')
-    Parsed(page_of(run))
-
-
-def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", [1, 0])
-    odd = {"reward": "x", "entropy": [1], "kl": None, "loss": True, "grad_norm": 10**400}
-    write_jsonl(run / "metrics.jsonl", [{"step": 4, **odd, "step_time": 2}])
-    assert read_run(run, print).metrics[-1] == {"step": 4, "step_time": 2}
-    Parsed(page_of(run))
 
 
 def test_without_matplotlib_the_command_ends_with_code_2(

@@ -258,7 +258,7 @@ def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None
     run = poison(make(tmp_path / "bad", num_iterations=1, max_steps=20), set(range(2, 20)))
     with pytest.raises(Diverged):
         run.fit()
-    saved = load_checkpoint(newest(tmp_path / "bad" / "checkpoints", pytest.fail))
+    saved = load_checkpoint(newest(tmp_path / "bad", pytest.fail))
     assert saved["step"] == run.step == 8 and is_finite(saved)
     huge = make(tmp_path / "huge", learning_rate=1e38, warmup_steps=0, kl_coef=0)
     with pytest.raises(RunFailed):
@@ -326,7 +326,7 @@ def test_an_error_in_one_of_two_processes_ends_both_with_the_steps_saved(tmp_pat
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node=2", "distributed_train.py", *flags(settings)]
     assert subprocess.run(command, cwd=ROOT, timeout=90).returncode != 0
-    saved = load_checkpoint(newest(tmp_path / "run" / "checkpoints", pytest.fail))
+    saved = load_checkpoint(newest(tmp_path / "run", pytest.fail))
     assert 0 < saved["step"] <= 18
 
 

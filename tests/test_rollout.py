@@ -20,15 +20,13 @@ def test_overlong_punishment_is_dapos() -> None:
     """Nothing up to L - buffer, -1 at L, a straight line between (2503.14476, equation 13)."""
     lengths = torch.tensor([0, 60, 80, 90, 99, 100])
     expected = pytest.approx([0, 0, 0, -0.5, -0.95, -1])
-    assert overlong_punishment(lengths, 100, 20).tolist() == expected
+    assert overlong_punishment(lengths, 100).tolist() == expected
 
 
 def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> None:
     batches = {}
     for overlong in ("keep", "mask", "punish"):
-        trainer = make_trainer(
-            tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0
-        )
+        trainer = make_trainer(tmp_path / overlong, overlong=overlong, scale="none", kl_coef=0.0)
         batches[overlong] = trainer.source.batch(0)
         stops = trainer.tokenizer.stops
         assert np.isfinite(trainer.learner.learn(batches[overlong], 0)["loss"])
@@ -45,7 +43,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     assert keep.rewards is not None and punish.rewards is not None
     assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
     lengths = keep.completions.completion_mask.sum(-1)
-    total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12, 4)
+    total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12)
     centred = total - total.mean(1, keepdim=True)
     torch.testing.assert_close(punish.advantages, centred, check_dtype=False)
     clipped = rollout_metrics(mask, stops)["completions/clipped_ratio"]
@@ -86,7 +84,7 @@ def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
     examples = [trainers[0].task.train(i) for i in range(3)]
 
     def texts(number: int, step: int) -> Any:
-        return trainers[number].source.roll_out(examples, step).texts  # type: ignore[attr-defined]
+        return trainers[number].source.roll_out(examples, step).texts
 
     first = texts(0, 0)
     assert texts(0, 0) == first
@@ -156,9 +154,9 @@ def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) 
         "import minigrpo\n@minigrpo.reward\ndef length(example, text):\n    return len(text)\n"
     )
     options |= {"rewards": str(tmp_path / "length.py"), "aggregate": "normalize-then-sum"}
-    batch = make_trainer(tmp_path / "run", **options, overlong_buffer=4).source.batch(0)
+    batch = make_trainer(tmp_path / "run", **options).source.batch(0)
     assert batch.rewards is not None and batch.advantages is not None
-    total = overlong_punishment(batch.completions.completion_len, 12, 4).double()
+    total = overlong_punishment(batch.completions.completion_len, 12).double()
     for name, weight in (("similarity", 1.0), ("length", -0.5)):
         part = torch.from_numpy(batch.rewards.parts[name])
         assert part.std(-1).min() > 0

@@ -390,9 +390,10 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
 @pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"files": 3}', '{"files": {}}', "\x00"])
 def test_a_manifest_of_any_content_makes_no_whole_checkpoint(tmp_path: Path, manifest: str) -> None:
     said = list[str]()
+    folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        save_checkpoint(tmp_path, {"step": step}, keep_last=2)
-    (tmp_path / "step_000002" / "manifest.json").write_text(manifest)
+        save_checkpoint(folder, {"step": step}, keep_last=2)
+    (folder / "step_000002" / "manifest.json").write_text(manifest)
     assert newest(tmp_path, said.append).name == "step_000001" and len(said) == 1
 
 
@@ -447,17 +448,18 @@ def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
 
 
 def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        save_checkpoint(tmp_path, {"step": step}, keep_last=9)
-    with full_disk(tmp_path, after=1):
-        save_checkpoint(tmp_path, {"step": 3}, keep_last=9)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
-    damage(tmp_path / "step_000003" / "state.pt", "flip")
+        save_checkpoint(folder, {"step": step}, keep_last=9)
+    with full_disk(folder, after=1):
+        save_checkpoint(folder, {"step": 3}, keep_last=9)
+    assert [path.name for path in checkpoints(folder)] == ["step_000002", "step_000003"]
+    damage(folder / "step_000003" / "state.pt", "flip")
     with (
-        full_disk(tmp_path, after=1),
+        full_disk(folder, after=1),
         pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC),
     ):
-        save_checkpoint(tmp_path, {"step": 4}, keep_last=9)
+        save_checkpoint(folder, {"step": 4}, keep_last=9)
     assert newest(tmp_path, lambda text: None).name == "step_000002"
 
 

@@ -14,15 +14,18 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, Transformer
-from minigrpo.build import load_model
+from minigrpo.build import Parts
 from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.runtime.console import Console
 from minigrpo.runtime.guard import Diverged
-from minigrpo.runtime.run_dir import trained_on
+from minigrpo.runtime.run_dir import trained_on, warn_of_known_questions
+from minigrpo.runtime.stats import Graded
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
-from minigrpo.tools.evaluate import ModelArguments, parse, warn_of_known_questions
-from minigrpo.types import ConfigError
+from minigrpo.tools.evaluate import ModelArguments, parse
+from minigrpo.tools.sample import show
+from minigrpo.types import ConfigError, Dialogue, Example, RewardTable
 
 from . import tiny
 
@@ -148,8 +151,8 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
     assert config_of(finished_run) == own
     other = config_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
     assert other == own.replace(max_new_tokens=9, seed=5)
-    found = config_of("a/b", "--data", "x", "--task", "math")
-    assert found == Config.of(task="math", data="x", model="a/b")
+    found = config_of("shipped", "--data", "x", "--task", "math")
+    assert found == Config.of(task="math", data="x", tokenizer="chess")
 
 
 # --- evaluate -------------------------------------------------------------------------------------
@@ -186,9 +189,9 @@ def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> 
     assert task.questions is not None
     np.save(tmp_path / "trained_on.npy", task.questions[0])
     found: list[str] = []
-    warn_of_known_questions(str(tmp_path), task, found.append)
+    warn_of_known_questions(str(tmp_path), task.questions, found.append)
     assert found == []
-    warn_of_known_questions(str(tmp_path), whole, found.append)
+    warn_of_known_questions(str(tmp_path), whole.questions, found.append)
     assert len(found) == 1 and str(len(task.questions[0])) in found[0]
 
 
@@ -203,6 +206,14 @@ def test_samples_depend_on_the_seed_alone(
         assert call("sample", finished_run, "--examples", 2, "--n", 3, "--seed", seed) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]
+
+
+def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = Dialogue("end"), (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
+    text.messages = [{"role": role, "content": content} for role, content in said]
+    show(Console(), Graded([Example("ask")], [[text]], RewardTable(np.ones((1, 1)), {}), "reward"))
+    lines = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:4] == [*said]
 
 
 def test_a_prompt_is_a_users_message_unless_it_is_raw(
@@ -223,7 +234,7 @@ def test_a_prompt_is_a_users_message_unless_it_is_raw(
 
 def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:
     """A run without model file is read from its checkpoint."""
-    own, out = load_model(str(tiny_run)), tmp_path / "new" / "model"
+    own, out = Parts(Config()).load(str(tiny_run)), tmp_path / "new" / "model"
     (tiny_run / "model.safetensors").unlink()
     assert call("export", tiny_run, "--out", out) == 0
     assert torch.equal(Transformer.from_pretrained(out).logits(IDS), own.logits(IDS))
@@ -277,8 +288,8 @@ def test_an_export_has_merged_adapters_and_what_they_were_trained_on(
     assert call("export", run, "--out", out) == 0
     shutil.copytree(run, without, ignore=lambda folder, names: {"checkpoints"})
     merged = Transformer.from_pretrained(out).logits(IDS)
-    assert torch.equal(merged, load_model(str(run)).logits(IDS))
-    assert torch.equal(merged, load_model(str(without)).logits(IDS))
+    assert torch.equal(merged, Parts(Config()).load(str(run)).logits(IDS))
+    assert torch.equal(merged, Parts(Config()).load(str(without)).logits(IDS))
     base = Transformer.from_pretrained(adapted / "model")
     assert not torch.equal(merged, base.logits(IDS))
     assert len(trained_on(out)) and np.array_equal(trained_on(out), trained_on(run))
@@ -291,7 +302,7 @@ def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Pat
 
     run, out = adapted / "run", tmp_path / "out"
     assert call("export", run, "--out", out) == 0
-    expected = load_model(str(run)).logits(IDS)
+    expected = Parts(Config()).load(str(run)).logits(IDS)
     base = AutoModelForCausalLM.from_pretrained(adapted / "model")
     for peer in (AutoModelForCausalLM.from_pretrained(out), PeftModel.from_pretrained(base, run)):
         torch.testing.assert_close(peer(IDS).logits, expected, atol=0.1, rtol=1e-3)

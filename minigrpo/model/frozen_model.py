@@ -50,8 +50,8 @@ class FrozenModel:
 
         def in_parts(size: int) -> Tensor:
             logps = []
-            for prompts in torch.arange(len(completions)).split(size):
-                inputs = self._pack(completions.select(prompts)), temperature
+            for part in completions.split(size):
+                inputs = self._pack(part), temperature
                 with self.autocast():
                     logp, _ = functional_call(self.model, weights, inputs)
                 logps.append(logp.cpu())

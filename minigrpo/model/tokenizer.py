@@ -29,7 +29,8 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE)
 # short names -> folder, or name on the Hub
-KNOWN = {"chess": str(files("minigrpo.assets") / "chess"), "gpt2": "openai-community/gpt2"}
+SHIPPED = files("minigrpo.assets")
+KNOWN = {"gpt2": "openai-community/gpt2"} | {x: str(SHIPPED / x) for x in ("chess", "dialogue")}
 
 
 @dataclass(frozen=True)

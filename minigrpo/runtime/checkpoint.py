@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ..types import ConfigError
 
 State = dict[str, Any]
-STATE, MANIFEST = "state.pt", "manifest.json"
+STATE, MANIFEST, CHECKPOINTS = "state.pt", "manifest.json", "checkpoints"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -130,11 +130,11 @@ def is_whole(path: Path) -> bool:
 
 
 def newest(path: Path, warn: Callable[[str], object]) -> Path:
-    """The newest whole checkpoint in a folder, or `path` itself, if it is the folder of one.
+    """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one.
 
     `warn` names those that are damaged. Raises ConfigError if there is none.
     """
-    for found in [path] if step_of(path) >= 0 else checkpoints(path)[::-1]:
+    for found in [path] if step_of(path) >= 0 else checkpoints(path / CHECKPOINTS)[::-1]:
         if is_whole(found):
             return found
         warn(f"{found}: missing or damaged, so it is no whole checkpoint")

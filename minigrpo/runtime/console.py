@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from ..config import Config
@@ -24,6 +25,7 @@ class Console:
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
         self.quiet, self.rank = quiet or rank > 0, rank
         self.last_line = 0.0  # when the last line of progress was printed
+        self.since = list[float]()  # the reward or loss of each step since then
         self.evaluations: dict[float, Mapping[str, Estimate]] = {}  # by step, with intervals
 
     def say(self, text: str, stream: TextIO | None = None) -> None:
@@ -80,14 +82,16 @@ class Console:
                 self.say(f"defaults {why}: {', '.join(same)}")
 
     def update(self, step: int, last_step: int, metrics: Mapping[str, float]) -> None:
-        """Say now and then where a run is: its reward or loss, and the time left."""
+        """Say now and then where a run is: its mean reward or loss, and the time left."""
         now, name = time.monotonic(), "reward" if "reward" in metrics else "loss"
+        self.since.append(metrics[name])
         if now - self.last_line >= SECONDS_BETWEEN_LINES or step == last_step:
             self.last_line, left = now, int((last_step - step) * metrics["step_time"])
             self.say(
-                f"step {step}/{last_step}  {name} {metrics[name]:.3f}  "
+                f"step {step}/{last_step}  {name} {fmean(self.since):.3f}  "
                 f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
             )
+            self.since.clear()
 
     def evaluation(self, step: int, found: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""

@@ -8,7 +8,6 @@ import ctypes
 import resource
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -117,7 +116,7 @@ class PhaseTimer:
     """Seconds per phase of a step; on a GPU a phase ends with a device sync."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, defaultdict[str, float](float)
+        self.device, self.seconds = device, dict[str, float]()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,11 +125,11 @@ class PhaseTimer:
             yield
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call."""
-        seconds, self.seconds = self.seconds, defaultdict[str, float](float)
+        seconds, self.seconds = self.seconds, {}
         return seconds
 
 

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..types import ConfigError
@@ -45,19 +43,11 @@ class DistContext:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        store, rank, world_size = next(rendezvous("env://"))
-        # after a restart the store may still hold messages of the previous attempt
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=PrefixStore(f"attempt_{attempt}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=TIMEOUT,
-        )
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-        return cls(rank, local_rank, world_size, patient)
+        return cls(dist.get_rank(), local_rank, dist.get_world_size(), patient)
 
     @property
     def is_main(self) -> bool:
@@ -74,18 +64,12 @@ class DistContext:
     # --- collectives: every process calls them, in the same order ---------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over processes."""
-        return self._reduce(x, dist.ReduceOp.SUM)
+        """The sum over processes, the same in all of them to the bit."""
+        return self.gather(x[None]).sum(0)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest over processes, element by element."""
-        return self._reduce(x, dist.ReduceOp.MAX)
-
-    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.world_size > 1:
-            x = x.clone()
-            dist.all_reduce(x, operation)
-        return x
+        return self.gather(x[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Metrics over all processes: the mean of the values, or their sum for names of COUNTED.

@@ -91,7 +91,7 @@ OUT_OF_MEMORY = (
     "not enough memory",
     "out of memory",
     "ALLOC_FAILED",
-    "Invalid buffer size",
+    "Invalid buffer size",  # on an Apple GPU, of a single tensor
 )
 
 

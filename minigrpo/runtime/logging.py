@@ -16,7 +16,6 @@ from uuid import uuid4
 from torch.utils.tensorboard import SummaryWriter
 
 from ..config import Config
-from ..types import ConfigError
 from .checkpoint import write_text
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
@@ -65,18 +64,18 @@ class RunLog:
         self.evaluated: list[dict[str, Any]] = []  # the lines of eval.jsonl at the start
         self.charts: dict[str, Any] = {}  # by name; they have the methods of a tracker's run
 
-    def open(self, folder: Path, step: int, base: Path, tracker: Any = None) -> None:
+    def open(self, folder: Path, step: int, base: Path, trackers: Mapping[str, Any]) -> None:
         """Continue the logs of the run in `base` after `step`, in `folder`: drop later lines."""
         for name in LOGS:
             records = read_jsonl(base / name, self.warn)
             kept = [x for x in records if x.get("step", math.inf) <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
-            for record in kept if name == EVALUATIONS else ():
-                self.evaluated.append({k: math.nan if x is None else x for k, x in record.items()})
+            if name == EVALUATIONS:
+                known = [{k: math.nan if x is None else x for k, x in r.items()} for r in kept]
+                self.evaluated = known
         self.folder = folder
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
-        if tracker:
-            self.charts["--track"] = tracker
+        self.charts |= trackers
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -127,23 +126,19 @@ class Board(SummaryWriter):
         self.flush()
 
 
-def start_tracker(config: Config, folder: Path) -> Any:
-    """The run of --track in wandb or trackio, which have the same interface; None without one.
+def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
+    """The run of --track in wandb or trackio, by its name; they have the same interface.
 
-    A second start in the folder continues it. Raises ConfigError, for instance without a login.
+    A second start in the folder continues it. Raises what the package does, if it does not start.
     """
     name, file = config.run.track, folder / TRACK_ID
     if name == "none":
-        return None
+        return {}
     known = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": known, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
-    try:
-        run = import_module(name).init(
-            project=project, name=known, config=config.flat(), resume="allow", **options
-        )
-    except Exception as error:
-        needs = f"it needs a login, and pip install 'minigrpo[{name}]'"
-        raise ConfigError(f"--track {name} does not start ({error}); {needs}") from None
+    run = import_module(name).init(
+        project=project, name=known, config=config.flat(), resume="allow", **options
+    )
     file.write_text(known)
-    return run
+    return {name: run}

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 
+from ..config import Config
 from ..task import Task
 from ..types import Example
 from .distributed import DistContext
@@ -17,14 +18,15 @@ class ExamplePrefetcher:
     """Makes the examples of the next steps in a thread, so that no step waits for self-play."""
 
     def __init__(
-        self, task: Task, per_step: int, last_step: int, dist: DistContext, rest_solved: int = 0
+        self, config: Config, task: Task, dist: DistContext, visits: dict[int, list[int]]
     ) -> None:
-        self.task, self.per_step, self.last_step = task, per_step, last_step
-        self.share = dist.share(self.per_step)
+        """`visits`: those of the learner, to which steps add theirs."""
+        self.task, self.per_step = task, config.sampling.prompts_per_step
+        self.share, self.last_step = dist.share(self.per_step), config.run.max_steps
         self.thread = ThreadPoolExecutor(1, "examples")
         self.made: dict[int, Future[list[Example]]] = {}
-        self.rest_solved, self.drawn = rest_solved, enumerate(self._draw())
-        self.visits: dict[int, list[int]] = {}  # that of the learner
+        self.rest_solved, self.visits = config.sampling.rest_solved, visits
+        self.drawn = enumerate(self._draw())
 
     def take(self, step: int) -> list[Example]:
         """This process's examples of a step; raises what the task raised."""

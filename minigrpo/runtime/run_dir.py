@@ -27,19 +27,19 @@ from ..model.lora import ADAPTER_FILE, adapters, peft_files
 from ..model.transformer import Transformer
 from ..types import ConfigError
 from .checkpoint import (
+    CHECKPOINTS,
     State,
     checkpoints,
     load_checkpoint,
     newest,
     save_checkpoint,
     sha256,
-    step_of,
     write_atomically,
     write_text,
 )
 from .console import Console
 from .distributed import DistContext
-from .guard import RunFailed
+from .guard import RunFailed, Say
 from .logging import LOGS, RunLog, start_tracker, to_json
 
 RECORD, SUMMARY, TRAINED_ON = "config.toml", "summary.json", "trained_on.npy"
@@ -48,6 +48,7 @@ WEIGHTS = "model.safetensors"
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 # the groups of settings that may differ when a run goes on, except for the seed
 MAY_DIFFER = ("speed", "memory", "run")
+Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
 
 
 class RunDir:
@@ -59,7 +60,7 @@ class RunDir:
         loss = config.loss.name.rpartition(":")[2]
         name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{loss}")
         self.path = dist.on_main(Path(name).absolute)  # users' code may change the current folder
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / CHECKPOINTS
         self.saved_step = -1  # of the newest checkpoint in this folder
         self.base = self.path  # the folder of the run that this one continues
         self._lock = ExitStack()
@@ -67,10 +68,7 @@ class RunDir:
     # --- open -----------------------------------------------------------------------------------
 
     def open(
-        self,
-        load: Callable[[State], object],
-        facts: Mapping[str, Any],
-        questions: tuple[np.ndarray, np.ndarray] | None = None,
+        self, load: Callable[[State], object], facts: Mapping[str, Any], questions: Questions = None
     ) -> None:
         """Find and lock the folder, and load the checkpoint to go on from, if there is one.
 
@@ -78,7 +76,6 @@ class RunDir:
             load: gets the state in that checkpoint.
             facts: plain values that must be the same when the run goes on, such as the tokenizer's
                 fingerprint and the model's shape.
-            questions: see `Task.questions`.
 
         Raises ConfigError, after unlocking the folder.
         """
@@ -117,9 +114,8 @@ class RunDir:
         except OSError:  # a file system without locks
             pass
         if resume in ("", "auto"):
-            return newest(self.checkpoints, self.console.warn) if there else None
-        base = Path(resume).absolute()
-        return newest(base if step_of(base) >= 0 else base / "checkpoints", self.console.warn)
+            return newest(path, self.console.warn) if there else None
+        return newest(Path(resume).absolute(), self.console.warn)
 
     def _compare(self, then: Mapping[str, Any]) -> None:
         """Raise ConfigError for another run's checkpoint; warn of what may change bits."""
@@ -134,17 +130,17 @@ class RunDir:
     def open_log(self, state: State) -> RunLog:
         """Start the tracker, save a new run or branch, write config.toml, and open the logs.
 
-        Raises ConfigError if the tracker does not start; then nothing is written.
+        If the tracker does not start, nothing is written.
         """
         log = RunLog(self.console.warn)
 
         def start() -> None:
-            tracker = start_tracker(self.config, self.path)
+            trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)
             # every setting, which --config reads, and the software and files of the run
             settings = self.settings.model_dump(exclude_none=True)
             write_text(self.path / RECORD, tomli_w.dumps({**settings, "versions": self.versions}))
-            log.open(self.path, state["step"], self.base, tracker)
+            log.open(self.path, state["step"], self.base, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
             self._write_trained_on()
 
@@ -155,12 +151,8 @@ class RunDir:
         """Keep what this run and the run of --model are trained on, for honest evaluations."""
         name = self.config.model.name
         before = trained_on(Path(name))
-        own, held_out = self.questions or (before[:0], before[:0])
-        if overlap := len(np.intersect1d(before, held_out)):
-            self.console.warn(
-                f"--model {name} was trained on {overlap} of the questions that this run holds "
-                "out, so its evaluations are too good"
-            )
+        own, _ = self.questions or (before, before)
+        warn_of_known_questions(name, self.questions, self.console.warn)
         if len(both := np.union1d(before, own)):
             write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, both))
 
@@ -228,3 +220,11 @@ def trained_on(run: Path) -> np.ndarray:
     """Sorted 64-bit hashes of the questions that a run's model has seen; empty if not known."""
     file = run / TRAINED_ON
     return np.load(file) if file.is_file() else np.zeros(0, dtype=np.uint64)
+
+
+def warn_of_known_questions(model: str, questions: Questions, warn: Say) -> None:
+    """Say how many held-out questions a run, or the one that it began from, was trained on."""
+    _, held_out = questions or ((), ())
+    if known := int(np.isin(held_out, trained_on(Path(model))).sum()):
+        said = f"trained on {known} of {len(held_out)} held-out questions"
+        warn(f"{model} was {said}, so its evaluations are too good")

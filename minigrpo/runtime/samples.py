@@ -27,7 +27,7 @@ from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
 from ..types import Example, RolloutBatch
 from .logging import HELD_OUT, SAMPLES, Record, RunLog
-from .stats import Graded, means
+from .stats import Graded
 
 STEPS_BETWEEN = 10
 SHOWN = 32  # prompts per evaluation
@@ -61,17 +61,17 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
     for part, failed in greedy.rewards.failures.items():
         if failed := failed + drawn.rewards.failures[part]:
             log.warn(f"evaluation at step {step}: {part} failed on {failed} completions")
-    answers: list[Record] = [
+    sides = {"greedy": greedy, "sampled": drawn}
+    samples = [
+        {"source": "held_out", **_record(side, i, 0), "decoding": how, "right": float(right)}
+        for how, side in sides.items()
+        for i, right in enumerate(side.right[:SHOWN, 0])
+    ]
+    answers = [
         {"example": digest(example), **_record(greedy, i, 0)}
+        | {how: _known(side.measures, i) for how, side in sides.items()}
         for i, example in enumerate(greedy.examples)
     ]
-    samples = list[Record]()
-    for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
-        measures = {name: means(x) for name, x in graded.measures.items()}
-        answers = [{**x, decoding: _known(measures, i)} for i, x in enumerate(answers)]
-        for i, right in enumerate(graded.right[:SHOWN, 0]):
-            graded_as = {"decoding": decoding, "right": float(right)}
-            samples.append({"source": "held_out", **_record(graded, i, 0), **graded_as})
     log.write(HELD_OUT, step, answers, mode="w")  # in place of those of the evaluation before
     log.write(SAMPLES, step, samples)
 

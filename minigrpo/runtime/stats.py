@@ -7,8 +7,9 @@ of Student's t.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from ..types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, RolloutBatch
 
 SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
-PASS_AT = "pass@"  # what the keys of pass@k begin with
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 # the same of Student's t, as a polynomial in 1 / degrees of freedom: within 1 % from 2 degrees on
 # (Abramowitz and Stegun, 26.7.5)
@@ -89,18 +89,18 @@ class Graded:
         same = [[text == example.answer for text in group] for example, group in pairs]
         return np.array(same, dtype=float)
 
-    @property
+    @cached_property
     def measures(self) -> dict[str, np.ndarray]:
-        """The `[n, K]` values of all measures that are means; the headline comes first."""
+        """Each measure of the `[n]` examples, a mean over their completions; the headline first."""
         parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        return {self.success: self.right, **parts} | {REWARD: self.rewards.total}
+        values = {self.success: self.right, **parts} | {REWARD: self.rewards.total}
+        return {name: means(x) for name, x in values.items()}
 
 
 # --- intervals ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A measure with its 95 % confidence interval; the bounds are NaN without one."""
 
     value: float
@@ -108,7 +108,7 @@ class Estimate:
     high: float = math.nan
 
     def __str__(self) -> str:
-        value, low, high = (f"{x:.3f}" for x in astuple(self))
+        value, low, high = (f"{x:.3f}" for x in self)
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
@@ -118,9 +118,8 @@ def means(values: np.ndarray) -> np.ndarray:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean over the examples that have one."""
-    each = means(values)
-    each = each[~np.isnan(each)]
+    """The mean of `[n]` values, one of each example; NaN is left out."""
+    each = values[~np.isnan(values)]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():
@@ -174,7 +173,7 @@ def passes(right: np.ndarray) -> dict[str, Estimate]:
     found = {}
     for k in (*ks, num_samples):
         each = [pass_at_k(num_samples, int(x), k) for x in counts[~np.isnan(counts)]]
-        found[f"{PASS_AT}{k}"] = estimate(np.array(each).reshape(-1, 1))
+        found[f"pass@{k}"] = estimate(np.array(each))
     return found
 
 
@@ -186,8 +185,7 @@ def headline(record: Mapping[str, object]) -> str:
 # --- two models on the same examples --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How two models differ on n examples."""
 
     n: int
@@ -244,12 +242,11 @@ def calibration(
             equal ones count one half. Left out if all answers are right, or all wrong.
     """
     q, c = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
-    are_pairs = q.ndim == 1 and q.shape == c.shape and q.size
-    if not (are_pairs and ((q >= 0) & (q <= 1)).all() and np.isin(c, (0, 1)).all()):
+    if q.shape != c.shape or not q.size or not (np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)).all():
         raise ValueError("confidence must be in [0, 1], correct 0 or 1, and both [n], n > 0")
     # rounded, because 0.7 in float32 is 0.69999999, which would fall into the bin below
-    bins = np.minimum(np.floor(np.round(q * NUM_BINS, 6)), NUM_BINS - 1).astype(int)
-    gaps = np.bincount(bins, weights=q - c)
+    places = np.round(q * NUM_BINS, 6)
+    gaps, _ = np.histogram(places, NUM_BINS, (0, NUM_BINS), weights=q - c)
     measures = {"brier": float(np.mean((q - c) ** 2)), "ece": float(np.abs(gaps).sum() / len(q))}
     if c.min() == c.max():
         return measures

@@ -1,9 +1,8 @@
 """Decoding with a KV cache that stores each prompt once, for all of its completions.
 
-A decoder runs *slots*: sequences that each continue one prompt, at their own column. It neither
-picks tokens nor decides which completions a slot stands for: generate.py does. All slots of a
-prompt attend to it in one matrix product, and one softmax covers the prompt and the slot's own
-tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
+A decoder runs *slots*: sequences that each continue one prompt, at their own column; generate.py
+picks their tokens. All slots of a prompt attend to it in one matrix product, and one softmax covers
+the prompt and the slot's own tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
 
 Shapes: P prompts, B slots, W tokens per slot and round, K heads of keys and values, each shared by
 R heads of queries (H = K * R), heads of size E.
@@ -57,13 +56,8 @@ class Decoder:
     def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int = 1) -> Tensor:
         """Run new prompts, and add a slot for each, after the others.
 
-        Args:
-            prompt_ids: `[P', Lp]` int64, right-padded.
-            prompt_len: `[P']` int64.
-            num_samples: most slots that a prompt will have.
-
-        Returns:
-            `[P', V]`, the logits of the first new tokens.
+        `prompt_ids` `[P', Lp]` int64 and `prompt_len` `[P']` -> `[P', V]`, the logits of the first
+        new tokens. A prompt will have at most `num_samples` slots.
         """
         lengths = prompt_len.cpu().numpy()
         positions = torch.arange(lengths.max(), device=self.model.device)
@@ -99,17 +93,13 @@ class Decoder:
     def step(
         self, tokens: Tensor, columns: Tensor, num_columns: int, last: Tensor | None = None
     ) -> Tensor:
-        """Run W tokens of every slot.
+        """Run W tokens of every slot, `[B, W]` -> `[B, W, V]`, the logits that follow them.
 
         Args:
-            tokens: `[B, W]`.
-            columns: `[B]`, the column of each slot's first token. Columns may differ between slots;
-                what a slot wrote there before (a rejected proposal) is overwritten.
+            columns: `[B]`, the column of each slot's first token. What a slot wrote there before (a
+                rejected proposal) is overwritten.
             num_columns: how many columns the slots use after this step, at most.
-            last: `[B]`, after which of its tokens a slot needs logits; None: after all of them.
-
-        Returns:
-            `[B, W, V]`, or `[B, 1, V]`, the logits that follow these tokens.
+            last: `[B]`, the only token of a slot after which it needs logits: `[B, 1, V]`.
         """
         if num_columns > self.own_kv[0].shape[3]:
             self._resize(num_columns + BLOCK)

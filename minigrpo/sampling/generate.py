@@ -1,22 +1,19 @@
 """From prompts to completions: the loop of decoding, its running state, and the Sampler.
 
 A token is a pure function of its logits and of one uniform number that was drawn beforehand. So a
-completion depends neither on what else is in the batch nor on when other completions finish. And
-speculative decoding is exact: a proposed token is kept only if it would have been picked anyway.
+completion does not depend on what else is in the batch. And speculative decoding is exact: a
+proposed token is kept only if it would have been picked anyway.
 
-Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch,
-because the model would compute the same logits for all of them. Once they differ, they get slots of
-their own.
-
-In a dialogue, a sequence whose turn has ended keeps its slot while it waits for an answer, and
-others are decoded. The next rounds then run the tokens of the answer, and decoding goes on.
+Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch: their
+logits are the same. In a dialogue, a sequence whose turn has ended keeps its slot while it waits
+for an answer. The next rounds then run the tokens of the answer, and decoding goes on.
 
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,11 +32,10 @@ from ..runtime.guard import OOMBackoff
 from ..task import Task
 from ..types import Completions, Example
 from .decoder import Decoder
-from .drafts import propose
-from .pick import pick_token, truncate
+from .pick import pick_token, propose, truncate
 
-# Waiting prompts enter when there is room for this share of the prompts that are decoded together,
-# because an entry costs a forward pass of its own.
+# Waiting prompts enter when there is room for this share of those that are decoded together: an
+# entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
 MOST_READ = 16  # tokens of an answer per round; in such a round, all slots run as many
 WAITS = -1  # in Generation.unread
@@ -59,7 +55,7 @@ class Generation:
         max_new_tokens: int,
         num_samples: int = 1,
         prompts_at_once: int = 0,
-        u: Tensor | None = None,
+        u: Tensor | np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         drafts: Tensor | None = None,
         num_speculative_tokens: int = 4,
@@ -71,13 +67,11 @@ class Generation:
             prompt_ids: `[P, Lp]` int64, right-padded.
             prompt_len: `[P]` int64.
             stops: the tokens that end a completion; others end after `max_new_tokens`.
-            prompts_at_once: there are never more completions side by side than those of so many
-                prompts, 0: of all. It changes no token.
+            prompts_at_once: the most prompts whose completions are side by side, 0: all.
             u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
                 likely token each time.
             sampling: its temperature, top-k, top-p and min-p.
-            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
-                as the known answer. It changes the number of rounds, not the tokens.
+            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble.
             work: a counter to add to: `rounds` after the prompts, and `tokens` that the model ran.
             dialogues: answers turns (environments.Dialogues); None: a completion is one turn.
         """
@@ -98,8 +92,8 @@ class Generation:
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
         self.u = None
         if u is not None:
-            u = u.flatten(0, 1)[:, :max_new_tokens].to(device)
-            self.u = torch.nn.functional.pad(u, (0, self.window))
+            given = torch.as_tensor(u).flatten(0, 1)[:, :max_new_tokens].to(device)
+            self.u = torch.nn.functional.pad(given, (0, self.window))
         self.lengths = self.ids.new_zeros(len(self.ids))  # [P * G] tokens of each completion
         # [P * G] tokens of an answer that are in `ids` and have not been run; or WAITS
         self.dialogues, self.unread, self.most_unread = dialogues, self.lengths.clone(), 0
@@ -109,27 +103,28 @@ class Generation:
         self.representatives = self.lengths[:0]  # [B] one running sequence of each slot
         self.longest = 0  # length of the longest running sequence
         self.num_entered = 0  # prompts that have been run
-        self.num_finished = 0  # prompts before the first that has a running sequence
 
     @torch.no_grad()
-    def parts(self) -> Iterator[Completions]:
-        """Yield the prompts in order as they finish, with their completions on the model's device.
+    def run(self) -> Completions:
+        """Complete all prompts, on the model's device.
 
         Waiting prompts enter as completions end and make room (continuous batching, as in Orca, Yu
         et al., OSDI 2022). A prompt enters with all of its completions.
         """
-        total, size, done = len(self.prompt_ids), self.prompts_at_once, 0
-        while done < total:
-            waiting = total - self.num_entered
+        total, size = len(self.prompt_ids), self.prompts_at_once
+        while (waiting := total - self.num_entered) or len(self.running):
             room = min(waiting, size - -(-len(self.running) // self.num_samples))
             if waiting and room >= min(waiting, max(1, int(size * SHARE_THAT_ENTERS))):
                 self._enter(self.num_entered, self.num_entered + room)
             elif self.most_unread != WAITS:
                 self._run_round()
             self._update_slots()
-            if done < self.num_finished:
-                yield self._part(done, self.num_finished)
-                done = self.num_finished
+        tables = [self.ids, self.sampled, self.logp]
+        if self.log_kept_mass is not None:
+            tables.append(self.log_kept_mass)
+        longest = int(self.lengths.max())
+        grouped = [x[:, :longest].unflatten(0, (total, -1)) for x in tables]
+        return Completions(self.prompt_ids, self.prompt_len, *grouped)
 
     def _enter(self, first: int, last: int) -> None:
         """Run waiting prompts, and pick the first token of each of their completions."""
@@ -210,45 +205,28 @@ class Generation:
         sizes = [len(running), len(running), len(chosen)]
         self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
         self.longest = int(running_lengths.max(initial=0))
-        self.num_finished = (
-            int(running[0]) // self.num_samples if len(running) else self.num_entered
-        )
         self.decoder.reorder(sources, len(running))
 
     def _talk(self, unfinished: np.ndarray, state: np.ndarray) -> None:
         """Have ended turns answered, and append the answers that have come.
 
-        `unfinished` `[N]` and `state` `[6, N]`, see `_update_slots`, are changed. The last token of
-        a sequence that gets an answer becomes a number for it, which tells it from other answers.
+        `unfinished` `[N]` and `state` `[6, N]`, see `_update_slots`, are changed. An answer gets a
+        number in place of the last token, which tells it from others.
         """
         ended, unread, running, _, lengths, last = state
-        new = np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens))
-        if len(new):
-            sequences = torch.from_numpy(running[new]).to(self.ids.device)
-            self.unread[sequences] = unread[new] = WAITS
-            columns = running[new].tolist(), self.ids[sequences].tolist(), lengths[new].tolist()
-            for sequence, ids, length in zip(*columns, strict=True):
-                self.dialogues.submit(sequence, ids[:length], self.max_new_tokens - 1 - length)
-            unfinished[new] = True
+        for i in np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens)):
+            ids = self.ids[running[i], : lengths[i]].tolist()
+            self.dialogues.submit(int(running[i]), ids)
+            unread[i], unfinished[i] = WAITS, True
         answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
         for sequence, answer in self.dialogues.replies(wait=not others).items():
-            i, n = int(np.searchsorted(running, sequence)), len(answer)
+            i, n = np.searchsorted(running, sequence), len(answer)
             self.ids[sequence, lengths[i] : lengths[i] + n] = self.ids.new_tensor(answer)
-            self.unread[sequence] = unread[i] = n
-            unfinished[i] = n > 0
+            unread[i], unfinished[i] = n, n > 0
             last[i] = beyond + answers.setdefault(tuple(answer), len(answers))
+        self.unread[self.running] = torch.from_numpy(unread).to(self.unread.device)
         self.most_unread = int(unread[unfinished].max(initial=WAITS))
-
-    def _part(self, first: int, last: int) -> Completions:
-        """The completions of some prompts that have finished, as long as the longest of them."""
-        rows = slice(first * self.num_samples, last * self.num_samples)
-        longest = int(self.lengths[rows].max())
-        tables = [self.ids, self.sampled, self.logp]
-        if self.log_kept_mass is not None:
-            tables.append(self.log_kept_mass)
-        grouped = [x[rows, :longest].unflatten(0, (-1, self.num_samples)) for x in tables]
-        return Completions(self.prompt_ids[first:last], self.prompt_len[first:last], *grouped)
 
 
 def assign_slots(
@@ -256,11 +234,9 @@ def assign_slots(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Assign one slot to the sequences that agree in their slot, length and last token, `[N]` each.
 
-    Slots keep their place where possible, so that little of the cache is copied.
-
-    Returns:
-        `[B]`, the old slot that each new slot continues; `[N]`, the new slot of each sequence;
-        `[B]`, one sequence of each new slot, as an index into the N sequences.
+    Slots keep their place where possible, so that little of the cache is copied. Returns the old
+    slot that each new slot continues, `[B]`, the new slot of each sequence, `[N]`, and one of the N
+    sequences for each new slot, `[B]`.
     """
     # one number per (slot, length, last token), ordered by slot first
     key = (slot * (lengths.max(initial=0) + 1) + lengths) * (last.max(initial=0) + 1) + last
@@ -288,9 +264,7 @@ class Sampler:
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding.
 
-        Args:
-            task: says whether completions resemble the true answers, whose tokens are proposed, and
-                in which environments they are dialogues.
+        `task` says whether completions resemble the true answers, and names their environments.
         """
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.stops: Collection[int] = tokenizer.stops
@@ -312,53 +286,44 @@ class Sampler:
         u: np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         batch_size: int = 0,
-    ) -> Iterator[Completions]:
-        """Complete each example `num_samples` times; yield parts of the batch, on the host.
+    ) -> Completions:
+        """Complete each example `num_samples` times; return the completions on the host.
 
-        Args:
-            u, sampling: see Generation; S >= --max-new-tokens.
-            batch_size: prompts decoded together, 0: all. It affects memory and time only.
+        `u` and `sampling`: see `Generation`. `batch_size`: prompts decoded together, 0: all.
         """
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
-        tensors = {"prompt_ids": prompt_ids, "prompt_len": prompt_len}  # one row per example
-        if u is not None:
-            tensors["u"] = torch.from_numpy(u)
+        drafts = None
         if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
-            tensors["drafts"] = pad(answers)[0][:, : 2 * longest]
-        done, total = 0, len(examples)
-        parts: Iterator[Completions] = iter(())  # of the examples from `done` on
+            drafts = pad(answers)[0][:, : 2 * longest]
 
-        def next_part(size: int) -> Completions:
-            """The next part; after an error, the rest begins again with `size` prompts at once."""
-            nonlocal parts
+        def completed(size: int) -> Completions:
+            """With so many prompts at once; after an error, all begin again with fewer."""
+            if self.dialogues:
+                self.dialogues.begin(examples, num_samples)
             with self.autocast():
-                if (part := next(parts, None)) is not None:
-                    return part
                 low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
-                if self.dialogues:
-                    self.dialogues.begin(examples, num_samples, done)
-                parts = Generation(
+                return Generation(
                     self.low_precision if low else self.model,
-                    **{name: x[done:] for name, x in tensors.items()},
+                    prompt_ids,
+                    prompt_len,
                     stops=self.stops,
                     max_new_tokens=longest,
                     num_samples=num_samples,
                     prompts_at_once=size,
+                    u=u,
                     sampling=sampling,
+                    drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
                     dialogues=self.dialogues,
-                ).parts()
-                return next(parts)
+                ).run()
 
-        while done < total:
-            part = self.backoffs[num_samples].run(next_part, min(batch_size or total, total))
-            done += len(part)
-            yield part.to("cpu")
+        most = min(batch_size or len(examples), len(examples))
+        return self.backoffs[num_samples].run(completed, most).to("cpu")
 
     def texts(self, completions: Completions) -> list[list[str]]:
         """The texts of the completions of the last `complete`, `[P][G]`; see `types.Dialogue`."""

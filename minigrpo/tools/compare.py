@@ -10,7 +10,7 @@ runs that differ in their seed alone are one setting, and three seeds or more de
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -18,7 +18,7 @@ from pydantic import Field
 from ..runtime.logging import HELD_OUT, read_jsonl
 from ..runtime.stats import SAMPLED, Difference, difference
 from ..types import REWARD
-from .runs import ENDS, Run, RunArguments, differing, draw, numbers, runs_of
+from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, numbers, runs_of
 
 Setting = Sequence[Run]  # runs that differ in their seed at most
 Answer = tuple[str, int, str]  # a measure, an example's place in the file and its digest
@@ -52,19 +52,19 @@ def differences(first: Setting, second: Setting) -> dict[str, Difference]:
     pairs were asked counts once, with its means. The names are those of eval.jsonl.
     """
     both = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
-    rows = defaultdict(list)  # measure -> of each answer: its pair, its values and their difference
+    rows = defaultdict(list)  # measure -> of each answer: its pair, and its values
     for pair, runs in enumerate(both or zip(first, second, strict=False)):
         old, new = map(answers_of, runs)
         for answer, x in old.items():
             if answer in new:
-                rows[answer[0]].append((answer, pair, x, new[answer], new[answer] - x))
+                rows[answer[0]].append((answer, pair, x, new[answer]))
     if any(flat(first[0])[name] != flat(second[0])[name] for name in OF_REWARD):
         for measure in (REWARD, REWARD + SAMPLED):
             rows.pop(measure, None)
     tests = {}
     for measure, columns in rows.items():
-        answers, seeds, xs, ys, changes = zip(*columns, strict=True)
-        by_seed = mean_by(seeds, changes)
+        answers, pairs, xs, ys = zip(*columns, strict=True)
+        by_seed = mean_by(pairs, ys) - mean_by(pairs, xs)
         tests[measure] = difference(mean_by(answers, xs), mean_by(answers, ys), by_seed)
     return tests
 
@@ -100,7 +100,7 @@ def row_of(name: str, x: Difference) -> list[str]:
 class Arguments(RunArguments):
     pool: bool = False
     """Take runs that differ in their seed alone as one setting."""
-    plot: Annotated[str, Field(pattern=r"^$|\.(png|svg|pdf)$")] = ""
+    plot: str = Field("", pattern=r"^$|\.(png|svg|pdf)$")
     """Draw the held-out success of all settings here (PNG, SVG or PDF); needs matplotlib."""
 
 
@@ -116,5 +116,5 @@ def main(argv: Sequence[str], prog: str) -> None:
         found = "example by example, 95 % intervals" if rows else "no held-out examples in common"
         console.table(f"{second} against {first}: {found}", COLUMNS, rows)
     if arguments.plot:
-        draw(settings, base[0].success + SAMPLED, arguments.plot, held_out=True)
+        draw(settings, EVAL + base[0].success + SAMPLED, arguments.plot)
         console.say(f"wrote {arguments.plot}")

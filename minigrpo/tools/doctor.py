@@ -45,11 +45,6 @@ def solved(run: Run) -> bool:
     return any(share.low > 0.85 for share in run.shares)  # NaN for what is no share
 
 
-def taught(run: Run) -> bool:
-    """A KL or a teacher has a gradient, whatever the rewards are."""
-    return bool(run.config.loss.kl_coef or run.config.loss.teacher)
-
-
 def flat(values: Values, run: Run) -> bool | np.bool:
     """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
     first, _, last = np.array_split(values, 3)
@@ -67,7 +62,11 @@ RULES = (
     ),
     Rule(
         "frac_reward_zero_std",
-        lambda values, run: end(values) > 0.8 and not (solved(run) or taught(run)),
+        # a KL or a teacher has a gradient, whatever the rewards are
+        lambda values, run: (
+            end(values) > 0.8
+            and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
+        ),
         "In most groups all completions have equal rewards, which teach nothing.",
         "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
         "with partial credit; --loss nll first if the model never gets anything right.",
@@ -150,11 +149,11 @@ RULES = (
 def diagnose(run: Run) -> list[tuple[Rule, str]]:
     """The rules that find something, in the order of the table, with the numbers they saw."""
     series = {name: [*run.curve(name).values()] for name in sorted({*chain(*run.metrics)})}
-    series[HELD_OUT] = run.shares
+    series[HELD_OUT] = [share.value for share in run.shares]
     found = []
     for rule in RULES:
         for name in fnmatch.filter(series, rule.series):
-            values = np.array([x.value for x in series[name]])
+            values = np.array(series[name])
             if values.size and len(run.metrics) >= rule.fewest and rule.test(values, run):
                 numbers = f"{start(values):.3g} at first, {end(values):.3g} at last"
                 found.append((rule, f"{name}: {numbers}, at most {values.max():.3g}"))

@@ -1,18 +1,20 @@
 """Does a training step fit my card? `minigrpo plan [flags of train]`.
 
 Every part is a closed form of the model's shape and of the tokens in a step. So no weights are
-fetched; the tokenizer and the data are read, to measure prompts. It is the worst case: completions
-share nothing but their prompt, and are as long as --max-new-tokens allows. The step is that of one
-process on a GPU. Not counted: models that rewards ask, and on a CPU Python and torch themselves
-(some 400 MiB) and what offloading moves there.
+read, only the tokenizer and the data, to measure prompts; those of a published model without --data
+are taken to have 256 tokens. It is the worst case: completions share nothing but their prompt, and
+are as long as --max-new-tokens allows. The step is that of one process on a GPU. Not counted:
+models that rewards ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading
+moves there.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from ..build import INITIAL, SELF, add_lora, config_of_run, make_task, make_tokenizer
+from ..build import INITIAL, SELF, Parts, add_lora, config_of_run, resolve
 from ..config import Config
+from ..defaults import size_of
 from ..model.encoding import encode_prompt
 from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
@@ -25,6 +27,7 @@ MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
 CARD_SPARE = 2**30  # bytes for CUDA itself, and for gaps between allocations
 EXAMPLES = 64  # prompts that are measured
+ASSUMED = 256  # tokens of prompts that cannot be measured
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
 # the phases of a step, and what they alone need
@@ -123,7 +126,7 @@ def shape_of(config: Config) -> ModelShape:
     """The shape of --model, without reading weights. Raises ConfigError."""
     name = config.model.name
     if name == "scratch":
-        return ModelShape(make_tokenizer(config).n_vocab)
+        return ModelShape(Parts(resolve(config)).tokenizer.n_vocab)
     if name == "shipped":
         return read_model_shape(shipped_model(config.task.name))
     folder = Path(name)
@@ -133,9 +136,12 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def prompt_length(config: Config) -> float:
-    """The mean length of prompts in tokens."""
-    tokenizer, task = make_tokenizer(config), make_task(config)
-    return mean(len(encode_prompt(tokenizer, task.train(i))) for i in range(EXAMPLES))
+    """The mean length of prompts in tokens; ASSUMED of a published model whose data is not here."""
+    files = config.task.data.split(",")
+    if size_of(config.model.name) and not all(Path(file).is_file() for file in files):
+        return ASSUMED
+    parts = Parts(resolve(config))
+    return mean(len(encode_prompt(parts.tokenizer, parts.task.train(i))) for i in range(EXAMPLES))
 
 
 def main(argv: Sequence[str], prog: str) -> None:

@@ -7,7 +7,7 @@ dropped here, so that nothing else has to look.
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from ..runtime.stats import SAMPLED, Estimate, headline, wilson
 from ..types import REWARD, ConfigError
 
 Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys
+EVAL = "eval/"  # begins the names of curves of evaluations, as in TensorBoard
 MOST_POINTS = 100  # of a curve; points beyond that are averaged with their neighbours
 ENDS = ("", "steps", "held out, at first", "at last", "s/step", "peak MiB")
 
@@ -66,26 +67,25 @@ class Run:
 
     @property
     def shares(self) -> list[Estimate]:
-        """The headline of each evaluation, sampled."""
-        return [*self.curve(self.success + SAMPLED, held_out=True).values()]
-
-    def curve(self, name: str, *, held_out: bool = False) -> dict[float, Estimate]:
-        """A metric by step, or a measure of the evaluations; shares have Wilson's interval."""
-        records = self.evaluations if held_out else self.metrics
-        is_share = held_out and name.removesuffix(SAMPLED) == self.success != REWARD
-        found = {}
-        for record in records:
-            if name in record:
-                x, n = record[name], record.get("n", 0)
-                known = is_share and 0 <= x <= 1 <= n
-                found[record["step"]] = wilson(x, n) if known else Estimate(x)
+        """The headline of each evaluation, sampled; a share has Wilson's interval."""
+        found = list[Estimate]()
+        for record in self.evaluations:
+            if (x := record.get(self.success + SAMPLED)) is not None:
+                is_share = self.success != REWARD and 0 <= x <= 1 <= record.get("n", 0)
+                found.append(wilson(x, record["n"]) if is_share else Estimate(x))
         return found
+
+    def curve(self, name: str) -> dict[float, float]:
+        """A metric by step; with EVAL before its name, a measure of the evaluations."""
+        measure = name.removeprefix(EVAL)
+        records = self.metrics if name == measure else self.evaluations
+        return {x["step"]: x[measure] for x in records if measure in x}
 
     def ends(self) -> list[str]:
         """The cells of ENDS: first and last sampled evaluation, and the medians of the cost."""
         held_out = [str(share) for share in self.shares] or [""]
         costs = [self.curve(name).values() for name in ("step_time", "memory/peak_mib")]
-        medians = [f"{median([x.value for x in cost] or [math.nan]):.3g}" for cost in costs]
+        medians = [f"{median(cost or [math.nan]):.3g}" for cost in costs]
         return [self.name, str(self.metrics[-1]["step"]), held_out[0], held_out[-1], *medians]
 
 
@@ -113,13 +113,10 @@ def differing(sides: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def draw(
-    settings: Mapping[str, Sequence[Run]], name: str, out: str | StringIO, *, held_out: bool
-) -> None:
-    """Draw a metric by step into a file, or as SVG: for each setting, the mean over its runs.
+def draw(settings: Mapping[str, Sequence[Run]], name: str, out: str | StringIO) -> None:
+    """Draw a curve into a file, or as SVG: for each setting, the mean over its runs.
 
-    The band is the range of the runs and of the steps that a point is made of; for a single run's
-    share of right answers, it is the 95 % interval.
+    The band is the range of the runs, and of the steps that a point is made of.
     """
     try:
         import matplotlib
@@ -129,13 +126,12 @@ def draw(
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
     for label, runs in settings.items():
-        curves = [run.curve(name, held_out=held_out) for run in runs]
+        curves = [run.curve(name) for run in runs]
         steps = sorted(set.intersection(*map(set, curves)))
         points = []
         for part in filter(len, np.array_split(steps, MOST_POINTS)):
-            found = np.array([astuple(curve[step]) for step in part for curve in curves])
-            band = found if len(runs) == 1 else found[:, 0]
-            points.append((part.mean(), found[:, 0].mean(), np.nanmin(band), np.nanmax(band)))
+            found = [curve[step] for step in part for curve in curves]
+            points.append((part.mean(), np.mean(found), min(found), max(found)))
         x, y, low, high = np.array(points).reshape(-1, 4).T
         axes.plot(x, y, ".-", label=label)
         axes.fill_between(x, low, high, alpha=0.2)  # in the colour of the line

@@ -1,0 +1,71 @@
+"""Guess a number from two words, `<` and `>`: a game that only several turns can teach.
+
+    0-30: 15 < 7 > 11 < 9 =        the secret is 9, found by the fourth of six guesses
+
+`<` says that the secret is smaller than the guess, and `>` that it is larger. Always halving what
+is left finds each number by the fifth guess at the latest, and 4.16 guesses on average. Nobody
+shows that to the model.
+"""
+
+from collections.abc import Sequence
+
+from ..model.chat import Message
+from ..runtime.rng import stream
+from ..task import Task
+from ..types import Example
+
+PROMPT, NUMBERS, GUESSES = "0-30: ", [str(number) for number in range(31)], 6
+
+
+class Game:
+    """The reward is 1 if the secret is found, and half of the share of guesses that are left."""
+
+    def reset(self, secret: str) -> None:
+        self.secret, self.left = secret, GUESSES
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        if text == self.secret:
+            return "=", 1 + 0.5 * self.left / GUESSES, True
+        if text not in NUMBERS:
+            return "?", 0.0, True
+        return "<" if int(self.secret) < int(text) else ">", 0.0, not self.left
+
+
+class Guess(Task):
+    """Games with each secret equally often: in a shuffled order, and held out in turn.
+
+    There is no secret to hold out: held-out games differ by the random numbers of their guesses.
+    The last guess is `exact` if it is the secret.
+    """
+
+    environment = Game
+    about = "games with a secret number from 0 to 30"
+
+    def __init__(self, seed: int, begun: int = 0) -> None:
+        """`begun`, for supervised fine-tuning: go on with a random game by a random guess."""
+        self.seed, self.begun = seed, int(begun)
+
+    def train(self, number: int) -> Example:
+        round_, place = divmod(number, len(NUMBERS))
+        secret = str(stream(self.seed, "guess", round_).permutation(NUMBERS)[place])
+        if not self.begun:
+            return self._example(secret, number)
+        rng = stream(self.seed, "guess/begun", number)
+        game, said = Game(), list[Message]()
+        game.reset(secret)
+        others = [guess for guess in NUMBERS if guess != secret]
+        for guess in rng.choice(others, rng.integers(GUESSES)).tolist():
+            said.append({"role": "assistant", "content": guess})
+            said.append({"role": "user", "content": game.step(guess)[0]})
+        return self._example(secret, number, str(rng.choice(NUMBERS)), said)
+
+    def held_out(self, number: int) -> Example:
+        return self._example(NUMBERS[number % len(NUMBERS)], number)
+
+    def _example(
+        self, secret: str, number: int, answer: str = "", said: Sequence[Message] = ()
+    ) -> Example:
+        messages = [{"role": "user", "content": PROMPT}, *said]
+        fields = {"secret": secret}
+        return Example(PROMPT, answer or secret, number, messages=messages, fields=fields)

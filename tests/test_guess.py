@@ -1,0 +1,64 @@
+"""The game `guess`: its rules, its examples, and the model that ships for it."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from minigrpo.tasks.base import load_task
+from minigrpo.tasks.guess import GUESSES, NUMBERS, Game, Guess
+
+
+def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
+    game = Game()
+    game.reset(secret)
+    return [game.step(guess) for guess in guesses]
+
+
+def test_halving_finds_every_number_by_the_fifth_guess() -> None:
+    found = list[int]()
+    for secret in NUMBERS:
+        game, low, high = Game(), 0, len(NUMBERS) - 1
+        game.reset(secret)
+        word, count = "", 0
+        while word != "=":
+            guess, count = (low + high) // 2, count + 1
+            word, reward, over = game.step(str(guess))
+            assert over == (reward > 0) == (word == "=")
+            low, high = (low, guess - 1) if word == "<" else (guess + 1, high)
+        assert reward == 1 + 0.5 * (GUESSES - count) / GUESSES
+        found.append(count)
+    assert max(found) == 5 and np.mean(found) == pytest.approx(129 / 31)
+
+
+def test_a_game_ends_with_what_is_no_number_or_with_the_last_guess() -> None:
+    assert play("9", "15", "7", "9") == [("<", 0, False), (">", 0, False), ("=", 1.25, True)]
+    assert play("9", *["15"] * 5, "8")[4:] == [("<", 0, False), (">", 0, True)]
+    assert play("9", *["15"] * 5, "9")[5] == ("=", 1, True)
+    for text in ("", "31", "-1", "09", " 9", "9 ", "nine", "٩", "9" * 5000):
+        assert play("9", text) == [("?", 0, True)]
+
+
+def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
+    task, again, other = (load_task("guess", seed=seed) for seed in (3, 3, 4))
+    for number in (0, 31 * 7):
+        secrets = [task.train(number + i).answer for i in range(31)]
+        assert Counter(secrets) == Counter(NUMBERS)
+        assert secrets == [again.train(number + i).answer for i in reversed(range(31))][::-1]
+        assert secrets != [other.train(number + i).answer for i in range(31)]
+    assert [task.held_out(i).answer for i in range(62)] == NUMBERS * 2
+
+
+def test_a_game_that_is_begun_keeps_the_rules_and_goes_on_by_any_guess() -> None:
+    task = Guess(0, begun=1)
+    lengths, answers = Counter[int](), Counter[str]()
+    for number in range(31 * 40):
+        example = task.train(number)
+        said, secret = example.messages[1:], example.fields["secret"]
+        guesses = [message["content"] for message in said[::2]]
+        words = [message["content"] for message in said[1::2]]
+        assert [word for word, _, _ in play(secret, *guesses)] == words and "=" not in words
+        lengths[len(guesses)] += 1
+        answers[example.answer] += 1
+    assert {*lengths} == {*range(GUESSES)} and {*answers} == {*NUMBERS}
+    assert example == Guess(0, begun=1).train(number) and not Guess(0).train(0).messages[1:]
