@@ -3,7 +3,7 @@
 import dataclasses
 import doctest
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -216,19 +216,16 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
 # --- frozen models --------------------------------------------------------------------------------
 
 
-class InParts:
-    """Runs two prompts at a time."""
-
-    def run(self, function: Callable[[int], Tensor], total: int) -> Tensor:
-        assert total == 3
-        return function(2)
+def make_frozen(model: Transformer) -> FrozenModel:
+    """It runs two prompts at a time."""
+    tokenizer: Any = None
+    backoff = OOMBackoff("frozen", "--micro-batch-size", 2)
+    return FrozenModel(model, tokenizer, pack, "the reference", backoff, autocast=nullcontext)
 
 
 def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
-    tokenizer: Any = None
-    options: Any = {"name": "the reference", "backoff": InParts(), "autocast": nullcontext}
-    frozen = FrozenModel(model, tokenizer, packing=pack, **options)
-    c = make_completions(0)
+    frozen, c = make_frozen(model), make_completions(0)
+    assert len(c) == 3
     for temperature in (0.7, 1.3):
         found = frozen.logp(c, temperature)
         assert not found.requires_grad
@@ -237,10 +234,7 @@ def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transf
 
 def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transformer) -> None:
     """Such positions have no embedding, or were never trained; the last token needs none."""
-    tokenizer: Any = None
-    backoff = OOMBackoff("frozen", "--micro-batch-size", 0)
-    options: Any = {"name": "the reference", "backoff": backoff, "autocast": nullcontext}
-    frozen = FrozenModel(model, tokenizer, packing=pack, **options)
+    frozen = make_frozen(model)
     for length in (36, 37):
         texts = to_completions([[1] * 5], [[[2] * length, [3]]])
         assert texts.completion_mask.sum(-1).tolist() == [[length, 1]]
