@@ -70,7 +70,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 def layer_names(layers: Mapping[str, nn.Module]) -> list[str]:
     """The last parts of names, such as q_proj, each once."""
-    return list(dict.fromkeys(name.split(".")[-1] for name in layers))
+    return sorted({name.split(".")[-1] for name in layers})
 
 
 def disable_adapters(model: nn.Module) -> None:
