@@ -26,23 +26,19 @@ Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows t
 def load_task(
     task: Any,
     *,
-    seed: int,
     data: Data = "",
     eval_data: Data = "",
-    chat: bool = False,
-    environment: bool = False,
     args: Mapping[str, Any] | None = None,
+    **known: Any,
 ) -> Task:
     """The task of --task, --data, --eval-data and --task-args.
-
-    A class gets `seed`, `chat` and `environment` if its `__init__` names them, and the others if
-    they are given.
 
     Args:
         task: a key of TASKS, a Python file with one task, a class, or an object that is made.
         data, eval_data: files, separated by commas, or the rows themselves.
-        chat: whether --system makes prompts the messages of a user.
-        environment: whether there is one, which may say what a row does not.
+        known: what a class gets only if its `__init__` names it: `seed`; `chat`, whether --system
+            makes prompts the messages of a user; `environment`, whether there is one, which may say
+            what a row does not.
     """
     given = {"data": sources(data), "eval_data": sources(eval_data)}
     given = {name: value for name, value in given.items() if value} | dict(args or {})
@@ -54,7 +50,6 @@ def load_task(
         return made
     cls = class_of(task)
     named = inspect.signature(cls).parameters
-    known = {"seed": seed, "chat": chat, "environment": environment}
     own = {name: x for name, x in known.items() if name in named}
     try:
         return cls(**own, **given)
@@ -118,7 +113,12 @@ def shipped_model(task: str) -> Path:
     row = TASKS.get(task, TASKS["chess-env"])
     if not row.shipped:
         raise ConfigError(f"--model shipped: none ships for --task {task}; name a model's folder")
-    return Path(str(files("minigrpo.assets") / f"{row.shipped}.safetensors"))
+    return asset(row.shipped)
+
+
+def asset(name: str) -> Path:
+    """The file of a model that ships."""
+    return Path(str(files("minigrpo.assets") / f"{name}.safetensors"))
 
 
 # --- what tasks share -----------------------------------------------------------------------------

@@ -7,8 +7,7 @@ whole game, or a line.
 
 import gzip
 import logging
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import chess
@@ -41,20 +40,19 @@ class ChessFiles(Rows):
     def read(self, files: Files) -> list[Row]:
         """The rows in a random order, because the positions of one game are alike."""
         rows = list[Row]()
-        for path in files:
-            if not isinstance(path, Path):
-                raise ValueError("needs files, not rows")
-            is_pgn = path.name.endswith((".pgn", ".pgn.gz"))
-            for number, record in enumerate(records_of(path, is_pgn), 1):
-                try:
-                    rows += plies(record, self.history) if is_pgn else [parse_line(record)]
-                except ValueError as error:
-                    self.skipped.append(f"{path}, record {number}: {error}")
+        for path in map(str, files):
+            opened: Any = gzip.open if path.endswith(".gz") else open
+            with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+                games = iter(partial(chess.pgn.read_game, file), None)
+                is_pgn = path.endswith((".pgn", ".pgn.gz"))
+                records: Any = games if is_pgn else filter(None, map(str.strip, file))
+                for number, record in enumerate(records, 1):
+                    try:
+                        rows += plies(record, self.history) if is_pgn else [parse_line(record)]
+                    except ValueError as error:
+                        self.skipped.append(f"{path}, record {number}: {error}")
         order = stream(self.seed, "chess files").permutation(len(rows))
         return [rows[place] for place in order]
-
-    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if is_held_out(position_of(row.example))]
 
 
 def position_of(example: Example) -> str:
@@ -67,17 +65,8 @@ def row_of(example: Example) -> Row:
 
     A line may leave out an en passant square where no pawn can capture; the question always does.
     """
-    return Row(position_key(chess.Board(position_of(example)).fen()), example)
-
-
-def records_of(path: Path, is_pgn: bool) -> Iterator[Any]:
-    """The games of a file, or its lines."""
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        if not is_pgn:
-            yield from filter(None, map(str.strip, file))
-        while (game := chess.pgn.read_game(file)) is not None:
-            yield game
+    fen = position_of(example)
+    return Row(position_key(chess.Board(fen).fen()), example, is_held_out(fen))
 
 
 def plies(game: chess.pgn.Game, history: int) -> list[Row]:
