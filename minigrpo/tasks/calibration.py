@@ -25,7 +25,7 @@ import numpy as np
 
 from ..runtime.rng import stream
 from ..runtime.stats import calibration
-from ..types import Example
+from ..types import EXACT, Example
 from .base import Generated, SourceTask, is_held_out
 from .data import Files
 from .math import HASHES, Math, final_answer
@@ -107,11 +107,8 @@ class Calibration(SourceTask):
         if isinstance(self.source, Math) and not final_answer(answer, HASHES):
             answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
         truth = example.fields["true_answer"]
-        if isinstance(self.source, Generated):
-            correct = float(answer == truth)
-        else:
-            scores = self.source.score(replace(example, answer=truth), answer)
-            correct = scores[self.source.success]
+        scores = self.source.score(replace(example, answer=truth), answer)  # none of a digit
+        correct = (scores or {EXACT: float(answer == truth)})[self.source.success]
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
 

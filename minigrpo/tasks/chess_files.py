@@ -6,7 +6,6 @@ whole game, or a line.
 """
 
 import gzip
-import logging
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..types import Example
 from .data import Files, Row, Rows
 from .self_play import ask, is_held_out
 
-chess.pgn.LOGGER.setLevel(logging.CRITICAL)  # bad games are counted, not printed
+chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 
 
 class ChessFiles(Rows):
@@ -94,7 +93,8 @@ def parse_line(text: str) -> Row:
     Raises ValueError for a line that contradicts the rules of chess, or what its position alone
     tells: a draw by repetition.
     """
-    fields = text.removeprefix("A: ").split("+")
+    line = text.removeprefix("A: ")
+    fields = line.split("+")
     if len(fields) not in (6, 7) or not is_valid_fen(fields[0]):
         raise ValueError("not <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>")
     fen, uci, after, ending = fields[0], fields[1], fields[-4], "+".join(fields[-3:])
@@ -104,5 +104,4 @@ def parse_line(text: str) -> Row:
     if not spelled or ending.replace("-1.0+0+1", "0.0+0+1") != true_ending:
         raise ValueError(f"{uci} does not lead to {after}+{ending}")
     answer = f"{after}+{ending}"
-    prompt = "A: " + text.removeprefix("A: ").removesuffix(answer)
-    return row_of(Example(prompt, answer, kind=kind))
+    return row_of(Example(f"A: {line.removesuffix(answer)}", answer, kind=kind))

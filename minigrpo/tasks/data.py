@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -148,7 +148,8 @@ class Rows(Task):
         """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
         rows = []
         for source in files:
-            records, place = cast(Any, source), "the data, row"
+            records: Any = source
+            place = "the data, row"
             if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
                 records, place = source.read_bytes().splitlines(), f"{source}, line"
             for number, record in enumerate(records, 1):
