@@ -73,13 +73,12 @@ def class_of(task: str | type) -> type:
         return with_defaults(task)
     if task in TASKS:
         return resolve_name(f"{__package__}.{TASKS[task].path}")
-    if not task.endswith(".py"):
-        raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
     name = f"minigrpo_{Path(task).stem}"
-    values = runpy.run_path(task, run_name=name).values()
+    values = runpy.run_path(task, run_name=name).values() if task.endswith(".py") else ()
     found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
     if len(found) != 1:
-        raise ConfigError(f"--task {task}: needs one class with a method train, has {len(found)}")
+        said = "or a Python file with one class that has a method train"
+        raise ConfigError(f"--task must be {', '.join(TASKS)} {said}, got {task}")
     return with_defaults(found[0])
 
 

@@ -72,9 +72,8 @@ def play(rng: np.random.Generator) -> list[Ply]:
         and (moves := list(board.legal_moves))
         and not board.is_insufficient_material()
     ):
-        weights = np.cumsum([PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves])
-        pick = np.searchsorted(weights, rng.random() * weights[-1], side="right")
-        move = moves[pick]
+        bias = [PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves]
+        move = moves[np.searchsorted(np.cumsum(bias), rng.random() * sum(bias), side="right")]
         if rng.random() < MATE_IF_POSSIBLE:
             checks = filter(board.gives_check, moves)
             move = next((x for x in checks if board.lan(x).endswith("#")), move)
