@@ -100,10 +100,7 @@ def test_parts_of_a_successor() -> None:
         assert parts == dict(zip(names, values, strict=True)), text
 
 
-HOSTILE = ["+" * 1000, "\x00", "\ud800", "x" * 1_000_000, f"{AFTER_E4} e3 0 1+١.001+0+0"]
-
-
-@given(st.one_of(st.text(), st.sampled_from(HOSTILE)))
+@given(st.text() | st.sampled_from(["+" * 1000, "\ud800", f"{AFTER_E4} e3 0 1+١.001+0+0"]))
 def test_any_text_has_parts_between_0_and_1(text: str) -> None:
     assert all(0 <= value <= 1 for value in ChessEnv(0).score(QUIET, text).values())
 

@@ -19,7 +19,7 @@ from minigrpo.types import ConfigError, Example
 ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
 SUMS = str(ROOT / "examples" / "sums.jsonl")
-GENERATED = ("math", "countdown", "calibration", "rlt")
+GENERATED = ("math", "countdown", "calibration", "rlt", "code")
 
 
 class Capitals:

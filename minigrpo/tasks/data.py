@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Row(NamedTuple):
 
     question: str  # what decides whether two lines ask the same
     example: Example
+    test: bool = False  # whether it is in a test split that is known
 
 
 Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
@@ -44,25 +45,6 @@ def question_key(text: str) -> str:
     if not (words := unicodedata.normalize("NFC", text).split()):
         raise ValueError("the question is empty")
     return " ".join(words)
-
-
-def read_rows(files: Files, parse: Parse) -> list[Row]:
-    """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
-    rows = []
-    for source in files:
-        records, place = cast(Any, source), "the data, row"
-        if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
-            records, place = source.read_bytes().splitlines(), f"{source}, line"
-        for number, record in enumerate(records, 1):
-            is_line = isinstance(record, bytes)
-            if is_line and not record.strip():
-                continue
-            try:
-                question, example = parse(json.loads(record) if is_line else record)
-                rows.append(Row(question_key(question), example))
-            except Exception as error:  # KeyError, RecursionError: a line may hold anything
-                raise ConfigError(f"{place} {number}: {type(error).__name__}: {error}") from error
-    return rows
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -145,8 +127,13 @@ class Rows(Task):
         """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
         self.seed, self.parse = seed, parse
         rows, held_out = self.read(data), self.read(eval_data)
+        if not eval_data:
+            held_out = [row for row in rows if row.test]
+        if not eval_data and len(held_out) in (0, len(rows)):  # one side of a split, or none
+            held_out = [row for row in rows if is_held_out(row.question)]
+            held_out = held_out or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
         first: dict[str, Example] = {}
-        for row in held_out if eval_data else self.choose_held_out(rows):
+        for row in held_out:
             first.setdefault(row.question, row.example)
         train = [row for row in rows if row.question not in first]
         self._train, self._held_out = [row.example for row in train], list(first.values())
@@ -158,12 +145,25 @@ class Rows(Task):
         self.questions = _hashes(row.question for row in train), _hashes(first)
 
     def read(self, files: Files) -> list[Row]:
-        return read_rows(files, self.parse)
-
-    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows of --data that are held out if there is no --eval-data; at least a question."""
-        chosen = [row for row in rows if is_held_out(row.question)]
-        return chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
+        """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
+        rows = []
+        for source in files:
+            records: Any = source
+            place = "the data, row"
+            if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
+                records, place = source.read_bytes().splitlines(), f"{source}, line"
+            for number, record in enumerate(records, 1):
+                is_line = isinstance(record, bytes)
+                if is_line and not record.strip():
+                    continue
+                try:
+                    row = self.parse(json.loads(record) if is_line else record)
+                    rows.append(row._replace(question=question_key(row.question)))
+                except Exception as error:  # KeyError, RecursionError: a line may hold anything
+                    raise ConfigError(
+                        f"{place} {number}: {type(error).__name__}: {error}"
+                    ) from error
+        return rows
 
     def train(self, number: int) -> Example:
         epoch, place = divmod(number, len(self._train))

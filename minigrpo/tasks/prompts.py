@@ -76,7 +76,7 @@ def parse_qa(record: dict[str, Any]) -> Row:
     answers = answers if isinstance(answers, list) else [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
-    question, example = parse_pair({**record, "answer": answers[0]})
+    question, example, _ = parse_pair({**record, "answer": answers[0]})
     context = record.get("context") or ""
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)
