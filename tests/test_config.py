@@ -156,7 +156,6 @@ def test_pairs_are_separated_by_commas_before_a_name() -> None:
         {"loss": "ppo"},
         {"groupsize": 8},
         {"resume": "auto"},
-        {"eval_data": "x.jsonl"},
         {"reward_weights": "similarity"},
     ],
     ids=str,

@@ -17,6 +17,7 @@ from minigrpo.types import ConfigError
 from .steps import bits
 from .tiny import TINY, tiny_chess_model
 
+SUMS = Path(__file__).parents[1] / "examples" / "sums.jsonl"
 SFT = {"loss": "nll", "max_new_tokens": 96}
 
 
@@ -137,6 +138,7 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"reward_weights": {"beauty": 1.0}},
         {"task": "checkers"},
         {"task_args": {"histroy": 2}},
+        {"task": "math", "eval_data": str(SUMS)},  # nothing to train on
     ]
     for changes in cases:
         with pytest.raises((ConfigError, OSError)):
