@@ -25,7 +25,7 @@ from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rewards import similarity
-from minigrpo.rollout import RolloutBatches
+from minigrpo.rollout import Batches
 from minigrpo.runtime.console import Console
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
@@ -198,7 +198,7 @@ class Step:
         if work.forced:
             self.sampler.stops = frozenset()  # no token ends a completion
         parts.sampler, self.timer = self.sampler, PhaseTimer(self.device)
-        self.source = RolloutBatches(parts, self.timer, DistContext(), {})
+        self.source = Batches(parts, self.timer, DistContext(), {})
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """The batches of a run: completions sampled from the policy and scored, or the true answers.
 
-`RolloutBatches` samples, scores and computes advantages; `SupervisedBatches` takes the true
-answers, for supervised fine-tuning. The trainer treats both alike. Decoding itself is in sampling/,
-scoring in rewards.py.
+The latter with --loss nll, for supervised fine-tuning; else rewards become advantages. The trainer
+treats both alike. Decoding itself is in sampling/, scoring in rewards.py.
 """
 
 from collections.abc import Sequence
@@ -24,35 +23,19 @@ from .types import Completions, ConfigError, Example, RolloutBatch
 
 
 class Batches:
-    """What both kinds of batches are made with."""
+    """What the steps of a run learn from, on the host."""
 
     def __init__(
         self, parts: Parts, timer: PhaseTimer, dist: DistContext, visits: dict[int, list[int]]
     ) -> None:
         """`visits`: those of the learner, for --rest-solved."""
         self.config, self.timer, self.dist = parts.config, timer, dist
-        self.model, self.sampler, self.scorer = parts.model, parts.sampler, parts.scorer
+        self.sampler, self.scorer, self.spec = parts.sampler, parts.scorer, parts.loss
         self.reference = parts.reference  # now, when the model is what it is at the start
-        self.spec = parts.loss
         self.examples = ExamplePrefetcher(parts.config, parts.task, dist, visits)
 
-
-class SupervisedBatches(Batches):
-    """The true answers, one per prompt, for supervised fine-tuning."""
-
     def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host."""
-        with self.timer.phase("data"):
-            examples, context = self.examples.take(step), self.model.shape.context
-            completions = encode_pairs(self.sampler.tokenizer, examples, context)
-        return RolloutBatch(examples, completions, [[example.answer] for example in examples])
-
-
-class RolloutBatches(Batches):
-    """Samples completions from the policy, scores them, and turns rewards into advantages."""
-
-    def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host.
+        """This process's share of a step's batch.
 
         A pure function of the config, the step, the weights, and with --rest-solved of the visits.
         """
@@ -60,6 +43,10 @@ class RolloutBatches(Batches):
         work.clear()
         with self.timer.phase("data"):
             examples = self.examples.take(step)
+            if self.config.supervised:
+                context = self.sampler.model.shape.context
+                pairs = encode_pairs(self.sampler.tokenizer, examples, context)
+                return RolloutBatch(examples, pairs, [[example.answer] for example in examples])
         batch = self.roll_out(examples, step)
         assert batch.rewards is not None
         if self.config.sampling.rest_solved:

@@ -18,7 +18,7 @@ from .build import Parts, as_objects, resolve
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
-from .rollout import RolloutBatches, SupervisedBatches
+from .rollout import Batches
 from .runtime import samples
 from .runtime.console import Console
 from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
@@ -62,9 +62,7 @@ class Trainer(Parts):
         self.autocast = self.learner.autocast  # it may fall back to float32
         self.learner.teacher = self.teacher
         self.timer = PhaseTimer(device)
-        batches: type[SupervisedBatches | RolloutBatches]
-        batches = SupervisedBatches if config.supervised else RolloutBatches
-        self.source = batches(self, self.timer, self.dist, self.learner.visits)
+        self.source = Batches(self, self.timer, self.dist, self.learner.visits)
         # last: the reference and the teacher stay the model as it is at the start
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
