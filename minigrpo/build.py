@@ -120,7 +120,8 @@ def task_of(parts: "Parts") -> dict[str, Any]:
     With reward functions of the caller's, nothing that is built in is paid.
     """
     task, functions, world = parts.config.task, parts.functions, parts.world
-    if world or (task.data and not task.data.endswith(CHESS_FILES)):
+    files = task.data or task.eval_data
+    if world or (files and not files.endswith(CHESS_FILES)):
         args = {"judge": "none"} if functions or (world and world.parts) else {}
         return {"task": "prompts", "task_args": {**args, **task.task_args}}
     weights = {function.name: function.weight for function in functions}
@@ -211,6 +212,8 @@ class Parts:
     def check_examples(self) -> None:
         """Raise ConfigError for examples that do not fit the model, before a run gets to them."""
         config, task, tokenizer = self.config, self.task, self.tokenizer
+        if config.task.eval_data and not config.task.data:
+            raise ConfigError("--eval-data needs --data, the files to train on")
         context = self.model.shape.context
         examples = [task.train(i) for i in range(CHECKED)]
         examples += [*held_out(task, CHECKED), *task.longest(4 * CHECKED)]

@@ -281,8 +281,6 @@ class Config(Group):
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.speed.device == "mps" and self.speed.compile_model:
             raise ConfigError("--device mps has no --compile-model")
-        if self.task.eval_data and not self.task.data:
-            raise ConfigError("--eval-data needs --data, the files to train on")
         return self
 
     # --- flat names -----------------------------------------------------------------------------

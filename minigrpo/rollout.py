@@ -35,7 +35,7 @@ class Batches:
         self.examples = ExamplePrefetcher(parts.config, parts.task, dist, visits)
 
     def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host.
+        """This process's share of a step's batch.
 
         A pure function of the config, the step, the weights, and with --rest-solved of the visits.
         """

@@ -35,27 +35,17 @@ OF_THE_CARD = [
 
 
 def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
-    config = Config.from_cli(["--config", str(file), "--group-size", "7"])
+    one, two = tmp_path / "a.toml", tmp_path / "b.toml"
+    one.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
+    two.write_text("group_size = 3\nmax_steps = 9\n")  # tables may be left out
+    files = ["--config", str(two), "--config", str(one)]
+    config = Config.from_cli([*files, "--group-size", "7"])
     assert config.task.name == "code"
     assert config.sampling.group_size == 7  # the flag
-    assert config.sampling.prompts_per_step == 6  # the file
+    assert Config.from_cli(files).sampling.group_size == 5  # the later file
+    assert config.sampling.prompts_per_step == 6 and config.run.max_steps == 9  # the files
     assert config.sampling.max_new_tokens == TASKS["code"].settings["max_new_tokens"]  # the task
     assert config.sampling.temperature == 1.0  # the default
-
-
-def test_a_later_file_counts_above_an_earlier_one(tmp_path: Path) -> None:
-    for name, size in (("a", 4), ("b", 8)):
-        (tmp_path / f"{name}.toml").write_text(f"group_size = {size}\n")  # tables may be left out
-    words = ["--config", str(tmp_path / "a.toml"), "--config", str(tmp_path / "b.toml")]
-    assert Config.from_cli(words).sampling.group_size == 8
-
-
-def test_settings_follow_the_task() -> None:
-    assert Config.of(task="math").optimizer.learning_rate == 1.5e-4
-    assert Config.of(task="math", learning_rate=1.0).optimizer.learning_rate == 1.0
-    assert Config.from_cli(["--task=math"]) == Config.of(task="math")
 
 
 def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
@@ -156,7 +146,6 @@ def test_pairs_are_separated_by_commas_before_a_name() -> None:
         {"loss": "ppo"},
         {"groupsize": 8},
         {"resume": "auto"},
-        {"eval_data": "x.jsonl"},
         {"reward_weights": "similarity"},
     ],
     ids=str,

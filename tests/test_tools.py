@@ -152,7 +152,7 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
     other = config_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
     assert other == own.replace(max_new_tokens=9, seed=5)
     found = config_of("shipped", "--data", "x", "--task", "math")
-    assert found == Config.of(task="math", data="x", tokenizer="chess")
+    assert found == Config.of(task="math", eval_data="x", tokenizer="chess")
 
 
 # --- evaluate -------------------------------------------------------------------------------------
