@@ -53,6 +53,12 @@ TASKS = {
             "eval_size": 496,
         },
     ),
+    "countdown-tool": TaskRow(
+        "countdown:CountdownTool",
+        "countdown-tool",
+        {**DIALOGUE, "learning_rate": 5e-4, "max_turns": 6, "max_new_tokens": 72, "eval_every": 50},
+        LONG | {"max_new_tokens": 1024},
+    ),
     "code": TaskRow(
         "code:Code",
         "code",
