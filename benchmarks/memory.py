@@ -9,7 +9,7 @@ Both sample the same tokens and must have the same loss on the same rollout; oth
 fails.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -37,16 +37,18 @@ class RepeatedByLoader(Sampler):
         num_samples: int = 1,
         u: np.ndarray | None = None,
         **options: Any,
-    ) -> Iterator[Completions]:
+    ) -> Completions:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
-        parts = super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options)
-        each = Completions.join(list(parts))  # one completion for each of P * G prompts
+        # one completion for each of P * G prompts
+        each = super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options)
         names = ("completion_ids", "completion_mask", "sampler_logp")
         grouped: dict[str, Any] = {
             name: getattr(each, name)[:, 0].unflatten(0, (-1, num_samples)) for name in names
         }
-        yield Completions(each.prompt_ids[::num_samples], each.prompt_len[::num_samples], **grouped)
+        return Completions(
+            each.prompt_ids[::num_samples], each.prompt_len[::num_samples], **grouped
+        )
 
 
 WAYS: dict[str, tuple[type[Sampler], str]] = {

@@ -15,7 +15,6 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizer, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
-from minigrpo.build import make_scorer
 from minigrpo.config import Config
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.runtime.optimizer import BETAS, learning_rate_at
@@ -220,10 +219,7 @@ def reward_function(
     work: Work, config: Config, examples: Sequence[Example], last: LastStep
 ) -> Callable[..., list[float]]:
     """Our rewards as a reward function of TRL; it records what it scores in `last`."""
-    scorer, group = (
-        make_scorer(config, work.task, work.tokenizer, work.device),
-        config.sampling.group_size,
-    )
+    scorer, group = work.parts(config, work.model).scorer, config.sampling.group_size
 
     def reward(
         completions: list[str], completion_ids: list[list[int]], number: list[int], **others: Any

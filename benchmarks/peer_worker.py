@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from minigrpo.build import base_dtype
 from minigrpo.config import Config
 from minigrpo.model.hf import save_model_folder
 from minigrpo.model.transformer import Transformer
@@ -66,7 +65,7 @@ def train_ours(
     work: Work, config: Config, link: Link, steps: int, ready: Callable[[], object], folder: Path
 ) -> Transformer:
     """Train the model in `folder` with this library."""
-    stored = base_dtype(config.model) if config.model.lora_rank else None
+    stored = config.model.base_dtype if config.model.lora_rank else "float32"
     model = Transformer.from_pretrained(folder, stored).to(work.device)
     own, found = Step(config, work, model=model), dict[str, float]()
     link.metrics = lambda: found
@@ -132,7 +131,7 @@ def main() -> None:
         folder = Path(path)
         save_model_folder(work.model, folder)
         # both sides read the file; of a large model, a copy more would not fit into memory
-        work = replace(work, model=Transformer.empty(work.model.shape, "meta"))
+        work = replace(work, model=Transformer(work.model.shape, seed=None))
         with PeakMemory(work.device) as memory:
 
             def ready() -> None:

@@ -18,18 +18,17 @@ import tyro
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from minigrpo.build import add_lora, make_model, make_reference, make_scorer, make_task
-from minigrpo.build import make_tokenizer as tokenizer_of
+from minigrpo.build import Parts, resolve
 from minigrpo.config import Config, read_toml
 from minigrpo.learner import Learner
 from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rewards import similarity
-from minigrpo.rollout import RolloutBatches
+from minigrpo.rollout import Batches
+from minigrpo.runtime.console import Console
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.runtime.prefetch import ExamplePrefetcher
 from minigrpo.runtime.rng import stream
 from minigrpo.sampling.generate import Sampler
 from minigrpo.task import Task
@@ -136,10 +135,9 @@ class Work:
         device, sizes = pick_device(flags.device), flags.sizes()
         if flags.natural or flags.config:
             settings = {name: x for file in flags.config for name, x in read_toml(file).items()}
-            config = Config.of(**{**settings, **sizes}, max_steps=10**6, out_dir="")
-            tokenizer = tokenizer_of(config)
-            model, task = make_model(config, tokenizer, device), make_task(config)
-            return cls(config, model, tokenizer, task, False, device)
+            config = resolve(Config.of(**{**settings, **sizes}, max_steps=10**6, out_dir=""))
+            parts = Parts(config, device)
+            return cls(config, parts.model, parts.tokenizer, parts.task, False, device)
         sizes = {**PRESETS[flags.preset], **sizes}
         m = {n: int(sizes.pop(n)) for n in ("vocab_size", "layers", "width", "heads")}
         prompt_len = sizes.pop("prompt_len")
@@ -151,6 +149,12 @@ class Work:
         answer_len = config.sampling.max_new_tokens + ANSWER_TAIL
         task = RandomText(config.run.seed, prompt_len, answer_len)
         return cls(config, model, byte_tokenizer(m["vocab_size"]), task, True, device)
+
+    def parts(self, config: Config, model: Transformer) -> Parts:
+        """The parts of this job with other flags, for a model that is trained itself."""
+        parts = Parts(config, self.device, Strict(), {"model": model})
+        parts.tokenizer, parts.task = self.tokenizer, self.task
+        return parts
 
     def describe(self) -> str:
         """The job in one line."""
@@ -167,9 +171,11 @@ class Work:
         )
 
 
-def fail(text: str) -> None:
+class Strict(Console):
     """A warning ends a row: it must not silently run in smaller pieces."""
-    raise MemoryError(text)
+
+    def warn(self, text: str) -> None:
+        raise MemoryError(text)
 
 
 class Step:
@@ -184,23 +190,15 @@ class Step:
     ) -> None:
         """`model` is trained itself; None: a copy of the job's. --lora-rank adds adapters."""
         self.config, self.device = config, work.device
-        self.model = copy.deepcopy(work.model) if model is None else model
-        add_lora(self.model, config.model)
-        self.learner = Learner(config, self.model, warn=fail)
-        low = self.learner.autocast
-        self.sampler = sampler(config, self.model, work.tokenizer, low, fail, work.task)
+        parts = work.parts(config, copy.deepcopy(work.model) if model is None else model)
+        self.model, warn = parts.model, parts.console.warn
+        self.learner = Learner(config, self.model, warn=warn)
+        parts.autocast = low = self.learner.autocast
+        self.sampler = sampler(config, self.model, work.tokenizer, low, warn, work.task)
         if work.forced:
             self.sampler.stops = frozenset()  # no token ends a completion
-        self.timer, dist = PhaseTimer(self.device), DistContext()
-        self.source = RolloutBatches(
-            config,
-            ExamplePrefetcher(work.task, config.sampling.prompts_per_step, 10**6, dist),
-            self.sampler,
-            make_scorer(config, work.task, work.tokenizer, work.device),
-            make_reference(config, self.learner, work.tokenizer),
-            self.timer,
-            dist,
-        )
+        parts.sampler, self.timer = self.sampler, PhaseTimer(self.device)
+        self.source = Batches(parts, self.timer, DistContext(), {})
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """`minigrpo.train`: a run from Python, with objects where the command line has names of files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from .config import Config, read_toml
-from .defaults import Size
+from .defaults import Size, settings_for
 from .environments import World
 from .evaluate import ask
 from .model.encoding import messages_of
@@ -66,7 +66,7 @@ def train(
     objects = {name: x for name, x in given.items() if x is not None and name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}
     if isinstance(model, Transformer):
-        chosen = Config.of(**chosen).fitting(Size.of(model)) | chosen
+        chosen = settings_for(Size.of(model), Config.of(**chosen)) | chosen
     trainer = Trainer(
         Config.of(**chosen), dist=processes(), quiet=quiet, callbacks=callbacks, **objects
     )
@@ -82,16 +82,12 @@ def processes() -> DistContext:
     return DistContext.from_env()
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class TrainedRun:
     """A run that has ended."""
 
-    trainer: Trainer
+    trainer: Trainer = field(repr=False)
     summary: Mapping[str, Any]  # the contents of summary.json
-
-    def __repr__(self) -> str:
-        status, step = self.summary["status"], self.summary["step"]
-        return f"TrainedRun({str(self.folder)!r}, {status} at step {step})"
 
     @property
     def folder(self) -> Path:

@@ -2,9 +2,9 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +12,11 @@ import torch
 
 from .config import LOSS_NAMES, Config, ModelConfig
 from .environments import Begun, World, load_name
-from .learner import Learner
+from .evaluate import held_out
 from .losses import LossSpec, loss_spec
 from .model.encoding import encode_pairs, encode_prompts
-from .model.frozen_model import FrozenModel
-from .model.hf import WEIGHTS, hub_folder
+from .model.frozen_model import FrozenModel, with_context
+from .model.hf import SHAPES, WEIGHTS, hub_folder
 from .model.lora import (
     ADAPTER_FILE,
     add_adapters,
@@ -30,26 +30,25 @@ from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardFunction, RewardScorer, load_rewards
 from .runtime.checkpoint import checkpoints, load_checkpoint, newest
+from .runtime.console import Console
 from .runtime.device import autocast, low_precision_copy, sharing_weights
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream
 from .runtime.run_dir import RECORD
+from .sampling.generate import Sampler
 from .task import Task
-from .tasks.base import Data, load_task, shipped_model
+from .tasks.base import load_task, shipped_model
 from .types import ConfigError
 
-Say = Callable[[str], object]
 PYTHON = "python:"  # begins a setting that stands for an object of the caller's
 CHESS = "chess"  # the tokenizer of models that bring none
 CHESS_FILES = (".pgn", ".pgn.gz", ".txt")  # --task auto: what only chess-env reads
 # Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
 # than the tokenizer has.
 MOST_PADDING = 8
+MODELS = "model", "reference", "teacher"  # the settings that name models
+SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
 CHECKED = 16  # examples of each split that are encoded before a run starts, and 4 x of the longest
-
-
-def nothing(text: str) -> None:
-    """A message that is not shown."""
 
 
 def config_of_run(run: str | Path) -> Config:
@@ -60,114 +59,78 @@ def config_of_run(run: str | Path) -> Config:
 # --- what a caller gives as objects ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Objects:
-    """Python objects in place of names and files. None: the setting of this name counts."""
+def as_objects(**given: Any) -> dict[str, Any]:
+    """Python objects in place of names and files, by the name of the setting; None is left out.
 
-    model: Transformer | None = None
-    data: Data | None = None  # rows
-    eval_data: Data | None = None
-    task: Any = None  # a class, or an object
-    rewards: Sequence[RewardFunction] | None = None
-    loss: Any = None  # a function of LossInputs, or a LossSpec
-    environment: World | None = None
-
-    @classmethod
-    def of(cls, **given: Any) -> "Objects":
-        """Iterables of rows become lists, and plain functions reward functions."""
-        for name in ("data", "eval_data"):
-            if given.get(name) is not None:
-                given[name] = [dict(row) for row in given[name]]
-        world = given.get("environment")
-        if world is not None and not isinstance(world, World):
-            given["environment"] = World.of(world)
-        if functions := given.pop("rewards", None):
-            functions = [functions] if callable(functions) else functions
-            own = [x if isinstance(x, RewardFunction) else RewardFunction(x) for x in functions]
-            given["rewards"] = own
-        return cls(**given)
-
-    def settings(self) -> dict[str, str]:
-        """A text for each object, which a resumed run compares as the setting of this name."""
-        found = {}
-        for field in fields(self):
-            if (value := getattr(self, field.name)) is None:
-                continue
-            if field.name == "rewards":
-                text = ",".join(f"{function.weight:g} x {function.name}" for function in value)
-            elif isinstance(value, list):
-                text = hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
-            else:
-                text = getattr(value, "__name__", type(value).__name__)
-            found[field.name] = PYTHON + text
-        return found
-
-    def get(self, config: Config, name: str) -> Any:
-        """The object of this name, or else the setting. Raises ConfigError for one that is gone."""
-        if (value := getattr(self, name)) is not None:
-            return value
-        setting = config.flat()[name]
-        if setting.startswith(PYTHON):
-            flag = name.replace("_", "-")
-            said = "an object of the script that began this run: run the script again, or give"
-            raise ConfigError(f"--{flag} {setting}: {said} --{flag} a name or a file")
-        return setting
-
-    def world(self, config: Config) -> World | None:
-        """The caller's environment and tools, or those of --environment."""
-        found = self.get(config, "environment")
-        return World.of(found) if found and isinstance(found, str) else found or None
-
-    def functions(self, config: Config) -> Sequence[RewardFunction]:
-        """The caller's reward functions, or those of --rewards."""
-        found = self.get(config, "rewards")
-        return load_rewards(found) if isinstance(found, str) and found else found
+    Args:
+        given: `model`, a Transformer; `data` and `eval_data`, rows; `task`, a class or an object;
+            `rewards`, functions; `loss`, a function of LossInputs or a LossSpec; `environment`, see
+            `World.of`.
+    """
+    found = {name: x for name, x in given.items() if x is not None}
+    for name in {"data", "eval_data"} & found.keys():
+        found[name] = [dict(row) for row in found[name]]  # anything that yields mappings
+    world = found.get("environment")
+    if world is not None and not isinstance(world, World):
+        found["environment"] = World.of(world)
+    if functions := found.pop("rewards", None):
+        functions = [functions] if callable(functions) else functions
+        own = [x if isinstance(x, RewardFunction) else RewardFunction(x) for x in functions]
+        found["rewards"] = own
+    return found
 
 
-NO_OBJECTS = Objects()
+def settings_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    """A text for each object, which a resumed run compares as the setting of this name."""
+    found = {}
+    for name, value in objects.items():
+        if name == "rewards":
+            text = ",".join(f"{function.weight:g} x {function.name}" for function in value)
+        elif isinstance(value, list):
+            text = hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
+        else:
+            text = getattr(value, "__name__", type(value).__name__)
+        found[name] = PYTHON + text
+    return found
 
-# --- tokenizer and task ---------------------------------------------------------------------------
+
+# --- what names stand for -------------------------------------------------------------------------
 
 
-def resolve(config: Config, objects: Objects = NO_OBJECTS) -> Config:
+def resolve(config: Config, objects: Mapping[str, Any] | None = None) -> Config:
     """The config with what names stand for now, so that a resumed run gets the same files.
 
-    --model ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer
-    and chat template; --task auto becomes a task. Objects get a text that stands for them.
+    ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer and chat
+    template; --task auto becomes a task. Objects get a text that stands for them.
     """
-    config = resolve_task(config.replace(**objects.settings()), objects)
-    if config.loss.reference:
-        config = config.replace(reference=pinned(config.loss.reference))
-    if objects.model is not None:
-        own = CHESS if config.model.tokenizer == "auto" else config.model.tokenizer
-        return config.replace(tokenizer=own)
-    name, tokenizer, template = pinned(config.model.name), config.model.tokenizer, ""
-    if tokenizer == "auto":
-        tokenizer, template = own_tokenizer(name)
-    template = config.model.chat_template or template
-    return config.replace(model=name, tokenizer=tokenizer, chat_template=template)
+    config = config.replace(**settings_of(objects or {}))
+    if config.task.name == "auto":
+        config = config.replace(**task_of(Parts(config, objects=objects)))
+    flat = config.flat()
+    config = config.replace(**{name: pinned(flat[name]) for name in MODELS})
+    if config.model.tokenizer != "auto":
+        return config
+    tokenizer, template = own_tokenizer(config.model.name)
+    return config.replace(tokenizer=tokenizer, chat_template=config.model.chat_template or template)
+
+
+def task_of(parts: "Parts") -> dict[str, Any]:
+    """The settings that --task auto stands for: `prompts` for rows, else `chess-env`.
+
+    With reward functions of the caller's, nothing that is built in is paid.
+    """
+    task, functions, world = parts.config.task, parts.functions, parts.world
+    if world or (task.data and not task.data.endswith(CHESS_FILES)):
+        args = {"judge": "none"} if functions or (world and world.parts) else {}
+        return {"task": "prompts", "task_args": {**args, **task.task_args}}
+    weights = {function.name: function.weight for function in functions}
+    return {"task": "chess-env", "reward_weights": task.reward_weights or weights}
 
 
 def pinned(model: str) -> str:
     """The name of a model, of one on the Hub with its commit."""
     folder = hub_folder(model, weights=False)
     return model if folder == Path(model) else f"{model.partition('@')[0]}@{folder.name}"
-
-
-def resolve_task(config: Config, objects: Objects = NO_OBJECTS) -> Config:
-    """What --task auto is: `prompts` for rows, else `chess-env`.
-
-    With reward functions of the caller's, nothing that is built in is paid.
-    """
-    task = config.task
-    if task.name != "auto":
-        return config
-    functions, world = objects.functions(config), objects.world(config)
-    if world or (task.data and not task.data.endswith(CHESS_FILES)):
-        args = {"judge": "none"} if functions or (world and world.parts) else {}
-        return config.replace(task="prompts", task_args={**args, **task.task_args})
-    weights = {function.name: function.weight for function in functions}
-    return config.replace(task="chess-env", reward_weights=task.reward_weights or weights)
 
 
 def own_tokenizer(model: str) -> tuple[str, str]:
@@ -179,119 +142,226 @@ def own_tokenizer(model: str) -> tuple[str, str]:
     return (model if has_own else CHESS), ""
 
 
-def make_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of --tokenizer, with --chat-template and --system. Raises ConfigError."""
-    model = resolve(config).model
-    return load_tokenizer(model.tokenizer, model.chat_template or None, config.task.system)
+# --- the parts ------------------------------------------------------------------------------------
 
 
-def make_task(config: Config, objects: Objects = NO_OBJECTS) -> Task:
-    """The task of --task, --data and --eval-data. Raises ConfigError."""
-    config, world = resolve_task(config, objects), objects.world(config)
-    task = load_task(
-        objects.get(config, "task"),
-        seed=config.run.seed,
-        data=objects.get(config, "data"),
-        eval_data=objects.get(config, "eval_data"),
-        chat=bool(config.task.system),
-        environment=bool(world),
-        args=config.task.task_args,
-    )
-    if not world and (task.environment or task.tools):
-        world = World.of(task.environment, task.tools)
-    return cast(Task, Begun(task, world, config.run.seed)) if world else task
+class Parts:
+    """The parts of a run, each made when it is first asked for; bad input raises ConfigError."""
 
-
-def check_examples(config: Config, task: Task, tokenizer: Tokenizer, context: int) -> None:
-    """Raise ConfigError for examples that do not fit the model; a run would end at their step."""
-    held_out = range(min(CHECKED, task.num_held_out or CHECKED))
-    examples = [task.train(i) for i in range(CHECKED)]
-    examples += [*(task.held_out(i) for i in held_out), *task.longest(4 * CHECKED)]
-    encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
-    if config.supervised:
-        encode_pairs(tokenizer, examples, context)
-        if not any(example.answer for example in examples):
-            raise ConfigError("--loss nll learns true answers, and these examples have none")
-
-
-# --- models ---------------------------------------------------------------------------------------
-
-
-def make_model(
-    config: Config,
-    tokenizer: Tokenizer,
-    device: torch.device | str = "cpu",
-    say: Say = nothing,
-    objects: Objects = NO_OBJECTS,
-) -> Transformer:
-    """The model that --model names, with --lora-rank, on a device. Raises ConfigError."""
-    settings, seed = config.model, config.run.seed
-    given = objects.get(config, "model")
-    if isinstance(given, Transformer):
-        model = given
-    elif given == "scratch":
-        model = Transformer(ModelShape(tokenizer.n_vocab), seed)
-    else:
-        stored = base_dtype(settings) if settings.lora_rank else None  # trained ones are float32
-        model = load_model(
-            settings.name, task=config.task.name, say=say, matrices=stored, seed=seed
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device | str = "cpu",
+        console: Console | None = None,
+        objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`config`: from `resolve`; `objects`: from `as_objects`."""
+        self.config, self.device, self.objects = config, torch.device(device), objects or {}
+        self.console = console or Console(quiet=True)
+        self.autocast: Callable[[], AbstractContextManager[object]] = partial(
+            autocast, config.speed, self.device
         )
-    fit_vocab(model, f"--model {settings.name}", tokenizer)
-    add_lora(model, settings, int(stream(config.run.seed, "adapters").integers(2**32)))
-    return model.to(device)
 
+    def get(self, name: str) -> Any:
+        """The object of this name, or else the setting. Raises ConfigError for one that is gone."""
+        if name in self.objects:
+            return self.objects[name]
+        setting = self.config.flat()[name]
+        if setting.startswith(PYTHON):
+            flag = name.replace("_", "-")
+            said = "an object of the script that began this run: run the script again, or give"
+            raise ConfigError(f"--{flag} {setting}: {said} --{flag} a name or a file")
+        return setting
 
-def base_dtype(settings: ModelConfig) -> torch.dtype | None:
-    """How --base-dtype stores frozen matrices; None: in float32."""
-    return None if settings.base_dtype == "float32" else torch.bfloat16
+    @cached_property
+    def world(self) -> World | None:
+        """The environments and tools, of the caller's or of --environment."""
+        found = self.get("environment")
+        return World.of(found) if found and isinstance(found, str) else found or None
 
+    @cached_property
+    def functions(self) -> Sequence[RewardFunction]:
+        """The caller's reward functions, or those of --rewards."""
+        found = self.get("rewards")
+        return load_rewards(found) if isinstance(found, str) and found else found
 
-def load_model(
-    name: str,
-    *,
-    task: str = "chess-env",
-    say: Say = nothing,
-    matrices: torch.dtype | None = None,
-    seed: int = 0,
-) -> Transformer:
-    """A model by what --model names: shipped, a run, a folder or file, or ORG/NAME on the Hub.
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """That of --tokenizer, with --chat-template and --system."""
+        model = self.config.model
+        return load_tokenizer(model.tokenizer, model.chat_template or None, self.config.task.system)
 
-    Adapters of a run are merged into its weights.
+    @cached_property
+    def task(self) -> Task:
+        """The task of --task, --data and --eval-data."""
+        settings, seed, world = self.config.task, self.config.run.seed, self.world
+        task = load_task(
+            self.get("task"),
+            seed=seed,
+            data=self.get("data"),
+            eval_data=self.get("eval_data"),
+            chat=bool(settings.system),
+            environment=bool(world),
+            args=settings.task_args,
+        )
+        if not world and (task.environment or task.tools):
+            world = World.of(task.environment, task.tools)
+        return cast(Task, Begun(task, world, seed)) if world else task
 
-    Args:
-        task: whose model `shipped` means.
-        matrices: the type of weights with two dimensions; None: float32.
-        seed: of the random weights of a folder that has none.
+    def check_examples(self) -> None:
+        """Raise ConfigError for examples that do not fit the model, before a run gets to them."""
+        config, task, tokenizer = self.config, self.task, self.tokenizer
+        context = self.model.shape.context
+        examples = [task.train(i) for i in range(CHECKED)]
+        examples += [*held_out(task, CHECKED), *task.longest(4 * CHECKED)]
+        encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
+        if field := config.loss.teacher_context:
+            for example in examples:
+                with_context(tokenizer, example, field)
+        if config.supervised:
+            encode_pairs(tokenizer, examples, context)
+            if not any(example.answer for example in examples):
+                raise ConfigError("--loss nll learns true answers, and these examples have none")
 
-    Raises ConfigError.
-    """
-    if name == "shipped":
-        return Transformer.from_pretrained(shipped_model(task), matrices)
-    run = Path(name)
-    if not (run / RECORD).is_file():
-        folder = hub_folder(name)
-        if folder.is_dir() and not any(folder.glob("*.safetensors")):
-            say(f"--model {name}: random weights, of the shape in its config.json")
-        return Transformer.from_pretrained(folder, matrices, seed=seed)
-    saved = run / "checkpoints"
-    state = load_checkpoint(newest(saved, say)) if checkpoints(saved) else None
-    config = config_of_run(run)
-    if config.model.lora_rank:
-        model = make_model(config, make_tokenizer(config), say=say)
-        if state:
-            load_trained(model, state["model"])
+    @cached_property
+    def loss(self) -> LossSpec:
+        """The loss of --loss: a row of the table, or a function or LossSpec of the user's.
+
+        A file is run: trust it.
+        """
+        given = self.get("loss")
+        if not isinstance(given, str) or given in LOSS_NAMES:
+            return loss_spec(given)
+        file, _, name = given.rpartition(":")
+        return loss_spec(load_name(f"--loss {given}", file, name))
+
+    @cached_property
+    def scorer(self) -> RewardScorer:
+        """The scorer of the task's reward functions and those of --rewards.
+
+        Where all weights are 0, so that nothing would be learnt, it is an error.
+        """
+        speed, loss = self.config.speed, self.config.loss
+        scorer = RewardScorer(
+            self.task,
+            weights=self.config.task.reward_weights,
+            functions=self.functions,
+            workers=speed.num_reward_workers if speed.parallel_rewards else 0,
+            warn=self.console.warn,
+            tokenizer=self.tokenizer,
+            token_model=cache(self.frozen),
+        )
+        # a KL and a teacher teach alone, and a loss of the user's may
+        learns = any(scorer.weights.values()) or loss.overlong == "punish" or loss.kl_coef
+        if not (learns or loss.teacher or self.config.supervised or loss.name not in LOSS_NAMES):
+            raise ConfigError("no reward: give --rewards functions, or a --reward-weights above 0")
+        return scorer
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The model, ready to sample from."""
+        warn = self.console.warn
+        return Sampler(self.config, self.model, self.tokenizer, self.autocast, warn, self.task)
+
+    # --- models -----------------------------------------------------------------------------------
+
+    @cached_property
+    def model(self) -> Transformer:
+        """The model that --model names, with --lora-rank, on the device."""
+        settings, seed, model = self.config.model, self.config.run.seed, self.get("model")
+        if model == "scratch":
+            model = Transformer(ModelShape(self.tokenizer.n_vocab), seed)
+        elif isinstance(model, str):  # without adapters all weights are trained, in float32
+            model = self.load(model, settings.base_dtype if settings.lora_rank else "float32")
+        fit_vocab(model, f"--model {settings.name}", self.tokenizer)
+        add_lora(model, settings, int(stream(seed, "adapters").integers(2**32)))
+        return model.to(self.device)
+
+    def load(self, name: str, matrices: str = "float32") -> Transformer:
+        """A model by what --model names: shipped, a run, a folder or file, or ORG/NAME on the Hub.
+
+        Adapters of a run are merged into its weights.
+
+        Args:
+            matrices: a value of --base-dtype, see `Weights.store`.
+        """
+        if name == "shipped":
+            return Transformer.from_pretrained(shipped_model(self.config.task.name), matrices)
+        run, say = Path(name), self.console.say
+        if not (run / RECORD).is_file():
+            folder = hub_folder(name)
+            if folder.is_dir() and not any(folder.glob("*.safetensors")):
+                say(f"--model {name}: random weights, of the shape in its config.json")
+            return Transformer.from_pretrained(folder, matrices, seed=self.config.run.seed)
+        saved, config = run / "checkpoints", config_of_run(run)
+        state = load_checkpoint(newest(run, say)) if checkpoints(saved) else None
+        if config.model.lora_rank:
+            model = Parts(config, console=self.console).model
+            if state:
+                load_trained(model, state["model"])
+            else:
+                load_peft(model, run / ADAPTER_FILE)
+            model = merge_adapters(model)
+        elif state:
+            model = Transformer(SHAPES.validate_python(state["run"]["shape"]), seed=None)
+            model.load_state_dict(state["model"], assign=True)
         else:
-            load_peft(model, run / ADAPTER_FILE)
-        model = merge_adapters(model)
-    elif state:
-        model = Transformer.empty(ModelShape(**state["run"]["shape"]))
-        load_trained(model, state["model"])
-    else:
-        model = Transformer.from_pretrained(run / WEIGHTS)
-    for parameter in model.parameters():
-        if matrices and parameter.dim() >= 2:
-            parameter.data = parameter.data.to(matrices)
-    return model
+            model = Transformer.from_pretrained(run / WEIGHTS)
+        model.store(matrices)
+        return model
+
+    @cached_property
+    def reference(self) -> FrozenModel | None:
+        """The reference of --kl-coef: that of --reference, or the model as it is now."""
+        if not self.config.loss.kl_coef or self.config.supervised:
+            return None
+        return self.frozen(self.config.loss.reference or INITIAL, "--reference")
+
+    @cached_property
+    def teacher(self) -> FrozenModel | None:
+        """The model of --teacher."""
+        name = self.config.loss.teacher
+        return self.frozen(name, "--teacher") if name else None
+
+    def frozen(self, name: str, flag: str = "") -> FrozenModel:
+        """A reference, a teacher or a model that a reward asks, by its name; or SELF, or INITIAL.
+
+        That is a frozen copy of what is not trained yet. Of a model with adapters it shares all
+        weights, and the adapters are off.
+
+        Args:
+            flag: that names the model; then its tokenizer must be that of --model, and its prompts
+                are those of --model too.
+        """
+        config, tokenizer = self.config, self.tokenizer
+        own = name if flag else ""  # a reward asks none of the run's own
+        shares_weights = own == SELF or (own == INITIAL and config.model.lora_rank > 0)
+        if own == SELF:
+            model = self.model
+        elif own == INITIAL:
+            model = (sharing_weights if shares_weights else copy.deepcopy)(self.model)
+            disable_adapters(model)
+        else:
+            source, template = own_tokenizer(name)
+            tokenizer = load_tokenizer(source, template or None)
+            model = self.load(name, config.model.base_dtype).to(self.device)
+            fit_vocab(model, name, tokenizer)
+        if not shares_weights:
+            model = low_precision_copy(config.speed, model.requires_grad_(False))
+        if flag and tokenizer.fingerprint != self.tokenizer.fingerprint:
+            raise ConfigError(f"{flag} {name}: its tokenizer is not that of --model")
+        name = f"{flag} {name}".strip()
+        return FrozenModel(
+            model,
+            self.tokenizer if flag else tokenizer,
+            packing=PACKINGS[config.speed.packing],
+            name=name,
+            backoff=OOMBackoff(
+                name, "--micro-batch-size", config.memory.micro_batch_size, self.console.warn
+            ),
+            autocast=self.autocast,
+            offload=config.memory.offload_reference and not shares_weights,
+        )
 
 
 def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
@@ -312,96 +382,3 @@ def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
         model.trim_vocab(known)
     elif size != known:
         raise ConfigError(f"{name} has {size} tokens, --tokenizer {tokenizer.name} has {known}")
-
-
-def make_reference(config: Config, learner: Learner, tokenizer: Tokenizer) -> FrozenModel | None:
-    """The reference of --kl-coef: that of --reference, or the learner's model as it is now.
-
-    The latter is a frozen copy of what is not trained yet. Of a model with adapters it shares all
-    weights, and the adapters are off. Raises ConfigError for a reference with another tokenizer.
-    """
-    if not config.loss.kl_coef or config.supervised:
-        return None
-    if other := config.loss.reference:
-        found = load_frozen(config, learner.device, learner.warn, other)
-        if found.tokenizer.fingerprint != tokenizer.fingerprint:
-            raise ConfigError(f"--reference {other}: its tokenizer is not that of --model")
-        return found
-    shares_weights = config.model.lora_rank > 0
-    if shares_weights:
-        model = sharing_weights(learner.model)
-        disable_adapters(model)
-    else:
-        copied = copy.deepcopy(learner.model).requires_grad_(False)
-        model = low_precision_copy(config.speed, copied)
-    return FrozenModel(
-        model,
-        tokenizer,
-        packing=PACKINGS[config.speed.packing],
-        name="the reference of --kl-coef",
-        backoff=learner.backoff,
-        autocast=learner.autocast,
-        offload=config.memory.offload_reference and not shares_weights,
-    )
-
-
-def load_frozen(config: Config, device: torch.device, warn: Say, name: str) -> FrozenModel:
-    """A model that a reward asks, or --reference, with its own tokenizer. Raises ConfigError."""
-    own, template = own_tokenizer(name)
-    tokenizer = load_tokenizer(own, template or None)
-    task, matrices = config.task.name, base_dtype(config.model)
-    model = load_model(name, task=task, say=warn, matrices=matrices)
-    fit_vocab(model, name, tokenizer)
-    model = low_precision_copy(config.speed, model.to(device).requires_grad_(False))
-    return FrozenModel(
-        model,
-        tokenizer,
-        packing=PACKINGS[config.speed.packing],
-        name=name,
-        backoff=OOMBackoff(name, "--micro-batch-size", config.memory.micro_batch_size, warn),
-        autocast=partial(autocast, config.speed, device),
-        offload=config.memory.offload_reference,
-    )
-
-
-# --- loss and rewards -----------------------------------------------------------------------------
-
-
-def make_loss(config: Config, objects: Objects = NO_OBJECTS) -> LossSpec:
-    """The loss of --loss: a row of the table, or a function or LossSpec of the user's.
-
-    A file is run: trust it. Raises ConfigError.
-    """
-    given = objects.get(config, "loss")
-    if not isinstance(given, str) or given in LOSS_NAMES:
-        return loss_spec(given)
-    file, _, name = given.rpartition(":")
-    return loss_spec(load_name(f"--loss {given}", file, name))
-
-
-def make_scorer(
-    config: Config,
-    task: Task,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    warn: Say = nothing,
-    objects: Objects = NO_OBJECTS,
-) -> RewardScorer:
-    """The scorer of the task's reward functions and those of --rewards.
-
-    Raises ConfigError, also where all weights are 0, so that nothing would be learnt.
-    """
-    scorer = RewardScorer(
-        task,
-        weights=config.task.reward_weights,
-        functions=objects.functions(config),
-        workers=config.speed.num_reward_workers if config.speed.parallel_rewards else 0,
-        warn=warn,
-        tokenizer=tokenizer,
-        token_model=cache(partial(load_frozen, config, device, warn)),
-    )
-    loss = config.loss  # a KL teaches alone, and a loss of the user's may
-    learns = any(scorer.weights.values()) or loss.overlong == "punish" or loss.kl_coef
-    if not (learns or config.supervised or loss.name not in LOSS_NAMES):
-        raise ConfigError("no reward: give --rewards functions, or a --reward-weights above 0")
-    return scorer

@@ -12,20 +12,18 @@ import argparse
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .defaults import Size, settings_for, size_of
+from .defaults import settings_for, size_of
 from .errors import ConfigError, hint, unknown_setting
-from .task_table import settings_of_task
+from .task_table import TASKS, TaskRow
 
-LOSS_NAMES = (
-    *("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "sapo", "gmpo"),
-    "nll",
-)
+LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
 # of the table, in a file, or an object of the caller's
 LOSS = rf"^({'|'.join(LOSS_NAMES)}|.+\.py:\w+|python:.+)$"
 
@@ -90,7 +88,7 @@ class ModelConfig(Group):
     """Adapters are scaled by this over --lora-rank; 0: twice the rank."""
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     """How frozen weights are stored: under --lora-rank, of --reference, of models of rewards."""
 
 
@@ -115,6 +113,8 @@ class SamplingConfig(Group):
     """Sample from tokens at least this times as likely as the likeliest; training uses all."""
     dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
+    rest_solved: int = Field(0, ge=0)
+    """A question that was all right at so many visits in a row rests for an epoch; 0: off."""
 
 
 class LossConfig(Group):
@@ -130,6 +130,8 @@ class LossConfig(Group):
     """Absolute cap on the ratio (cispo, two-sided clip); unset: the loss's default."""
     scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
     """What divides advantages: a standard deviation, the group's mean; auto: the loss's default."""
+    aggregate: Literal["sum-then-normalize", "normalize-then-sum"] = "sum-then-normalize"
+    """normalize-then-sum (GDPO): each reward by its groups' std, the sum by the batch's."""
     kl: Literal["k2", "k3", "k3_is", "k1_reward"] = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: float = Field(0.0, ge=0)
@@ -137,11 +139,31 @@ class LossConfig(Group):
     reference: str = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
-    """Overlong completions: kept, masked out of the loss, or penalised by length (DAPO)."""
-    overlong_buffer: int = Field(16, ge=1)
-    """Last tokens before --max-new-tokens, over which --overlong punish goes from 0 to -1."""
-    sampler_correction: float = Field(0.0, ge=0)
-    """Weight each token by min(p_trainer / p_sampler, this): importance sampling. 0: off."""
+    """Overlong completions: kept, masked out, or over the last fifth down to -1 (DAPO)."""
+    sampler_correction: Literal[
+        "none",
+        "token-truncate",
+        "token-mask",
+        "icepop",
+        "sequence-truncate",
+        "sequence-mask",
+        "deepseek",
+    ] = "none"
+    """Weigh tokens by p_trainer / p_sampler, in one of the ways of docs/performance.md."""
+    sampler_cap: float = Field(3.0, gt=0)
+    """Largest ratio of --sampler-correction; of deepseek the largest mean difference, in nats."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of a bonus for entropy: this times the entropy is subtracted from the loss."""
+    entropy_target: float = Field(0.0, ge=0)
+    """--entropy-coef rises by 0.005 after steps whose entropy is lower, else falls. 0: off."""
+    teacher: str = ""
+    """Distil a model: named as for --model, self (the trained one) or initial (docs/tasks.md)."""
+    teacher_coef: float = Field(1.0, ge=0)
+    """Weight of the KL to --teacher beside the rewards."""
+    teacher_kl: Literal["sampled", "exact"] = "sampled"
+    """sampled: each token has the advantage log p_teacher - log p; exact: the KL is in the loss."""
+    teacher_context: str = ""
+    """A field of the rows whose text --teacher reads beside the prompt, such as a solution."""
     shuffle_rewards: bool = False
     """For control runs: shuffle rewards within each group, so that they carry no signal."""
 
@@ -164,8 +186,8 @@ class OptimizerConfig(Group):
 class SpeedConfig(Group):
     """Speed layers, one flag each. None of them changes results beyond rounding."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
-    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")
+    """auto (a CUDA GPU if there is one), cpu, mps (Apple's GPU), cuda or cuda:N."""
     use_amp: bool = False
     """Run the model under autocast in --amp-dtype; log-softmax and the loss stay in float32."""
     amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -249,12 +271,16 @@ class Config(Group):
 
     def check(self) -> Self:
         """The config itself. Raises ConfigError for settings that do not go together."""
-        if self.sampling.group_size < 2 and not self.supervised:
+        if self.supervised and self.loss.teacher:
+            raise ConfigError("--teacher needs samples of the model, which --loss nll has not")
+        if self.sampling.group_size < 2 and not (self.supervised or self.loss.teacher):
             raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
         if self.loss.reference and not self.loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
+        if self.speed.device == "mps" and self.speed.compile_model:
+            raise ConfigError("--device mps has no --compile-model")
         if self.task.eval_data and not self.task.data:
             raise ConfigError("--eval-data needs --data, the files to train on")
         return self
@@ -264,7 +290,7 @@ class Config(Group):
     @classmethod
     def of(cls, **settings: Any) -> Self:
         """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
-        return cls._layered(settings).check()
+        return cls._layered(settings, cls._of_flat(settings)).check()
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -274,27 +300,23 @@ class Config(Group):
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
         """Parse flags; a flag that cannot be ends the process with code 2. Raises ConfigError."""
-        early = argparse.ArgumentParser(
-            prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-        )
-        early.add_argument("--config", action="append")
-        for name in ("task", "data", "model", "lora-rank", "loss", "device"):
-            early.add_argument(f"--{name}", f"--{name.replace('-', '_')}")  # defaults depend on it
+        early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
+        early.add_argument("--config", action="append", default=[])
         known, others = early.parse_known_args(argv)
         for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
             if hint(flag):  # of others tyro says what is meant
                 raise unknown_setting(flag)
-        given, settings = vars(known), dict[str, Any]()
-        for path in given.pop("config", []):
+        settings = dict[str, Any]()
+        for path in known.config:
             settings |= read_toml(path)
-        below = cls._layered(settings | given)  # checked with the flags, which may complete it
         layout = (tyro.conf.OmitArgPrefixes,)
-        return tyro.cli(cls, args=others, default=below, prog=prog, config=layout).check()
+        parse = partial(tyro.cli, cls, args=others, prog=prog, config=layout)
+        plain = parse(default=cls._of_flat(settings))  # which task and model, maybe by a flag
+        return parse(default=cls._layered(settings, plain)).check()
 
     @classmethod
-    def _layered(cls, settings: Mapping[str, Any]) -> Self:
-        """The defaults, what the task and the model bring, then `settings`, by flat name."""
-        plain = cls._of_flat(settings)
+    def _layered(cls, settings: Mapping[str, Any], plain: Self) -> Self:
+        """The defaults, what the task and the model of `plain` bring, then `settings`."""
         if all(name in settings for name, x in plain.flat().items() if x is not None):
             return plain  # the config of a run; its model may be gone, and need not be read
         brought: dict[str, Any] = {}
@@ -307,17 +329,14 @@ class Config(Group):
 
         The later ones count above the earlier ones.
         """
-        task, size = self.task, size_of(self.model.name)
-        own = settings_of_task(task.name, bool(task.data), published=size is not None)
-        found: dict[str, Mapping[str, Any]] = {f"for --task {task.name}": own}
+        task, size = self.task.name, size_of(self.model.name)
+        row = TASKS.get(task, TaskRow(""))
+        own = row.own if size else {**row.own, **row.settings}
+        found: dict[str, Mapping[str, Any]] = {f"for --task {task}": own}
         if size:
-            found[f"for a model of {size.parameters / 1e6:,.1f} M parameters"] = self.fitting(size)
+            millions = f"{size.parameters / 1e6:,.1f} M"
+            found[f"for a model of {millions} parameters"] = settings_for(size, self)
         return found
-
-    def fitting(self, size: Size) -> dict[str, Any]:
-        """The defaults for a published model of this size, by flat name."""
-        lora, device = self.model.lora_rank > 0, self.speed.device
-        return settings_for(size, lora=lora, supervised=self.supervised, device=device)
 
     @classmethod
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:

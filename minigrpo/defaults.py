@@ -39,31 +39,29 @@ def size_of(model: str) -> Size | None:
     if model in NOT_PUBLISHED:
         return None
     try:
-        folder = Path(model) if Path(model).is_dir() else Path(model).parent
+        path = Path(model)
+        folder = path if path.is_dir() else path.parent
         if (record := folder / "config.toml").is_file():  # a run, or its model.safetensors
             return size_of(tomllib.loads(record.read_text(encoding="utf-8"))["model"]["name"])
-        if Path(model).is_dir() and not any(folder.glob("*.safetensors")):
+        if path.is_dir() and not any(folder.glob("*.safetensors")):
             return None
         # these import torch, which --help must not wait for
         from .model.hf import hub_folder, read_model_shape
         from .model.transformer import Transformer
 
         shape = read_model_shape(hub_folder(model, weights=False))
-        return Size.of(Transformer.empty(shape, device="meta"))
+        return Size.of(Transformer(shape, seed=None))
     except Exception:
         return None
 
 
-def settings_for(size: Size, *, lora: bool, supervised: bool, device: str) -> dict[str, Any]:
-    """The settings that fit, by flat name.
-
-    Args:
-        device: of --device; a CUDA device with bfloat16 gets --use-amp.
-    """
-    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(LONGEST, max(1, size.context // 2))}
+def settings_for(size: Size, config: Any) -> dict[str, Any]:
+    """The settings that fit, by flat name, to what else is in a `Config`."""
+    lora, device = config.model.lora_rank > 0, config.speed.device
+    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(LONGEST, size.context // 2)}
     if size.parameters >= MEDIUM:
         rates = RATES[LARGE if size.parameters >= LARGE else MEDIUM]
-        settings["learning_rate"] = (SFT_RATES if supervised else rates)[lora]
+        settings["learning_rate"] = (SFT_RATES if config.supervised else rates)[lora]
     if size.parameters >= LARGE:
         settings |= {**SAVING, **({"use_amp": True} if has_bfloat16(device) else {})}
     if size.parameters >= HUGE and lora:

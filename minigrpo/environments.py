@@ -24,11 +24,12 @@ import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
 
+from .config import Config
 from .model.chat import Message
 from .model.tokenizer import Tokenizer
 from .rewards import Pool, as_numbers
@@ -40,7 +41,7 @@ NO_TOOLS = ("reset", "step", "get_reward")  # public methods that are none
 TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
 SEEDS = 2**31
 # how Qwen calls a tool; Llama's whole turn is the object, perhaps after <|python_tag|>
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*\})$", re.DOTALL)
 ARGUMENT = re.compile(r"^\s+(\w+)[^:\n]*:\s*(.+)", re.MULTILINE)  # in a docstring of Google's style
 SCHEMA = ("type", "properties", "required", "$defs")  # what is kept of a tool's JSON schema
 Tools = Mapping[str, Callable[..., Any]]
@@ -50,11 +51,10 @@ Tools = Mapping[str, Callable[..., Any]]
 
 def methods_of(environment: Any) -> Tools:
     """The public methods of an environment, which are tools. A game has none."""
-    if hasattr(environment, "step"):
+    if environment is None or hasattr(environment, "step"):
         return {}
-    names = [name for name in dir(environment) if not name.startswith("_") and name not in NO_TOOLS]
-    members = {name: getattr(environment, name) for name in names if environment is not None}
-    return {name: member for name, member in members.items() if inspect.isroutine(member)}
+    members = {name: getattr(environment, name) for name in dir(environment) if name[0] != "_"}
+    return {x: member for x, member in members.items() if callable(member) and x not in NO_TOOLS}
 
 
 def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
@@ -73,17 +73,13 @@ def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 def calls_of(text: str) -> list[tuple[str, Any]]:
     """The tools that a turn calls, by name, with their arguments."""
-    written = CALL.findall(text)
-    whole = text.strip().removeprefix("<|python_tag|>")
-    if not written and whole.startswith('{"name"'):
-        written = [whole]
     calls = list[tuple[str, Any]]()
-    for call in written:
+    for written in (found[1] or found[2] for found in CALL.finditer(text.strip())):
         try:
-            read = json.loads(call)
-            calls.append((read["name"], read.get("arguments", read.get("parameters", {}))))
+            call = json.loads(written)
+            calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
         except (ValueError, LookupError, TypeError, AttributeError):
-            calls.append((call, {}))  # the model reads that there is no such tool
+            calls.append((written, {}))  # the model reads that there is no such tool
     return calls
 
 
@@ -112,7 +108,7 @@ class World:
             environment = {x.__name__: x for x in found if isinstance(x, type)}
         if not isinstance(environment, Mapping):
             environment = {environment.__name__: environment} if environment else {}
-        return cls(environment, {tool.__name__: validate_call(tool) for tool in tools})
+        return cls(environment, {tool.__name__: tool for tool in tools})
 
     @property
     def __name__(self) -> str:
@@ -127,7 +123,7 @@ class World:
         return {x.__name__: 1.0 for x in giving}
 
     def class_of(self, example: Example) -> Callable[..., Any]:
-        """What makes the environment of an example."""
+        """What makes the environment of an example; there is none if there are tools alone."""
         if not self.classes:
             return lambda: None
         name = example.fields.get("environment", next(iter(self.classes)))
@@ -154,12 +150,13 @@ def reset(environment: Any, example: Example) -> str:
     return environment.reset(**row) or ""
 
 
+@dataclass
 class Begun:
     """A task whose prompts end with what the environment says first, and name the tools."""
 
-    def __init__(self, task: Task, world: World, seed: int) -> None:
-        self.task, self.world, self.seed = task, world, seed
-        self.schemas: dict[Any, list[dict[str, Any]]] = {}  # by class
+    task: Task
+    world: World
+    seed: int
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["task"], name)
@@ -175,21 +172,16 @@ class Begun:
 
     def _begin(self, example: Example, split: str, number: int) -> Example:
         seed = int(stream(self.seed, f"environment/{split}", number).integers(SEEDS))
-        fields = {"seed": seed, **example.fields}
-        kind = self.world.class_of(example)
-        environment = kind()
-        said = reset(environment, replace(example, fields=fields))
-        if kind not in self.schemas:
-            callable_ = {**methods_of(environment), **self.world.tools}
-            self.schemas[kind] = [schema_of(*tool) for tool in callable_.items()]
-        tools = [*(example.tools or ()), *self.schemas[kind]]
-        messages = [*example.messages]
-        if messages and said:
-            if messages[-1]["role"] != "user":
-                messages.append({"role": "user", "content": ""})
+        example = replace(example, fields={"seed": seed, **example.fields})
+        environment = self.world.class_of(example)()
+        said, messages = reset(environment, example), [*example.messages]
+        if messages:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said}
-        prompt = example.prompt if messages else example.prompt + said
-        return replace(example, prompt=prompt, messages=messages, fields=fields, tools=tools)
+        else:
+            example = replace(example, prompt=example.prompt + said)
+        tools = {**methods_of(environment), **self.world.tools}
+        schemas = [schema_of(*tool) for tool in tools.items()]
+        return replace(example, messages=messages, tools=[*(example.tools or ()), *schemas])
 
 
 # --- dialogues ------------------------------------------------------------------------------------
@@ -203,60 +195,54 @@ class Episode:
         self.environment: Any = None
         self.messages: list[Message] = []
         self.start = 0  # tokens of the completion before the turn in work
-        self.room = 0  # most tokens that the next answer may have
         self.turns, self.reward = 0, 0.0
         self.over = self.cut = self.failed = False
+        self.timeout_s = getattr(self.kind, "timeout_s", TIMEOUT_S)
 
-    @property
-    def timeout_s(self) -> float:
-        return getattr(self.kind, "timeout_s", TIMEOUT_S)
-
-    def begin(self) -> None:
-        """Make the environment when it is first needed: the prompt has what it says first."""
+    def begin(self) -> Any:
+        """The environment, made when it is first needed: the prompt has what it says first."""
         if self.environment is None:
             self.environment = self.kind()
             said, messages = reset(self.environment, self.example), self.example.messages
             if not (messages[-1]["content"] if messages else self.example.prompt).endswith(said):
                 raise ValueError("reset must say the same to all completions of a prompt")
+        return self.environment
 
     def answer(self, text: str) -> list[Message]:
         """What the environment answers to a turn; nothing, if the turn calls no tool."""
-        self.begin()
-        if not hasattr(self.environment, "step"):
-            return [self._call(*call) for call in calls_of(text)]
-        observation, reward, done, *more = self.environment.step(text)
+        environment = self.begin()
+        if not hasattr(environment, "step"):
+            tools = {**methods_of(environment), **self.world.tools}
+            return [result_of(tools, *call) for call in calls_of(text)]
+        observation, reward, done, *more = environment.step(text)
         self.reward += float(reward)
         # Gymnasium's five are observation, reward, terminated, truncated, info
         self.over = bool(done or (len(more) == 2 and more[0]))
         return [{"role": "user", "content": str(observation)}]
 
-    def _call(self, name: str, arguments: Any) -> Message:
-        """The result of a tool as a message; an error is one too."""
-        methods = {} if name in self.world.tools else methods_of(self.environment)
-        try:
-            tool = self.world.tools.get(name) or validate_call(methods[name])
-            result = tool(**arguments)
-            result = asyncio.run(result) if inspect.iscoroutine(result) else result
-        except Exception as error:
-            known = name in self.world.tools or name in methods
-            result = {"error": str(error) if known else f"there is no tool {name}"}
-        return {"role": "tool", "name": name, "content": str(result)}
-
     def score(self) -> float:
         """The reward of the environment."""
-        self.begin()
-        final = getattr(self.environment, "get_reward", None)
+        final = getattr(self.begin(), "get_reward", None)
         return float(as_numbers(final() if final else self.reward, ()))
 
-    def dialogue(self, reward: float) -> Dialogue:
-        """What there is to say of it; `reward`: that of the environment."""
-        turns = [message for message in self.messages if message["role"] == "assistant"]
-        text = Dialogue(turns[-1]["content"])
-        text.messages, text.turns = self.messages, self.turns
+    def dialogue(self) -> Dialogue:
+        """The text of the last turn, with what there is to say of the whole."""
+        said = [message["content"] for message in self.messages if message["role"] == "assistant"]
+        text, name = Dialogue(said[-1]), getattr(self.kind, "__name__", "")
+        text.messages, text.turns = self.messages, len(said)
         text.cut, text.failed = self.cut, self.failed
-        name = getattr(self.kind, "__name__", "")
-        text.rewards = {name: reward} if name in self.world.parts else {}
+        text.rewards = {name: self.reward} if name in self.world.parts else {}
         return text
+
+
+def result_of(tools: Tools, name: str, arguments: Any) -> Message:
+    """What a tool returns, as a message; an error is one too."""
+    try:
+        result = validate_call(tools[name])(**arguments)
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+    except Exception as error:
+        result = {"error": repr(error)}
+    return {"role": "tool", "name": name, "content": str(result)}
 
 
 class Dialogues:
@@ -266,75 +252,53 @@ class Dialogues:
     """
 
     def __init__(
-        self,
-        world: World,
-        tokenizer: Tokenizer,
-        *,
-        max_turns: int,
-        workers: int,
-        warn: Callable[[str], object],
+        self, config: Config, world: World, tokenizer: Tokenizer, warn: Callable[[str], object]
     ) -> None:
-        """`max_turns`: of the policy, per dialogue. `workers`: turns answered side by side."""
-        self.world, self.tokenizer, self.max_turns = world, tokenizer, max_turns
-        self.workers, self.warn, self.has_warned = workers, warn, False
-        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # environments repeat themselves
-        self.pool, self.first = Pool(0), 0
+        self.world, self.tokenizer, self.warn, self.has_warned = world, tokenizer, warn, False
+        self.max_turns, self.longest = config.sampling.max_turns, config.sampling.max_new_tokens
+        self.num_workers, self.pool = config.speed.num_reward_workers, Pool(0)
         self.episodes: list[Episode] = []
         for kind in world.classes.values() or [None]:  # refuse a template that cannot write answers
             role = "user" if hasattr(kind, "step") else "tool"
             if role == "tool" and not tokenizer.chat:
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            self.encode(json.dumps([{"role": role, "name": "tool", "content": "A"}]))
+            self._encode([{"role": role, "name": "tool", "content": "A"}])
 
-    def begin(self, examples: Sequence[Example], num_samples: int, done: int = 0) -> None:
-        """Begin a batch, or begin it again with the prompts from `done` on."""
-        self.first = done * num_samples  # the others count sequences from here
-        fresh = [Episode(self.world, x) for x in examples[done:] for _ in range(num_samples)]
-        self.episodes[self.first :] = fresh
+    def begin(self, examples: Sequence[Example], num_samples: int) -> None:
+        """Begin a batch, or begin it again."""
+        self.episodes = [Episode(self.world, x) for x in examples for _ in range(num_samples)]
         self.pool.close()
-        self.pool = Pool(self.workers)
+        self.pool = Pool(self.num_workers)
 
-    def submit(self, sequence: int, ids: Sequence[int], room: int) -> None:
-        """Have a turn answered.
-
-        Args:
-            ids: all tokens of the completion so far, the end of the turn included.
-            room: most tokens that the answer may have.
-        """
-        episode = self.episodes[self.first + sequence]
-        episode.room, text = room, self._take_turn(episode, ids)
-        self.pool.submit(sequence, partial(episode.answer, text), episode.timeout_s)
+    def submit(self, sequence: int, ids: Sequence[int]) -> None:
+        """Have a turn answered. `ids`: all tokens of the completion so far, the turn included."""
+        episode = self.episodes[sequence]
+        answer = partial(episode.answer, self._take_turn(episode, ids))
+        self.pool.submit(sequence, answer, episode.timeout_s)
 
     def replies(self, *, wait: bool) -> dict[int, list[int]]:
         """Tokens after which a sequence goes on, by sequence; none: its dialogue is over.
 
         With `wait`, there is at least one reply if one is to come.
         """
-        found = {}
-        for sequence, messages, error in self.pool.ended(wait=wait):
-            episode = self.episodes[self.first + sequence]
-            found[sequence] = [] if error else self._go_on(episode, messages)
-            if error:
-                self._fail(episode, error)
-            episode.start += len(found[sequence])
-        return found
+        return {
+            sequence: self._go_on(self.episodes[sequence], messages or [], error)
+            for sequence, messages, error in self.pool.ended(wait=wait)
+        }
 
     def finish(self, completions: Completions) -> list[list[str]]:
         """The dialogues of the batch, `[P][G]`, with the rewards of their environments."""
-        lengths = completions.completion_len.flatten().tolist()
         rows = completions.completion_ids.flatten(0, 1).tolist()
+        lengths = completions.completion_len.flatten().tolist()
         for episode, ids, length in zip(self.episodes, rows, lengths, strict=True):
             if length > episode.start:  # cut off within a turn
                 self._take_turn(episode, ids[:length])
-        rewards = dict[int, float]()
-        for number, episode in enumerate(self.episodes):
             if self.world.parts and not episode.failed:
-                self.pool.submit(number, episode.score, episode.timeout_s)
-        for number, value, error in self.pool.all():
-            if error:
-                self._fail(self.episodes[number], error)
-            rewards[number] = 0.0 if error else value
-        texts: list[str] = [x.dialogue(rewards.get(i, 0.0)) for i, x in enumerate(self.episodes)]
+                self.pool.submit(episode, episode.score, episode.timeout_s)
+        for episode, reward, error in self.pool.all():
+            self._go_on(episode, [], error)
+            episode.reward = reward or 0.0
+        texts: list[str] = [episode.dialogue() for episode in self.episodes]
         size = completions.completion_ids.shape[1]
         return [texts[i : i + size] for i in range(0, len(texts), size)]
 
@@ -345,27 +309,29 @@ class Dialogues:
         episode.turns, episode.start = episode.turns + 1, len(ids)
         return text
 
-    def _go_on(self, episode: Episode, messages: list[Message]) -> list[int]:
+    def _go_on(
+        self, episode: Episode, messages: list[Message], error: BaseException | None
+    ) -> list[int]:
         """Add an answer to the messages; return its tokens if the dialogue goes on after it."""
         episode.messages += messages
-        if not messages or episode.over:
-            return []
+        ids = list[int]()
         try:
-            ids = self.encode(json.dumps(messages))
-        except ConfigError as error:  # it spells a special token
-            self._fail(episode, error)
-            return []
-        episode.cut = episode.turns == self.max_turns or len(ids) > episode.room
-        return [] if episode.cut else ids
+            if error:
+                raise error
+            if messages and not episode.over:
+                ids = self._encode(messages)
+        except Exception as failure:  # of the environment; or the answer spells a special token
+            episode.failed = True
+            if not self.has_warned:
+                self.has_warned = True
+                self.warn(f"environment: {failure!r:.200}; such a dialogue ends with reward 0")
+        full = episode.start + len(ids) >= self.longest  # there must be room for a turn after it
+        if ids and (episode.turns == self.max_turns or full):
+            episode.cut, ids = True, []
+        episode.start += len(ids)
+        return ids
 
-    def _encode(self, messages: str) -> list[int]:
-        answer = json.loads(messages)
+    def _encode(self, answers: Sequence[Message]) -> list[int]:
         if self.tokenizer.chat:
-            return self.tokenizer.encode(self.tokenizer.chat.between(answer), special=True)
-        return self.tokenizer.encode("".join(message["content"] for message in answer))
-
-    def _fail(self, episode: Episode, error: BaseException) -> None:
-        episode.failed = True
-        if not self.has_warned:
-            self.has_warned = True
-            self.warn(f"environment: {error!r:.200}; such a dialogue ends with reward 0")
+            return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
+        return self.tokenizer.encode("".join(answer["content"] for answer in answers))

@@ -5,11 +5,10 @@ The trainer and `minigrpo evaluate` call `measure`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from .config import Config, RunConfig, SamplingConfig
+from .config import SamplingConfig
 from .model.chat import Message
 from .rewards import RewardScorer
 from .runtime.rng import uniforms
@@ -24,35 +23,22 @@ BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds 
 
 
 def complete(
-    sampler: Sampler,
-    examples: Sequence[Example],
-    *,
-    seed: int | None = None,
-    num_samples: int = 1,
-    sampling: SamplingConfig = PLAIN,
+    sampler: Sampler, examples: Sequence[Example], n: int = 0, sampling: SamplingConfig = PLAIN
 ) -> Completions:
-    """Complete examples greedily, or `num_samples` times by `sampling` if a seed is given.
+    """n completions of each example, or for 0 the greedy one.
 
-    The random numbers depend on the seed and the example alone: all evaluations of a run are
+    The random numbers depend on the run's seed and the example alone: all evaluations of a run are
     paired.
     """
-    config, u = sampler.config, None
-    if seed is not None:
+    config, u, num_samples = sampler.config, None, max(1, n)
+    if n:
         rows = np.array([example.index for example in examples])
-        u = uniforms(seed, "evaluate", 0, rows, num_samples, config.sampling.max_new_tokens)
+        u = uniforms(config.run.seed, "evaluate", 0, rows, n, config.sampling.max_new_tokens)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     size = max(1, min(most, BATCH) // num_samples)
-    done = sampler.complete(
+    return sampler.complete(
         examples, num_samples=num_samples, u=u, sampling=sampling, batch_size=size
     )
-    return Completions.join(list(done))
-
-
-def drawing(config: Config, n: int) -> dict[str, Any]:
-    """The arguments with which `complete` draws n completions, or for 0 the greedy one."""
-    if not n:
-        return {}
-    return {"seed": config.run.seed, "num_samples": n, "sampling": config.sampling}
 
 
 def ask(
@@ -68,7 +54,7 @@ def ask(
         example = Example(prompt, messages=({"role": "user", "content": prompt},))
     else:
         example = Example(prompt)
-    done = complete(sampler, [example], **drawing(sampler.config, n))
+    done = complete(sampler, [example], n, sampler.config.sampling)
     return sampler.texts(done)[0], has_ended(done, sampler.stops)[0].tolist()
 
 
@@ -76,31 +62,28 @@ def grade(
     sampler: Sampler,
     scorer: RewardScorer,
     examples: Sequence[Example],
-    *,
+    n: int = 0,
     sampling: SamplingConfig = PLAIN,
-    **how: Any,
 ) -> Graded:
-    """Complete examples and score the texts. `how`: more arguments of `complete`."""
-    completions = complete(sampler, examples, sampling=sampling, **how)
+    """Complete examples as `complete` does, and score the texts."""
+    completions = complete(sampler, examples, n, sampling)
     texts = sampler.texts(completions)
     rewards = scorer.score(examples, texts, completions, sampling.temperature)
     return Graded(examples, texts, rewards, scorer.success)
 
 
-def measure(
-    sampler: Sampler, task: Task, scorer: RewardScorer, run: RunConfig
-) -> tuple[dict[str, Estimate], Graded, Graded]:
-    """Score the first `run.eval_size` held-out examples, or all if there are fewer.
+def measure(sampler: Sampler, scorer: RewardScorer) -> tuple[dict[str, Estimate], Graded, Graded]:
+    """Score the first --eval-size held-out examples, or all if there are fewer.
 
     Returns:
         The measures (docs/tasks.md lists them), the greedy completions and the sampled ones. Shares
         and means have their 95 % interval, the task's summaries have none.
     """
-    size, samples = size_of(task, run.eval_size), run.eval_samples
-    examples = [task.held_out(i) for i in range(size)]
+    task, run = scorer.task, sampler.config.run
+    examples = held_out(task, run.eval_size)
     greedy = grade(sampler, scorer, examples)
-    drawn = grade(sampler, scorer, examples, seed=run.seed, num_samples=samples)
-    success, found = greedy.success, {"n": Estimate(float(size))}
+    drawn = grade(sampler, scorer, examples, run.eval_samples)
+    success, found = greedy.success, {"n": Estimate(float(len(examples)))}
     for name, values in greedy.measures.items():  # first what GRPO raises: the sampled completions
         found |= {name + SAMPLED: estimate(drawn.measures[name]), name: estimate(values)}
     for graded, ending in ((greedy, ""), (drawn, SAMPLED)):
@@ -116,6 +99,6 @@ def measure(
     return found, greedy, drawn
 
 
-def size_of(task: Task, size: int) -> int:
-    """The number of held-out examples that an evaluation of `size` has."""
-    return min(size, task.num_held_out or size)
+def held_out(task: Task, number: int) -> list[Example]:
+    """The first held-out examples, or all if there are fewer."""
+    return [task.held_out(i) for i in range(min(number, task.num_held_out or number))]

@@ -2,12 +2,12 @@
 
     prepare     leave out what has no gradient, count the whole step, compute old log-probs
     gradient    forward and backward in micro-batches, whose gradients add up to the step's
-    update      clip the gradient, skip the step if it is not finite, step AdamW
+    learn       clip the gradient, skip the step if it is not finite, step AdamW
 
-The objective is `Learner.objective` here and `policy_loss` in losses.py. Sampling is in rollout.py;
-the learner writes no files and prints nothing, but calls `warn` and `dump`.
+The objective is `Learner.objective` here and `policy_loss` in losses.py.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,21 +18,24 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from . import losses
 from .config import Config
-from .losses import LossNormalizer, LossSpec, loss_spec, per_local_token, policy_loss
+from .losses import LossNormalizer, LossSpec
+from .model.frozen_model import FrozenModel
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Transformer
 from .runtime.device import autocast, grad_scaler, with_training_layers
 from .runtime.distributed import DistContext
-from .runtime.guard import NonFiniteGuard, OOMBackoff, check_weights, largest_weight
+from .runtime.guard import Diverged, NonFiniteGuard, OOMBackoff, largest_weight
 from .runtime.optimizer import learning_rate_at, make_optimizer
 from .types import RolloutBatch
 
 Metrics = dict[str, Tensor]  # scalars on the device
 MEAN_GAP, LARGEST_GAP = "sampling/logp_difference_mean", "sampling/logp_difference_max"
 # These are means over the tokens with a gradient: zero-variance groups are left out.
-PER_TOKEN = ("entropy", MEAN_GAP)
+PER_TOKEN = ("entropy", "teacher_kl", MEAN_GAP)
+ENTROPY_STEP = 0.005  # by which --entropy-target moves the coefficient (arXiv 2505.22312)
 
 
 class Learner:
@@ -44,13 +47,16 @@ class Learner:
         model: Transformer,
         dist: DistContext | None = None,
         warn: Callable[[str], object] = lambda text: None,
-        dump: Callable[[RolloutBatch, int], object] = lambda batch, step: None,
         loss: LossSpec | None = None,
     ) -> None:
-        """`dump` saves a batch whose step was skipped; `loss`: None for the row of --loss."""
-        self.loss = loss or loss_spec(config.loss.name)
+        """`loss`: None for the row of --loss."""
+        self.loss = loss or losses.loss_spec(config.loss.name)
+        self.teacher: FrozenModel | None = None  # set by the trainer
+        self.entropy_coef, self.exact = config.loss.entropy_coef, config.loss.teacher_kl == "exact"
+        if self.entropy_coef or config.loss.entropy_target or self.exact:
+            self.loss = replace(self.loss, entropy=True)
         self.config, self.model, self.dist = config, model, dist or DistContext()
-        self.warn, self.dump, self.device = warn, dump, model.device
+        self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
         self.trained = with_training_layers(config, model)
         self.wrapped = self.dist.wrap(self.trained)
@@ -60,13 +66,15 @@ class Learner:
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
         self.steps_done = 0
+        # with --rest-solved: step, from 1 -> 1 for each of its examples that was all right, else 0
+        self.visits: dict[int, list[int]] = {}
         self.in_update = False  # if so, the weights belong to no step
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
 
-        Returns the metrics of the last one, over all processes. Raises Diverged if the weights are
-        not finite, or if too many steps in a row had a loss or gradient that is not.
+        Returns the metrics of the last one, over all processes. Raises Diverged if weights are not
+        finite, or too many losses or gradients in a row.
         """
         self.guard.check()
         learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
@@ -77,23 +85,31 @@ class Learner:
             metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
-            metrics["grad_norm"] = norm
-            if not self._update(metrics["loss"], norm, step):
+            metrics["grad_norm"], loss = norm, metrics["loss"]
+            finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
+            if finite:
+                self.in_update = True
+                self.scaler.step(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+            # an infinite gradient of a finite loss is no bad step as long as the loss scale falls
+            if not self.guard.update_scale(self.scaler, loss) and not finite:
                 self.guard.skip(self.warn)
-                where = f"; the batch is in {kept}" if (kept := self.dump(batch, step)) else ""
-                numbers = f"loss {metrics['loss']:g}, gradient norm {norm:g}"
-                self.warn(f"step {step + 1}: {numbers}: no update{where}")
+                self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
                 break
         else:
             self.guard.in_a_row = 0
         scalars = [*metrics.values(), largest_weight(self.model)]
-        *values, largest = torch.stack([x.double() for x in scalars]).tolist()  # one device sync
-        check_weights(largest, step)
+        *values, largest = torch.stack(scalars).tolist()  # one device sync
+        if not math.isfinite(largest):  # a large learning rate can do that to a finite gradient
+            said = "the update made weights that are not finite; a smaller --learning-rate may help"
+            raise Diverged(f"step {step + 1}: {said}")
         self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
+        if target := self.config.loss.entropy_target:
+            learnt["entropy_coef"] = self.entropy_coef
+            change = ENTROPY_STEP if learnt["entropy"] < target else -ENTROPY_STEP
+            self.entropy_coef = max(0.0, self.entropy_coef + change)
         return learnt | self.guard.metrics(self.scaler)
-
-    # --- prepare --------------------------------------------------------------------------------
 
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
@@ -107,6 +123,10 @@ class Learner:
             batch = replace(batch, completions=replace(batch.completions, completion_mask=mask))
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
+        if self.teacher and not self.exact:
+            read = self.teacher.reads(batch, self.config.loss.teacher_context)
+            logp = self.teacher.logp(read, self.config.sampling.temperature)
+            batch = replace(batch, teacher_logp=logp)
         batch = batch.select(self.prompts_with_gradient(batch))
         if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
@@ -115,12 +135,12 @@ class Learner:
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
-        every = list(range(len(batch)))
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        whole = self.loss.entropy or self.loss.weights is per_local_token
-        if batch.advantages is None or batch.ref_logp is not None or whole:
-            return every
-        return [p for p in every if batch.advantages[p].any()] or [0]
+        whole = self.loss.entropy or self.loss.weights is losses.per_local_token
+        taught = batch.ref_logp is not None or batch.teacher_logp is not None
+        if batch.advantages is None or taught or whole:
+            return list(range(len(batch)))
+        return [p for p, row in enumerate(batch.advantages) if row.any()] or [0]
 
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
@@ -130,24 +150,22 @@ class Learner:
 
         return self.backoff.run(in_parts, len(batch))
 
-    # --- gradient -------------------------------------------------------------------------------
-
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes.
 
-        If a single process runs out of memory, it starts over with smaller micro-batches. Among
-        several processes, the others would wait for it in the all-reduce.
+        Without memory, it starts over with smaller micro-batches. One of several processes cannot:
+        the others would wait for it in the all-reduce.
         """
 
         def in_parts(size: int) -> Metrics:
             self.optimizer.zero_grad(set_to_none=True)
             parts, found = batch.split(size), list[Metrics]()
             for part in parts:
-                # DDP reduces gradients only in the last part
-                with self.dist.accumulating(self.wrapped, part is not parts[-1]):
-                    loss, metrics = self.objective(part, normalizer)
-                    # undo DDP's averaging: the loss is already this process's share of the sum
-                    self.scaler.scale(loss * self.dist.world_size).backward()
+                # what DDP's no_sync() sets: gradients are reduced only in the last part
+                self.wrapped.require_backward_grad_sync = part is parts[-1]  # type: ignore[assignment]
+                loss, metrics = self.objective(part, normalizer)
+                # undo DDP's averaging: the loss is already this process's share of the sum
+                self.scaler.scale(loss * self.dist.world_size).backward()
                 found.append(metrics)
             return self._total(found)
 
@@ -158,18 +176,29 @@ class Learner:
 
         log-probs -> ratio to the old policy -> clipped surrogate -> KL -> normalise.
         """
-        packing, part, config = self.pack(part), part.to(self.device), self.config.loss
+        packing, config, other = self.pack(part), self.config.loss, None
+        if self.teacher and self.exact:
+            other = self.teacher.predictors(self.teacher.reads(part, config.teacher_context))
+        part = part.to(self.device)
         completions, mask = part.completions, part.completions.completion_mask
-        logp, entropy = self.forward(packing)
+        logp, entropy, *kl = self.forward(packing, other)  # the KL to the teacher, if exact
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        importance, cap = None, config.sampler_correction
-        if cap and completions.behavior_logp is not None:
-            # truncated importance sampling (Ionides 2008): tokens are not drawn from the policy
-            importance = (old_logp - completions.behavior_logp).exp().clamp(max=cap)
-        loss, metrics = policy_loss(
+        added: Tensor | float = -self.entropy_coef * entropy if self.entropy_coef else 0.0
+        advantages, weights = part.advantages, None
+        if kl:
+            added = added + config.teacher_coef * kl[0]
+        elif part.teacher_logp is not None and advantages is not None:
+            kl = [(old_logp - part.teacher_logp).masked_fill(~mask, 0)]
+            advantages = advantages[..., None] - config.teacher_coef * kl[0]
+        correction, drawn_from = config.sampler_correction, completions.behavior_logp
+        if correction != "none" and drawn_from is not None and advantages is not None:
+            # tokens are not drawn from the policy: importance sampling
+            probs = logp, old_logp, drawn_from, advantages, mask
+            weights = losses.sampler_weights(correction, config.sampler_cap, *probs)
+        loss, metrics = losses.policy_loss(
             logp,
             old_logp,
-            part.advantages,
+            advantages,
             mask,
             loss=self.loss,
             clip_low=config.clip_low,
@@ -178,28 +207,30 @@ class Learner:
             ref_logp=part.ref_logp,
             kl_coef=0.0 if part.ref_logp is None else config.kl_coef,
             kl=config.kl,
-            token_weights=importance,
+            token_weights=weights,
             normalizer=normalizer,
             entropy=entropy if self.loss.entropy else None,
+            added=added,
         )
-        total = entropy.detach().sum()
-        metrics |= {"loss": loss.detach(), "entropy": total, "tokens": mask.sum().to(logp)}
-        metrics["tokens/run"] = logp.new_full((), len(packing.ids))
+        metrics |= {"loss": loss.detach(), "entropy": entropy.detach().sum()}
+        run = logp.new_full((), len(packing.ids))
+        metrics |= {"tokens": mask.sum().to(logp), "tokens/run": run}
+        if kl:
+            metrics["teacher_kl"] = kl[0].detach().sum()
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
         return loss, metrics
 
     def pack(self, part: RolloutBatch) -> Packing:
-        """Build the packing on the host, then move it to the device."""
-        return PACKINGS[self.config.speed.packing](part.completions).to(self.device)
+        return PACKINGS[self.config.speed.packing](part.completions, self.device)
 
-    def forward(self, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies `[P, G, S]` under the policy, on its device."""
+    def forward(self, packing: Packing, other: Any = None) -> tuple[Tensor, ...]:
+        """What `Transformer.forward` returns: `[P, G, S]` each, on the policy's device."""
+        model = self.wrapped if torch.is_grad_enabled() else self.trained
         with self.autocast():
-            model = self.wrapped if torch.is_grad_enabled() else self.trained
-            logp, entropy = model(packing, self.config.sampling.temperature, self.loss.entropy)
-        return logp, entropy
+            given = packing, self.config.sampling.temperature, self.loss.entropy, other
+            return tuple(model(*given))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""
@@ -216,38 +247,27 @@ class Learner:
             found[LARGEST_GAP] = self.dist.max(torch.stack(largest).max())
         return found
 
-    # --- update ---------------------------------------------------------------------------------
-
-    def _update(self, loss: Tensor, norm: Tensor, step: int) -> bool:
-        """Step the optimizer if loss and gradient are finite; return False for a bad step.
-
-        Loss and norm are equal in all processes, so all of them decide alike. With a loss scaler,
-        an infinite gradient of a finite loss is not a bad step as long as the scale falls.
-        """
-        finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if finite:
-            self.in_update = True
-            self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        return self.guard.update_scale(self.scaler, loss, step, self.warn) or finite
-
-    # --- state ----------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""
         return {
+            "step": self.steps_done,
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "guard": dict(vars(self.guard)),
+            "entropy_coef": self.entropy_coef,
+            "visits": self.visits,
             "scaler": self.scaler.state_dict(),  # {} without float16
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
+        self.steps_done = state["step"]
         load_trained(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:  # a resume may change the flag
             group["fused"] = self.config.speed.fused_optimizer
         self.guard = NonFiniteGuard(**state["guard"])
+        self.entropy_coef = state["entropy_coef"]
+        self.visits.update(state["visits"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -10,13 +10,12 @@ the whole step.
 
 Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w; a user's
 is such a row, or a function from `LossInputs` to the term. The weights come from counts over the
-whole optimizer step, so the gradient does not depend on the micro-batch size or on the number of
-processes (except for bnpo, by definition). Everything is computed in float32 or wider. learner.py
-calls `policy_loss`, rollout.py calls `advantages`.
+whole optimizer step: except for bnpo, no gradient depends on micro-batches or processes. All is
+computed in float32 or wider. learner.py calls `policy_loss`, rollout.py calls `advantages`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +28,6 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
     "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
     "none": lambda rewards: 1.0,  # Dr. GRPO, arXiv 2503.20783
 }
-SAPO_TAU = 1.0, 1.05  # the paper's temperatures, where A > 0 and elsewhere
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
@@ -40,8 +38,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
             the mean of the others, which is G / (G - 1) times that (RLOO, arXiv 2402.14740).
         scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
 
-    A group with equal rewards has advantages of exactly 0. They have no gradient. Raises ValueError
-    for groups of one and for rewards that are not finite or, with scale `mean`, negative.
+    A group with equal rewards has advantages of exactly 0. They have no gradient.
     """
     size = rewards.shape[-1]
     if rewards.dim() != 2 or size < 2:
@@ -55,6 +52,16 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     # error would become a gradient.
     equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
     return torch.where(equal, 0.0, centred)
+
+
+def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
+
+    `advantages` of it with the scale `batch` are those of GDPO (arXiv 2601.05242). A part that does
+    not concern a group is NaN there.
+    """
+    centred = [x * advantages(parts[name].nan_to_num()) for name, x in weights.items()]
+    return torch.stack(centred).sum(0)
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,7 @@ class LossNormalizer:
         return cls(completions, tokens, max_length or mask.shape[-1])
 
 
-# --- the ratio: how far the policy has moved from the one that sampled ----------------------------
-
-
+# The ratio: how far the policy has moved from the one that sampled.
 def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """r_t = exp(logp_t - old_t)."""
     return log_ratio.exp()
@@ -90,9 +95,7 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
 
 
-# --- the surrogate: from ratio and advantage to a term per token, and what was clipped ------------
-
-
+# The surrogate: from ratio and advantage to a term per token, and what was clipped.
 @dataclass(frozen=True)
 class Clip:
     """Clips the ratio to [1 - low, 1 + high]; `cap`, if given, bounds the unclipped ratio."""
@@ -100,13 +103,6 @@ class Clip:
     low: float = 0.2
     high: float = 0.2
     cap: float | None = None
-
-    def hits(self, ratio: Tensor, adv: Tensor) -> dict[str, Tensor]:
-        """Where the bounds take the gradient away."""
-        return {
-            "clip_ratio/low_mean": (ratio < 1 - self.low) & (adv < 0),
-            "clip_ratio/high_mean": (ratio > 1 + self.high) & (adv > 0),
-        }
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,8 @@ class LossInputs:
     ref_logp: Tensor | None = None  # None without a KL
 
 
-Term = Tensor | tuple[Tensor, dict[str, Tensor]]  # [..., S], and where something was clipped
+# [..., S], and where a bound takes the gradient away
+Term = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
 def clipped(x: LossInputs) -> Term:
@@ -131,27 +128,11 @@ def clipped(x: LossInputs) -> Term:
 
     A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
     """
-    ratio, adv, clip = x.ratio, x.advantages, x.clip
-    capped = ratio if clip.cap is None else ratio.clamp(max=clip.cap)
-    term = -torch.minimum(capped * adv, ratio.clamp(1 - clip.low, 1 + clip.high) * adv)
-    return term, clip.hits(ratio, adv)
-
-
-def geometric_mean(x: LossInputs) -> Term:
-    """-A prod_t c_t^(1/n), c = min(r, 1 + high) if A > 0, else max(r, 1 - low).
-
-    GMPO (arXiv 2507.20673).
-    """
-    ratio, adv, clip = x.ratio, x.advantages, x.clip
-    bounded = torch.where(adv > 0, ratio.clamp(max=1 + clip.high), ratio.clamp(min=1 - clip.low))
-    log = bounded.clamp(min=torch.finfo(ratio.dtype).tiny).log()
-    return -sequence_mean_ratio(log, x.mask) * adv, clip.hits(ratio, adv)
-
-
-def soft_gate(x: LossInputs) -> Term:
-    """-f(r) A, where f(r) = sigmoid(tau (r - 1)) * 4 / tau fades out (SAPO, arXiv 2511.20347)."""
-    positive, other = (torch.sigmoid(tau * (x.ratio - 1)) * (4 / tau) for tau in SAPO_TAU)
-    return -torch.where(x.advantages > 0, positive, other) * x.advantages
+    ratio, adv, low, high = x.ratio, x.advantages, 1 - x.clip.low, 1 + x.clip.high
+    capped = ratio if x.clip.cap is None else ratio.clamp(max=x.clip.cap)
+    term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
+    below, above = (ratio < low) & (adv < 0), (ratio > high) & (adv > 0)
+    return term, {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above}
 
 
 def cispo(x: LossInputs) -> Term:
@@ -167,9 +148,7 @@ def negative_logp(x: LossInputs) -> Term:
     return -x.logp
 
 
-# --- the weights: how much each token counts ------------------------------------------------------
-
-
+# The weights: how much each token counts.
 def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """1 / (B n_i)"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
@@ -192,7 +171,7 @@ def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A row of the loss table, with the defaults of the loss's paper. `LossSpec()` is grpo."""
+    """A row of the loss table, with the defaults of its paper; what it does not say is GRPO's."""
 
     ratio: Callable[[Tensor, Tensor], Tensor] = token_ratio
     surrogate: Callable[[LossInputs], Term] = clipped
@@ -213,21 +192,16 @@ def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec
     return LossSpec(surrogate=loss, entropy=True)
 
 
-GMPO_CLIP = Clip(1 - math.exp(-0.4), math.exp(0.4) - 1)  # the paper's range is exp(+-0.4)
 LOSSES = {
-    "grpo": LossSpec(token_ratio, clipped, per_completion),  # arXiv 2402.03300
-    "dr_grpo": LossSpec(token_ratio, clipped, constant, scale="none"),  # 2503.20783
-    "dapo": LossSpec(token_ratio, clipped, per_token, Clip(high=0.28)),  # 2503.14476
-    "bnpo": LossSpec(token_ratio, clipped, per_local_token),  # TRL
-    "gspo": LossSpec(sequence_mean_ratio, clipped, per_completion, Clip(3e-4, 4e-4)),  # 2507.18071
-    "cispo": LossSpec(token_ratio, cispo, per_token, Clip(cap=5.0)),  # 2506.13585, 2510.13786
-    "rloo": LossSpec(
-        sequence_sum_ratio, clipped, per_completion, estimator="leave_one_out", scale="none"
-    ),  # 2402.14740
-    "maxrl": LossSpec(token_ratio, clipped, per_token, scale="mean"),  # 2602.02710
-    "sapo": LossSpec(token_ratio, soft_gate, per_completion),  # 2511.20347
-    "gmpo": LossSpec(token_ratio, geometric_mean, per_completion, GMPO_CLIP),  # 2507.20673
-    "nll": LossSpec(token_ratio, negative_logp, per_token),  # supervised fine-tuning
+    "grpo": LossSpec(),  # arXiv 2402.03300
+    "dr_grpo": LossSpec(weights=constant, scale="none"),  # 2503.20783
+    "dapo": LossSpec(weights=per_token, clip=Clip(high=0.28)),  # 2503.14476
+    "bnpo": LossSpec(weights=per_local_token),  # TRL
+    "gspo": LossSpec(sequence_mean_ratio, clip=Clip(3e-4, 4e-4)),  # 2507.18071
+    "cispo": LossSpec(surrogate=cispo, weights=per_token, clip=Clip(cap=5.0)),  # 2506.13585
+    "rloo": LossSpec(sequence_sum_ratio, estimator="leave_one_out", scale="none"),  # 2402.14740
+    "maxrl": LossSpec(weights=per_token, scale="mean"),  # 2602.02710
+    "nll": LossSpec(surrogate=negative_logp, weights=per_token),  # supervised fine-tuning
 }
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
@@ -239,6 +213,37 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3_is": lambda d, ratio: ratio * (d.exp() - d - 1),  # arXiv 2512.02556; the loss's ratio
 }
 KL_IN_REWARD = "k1_reward"
+
+DEEPSEEK = "deepseek"
+# the ratio r = p_trainer / p_sampler, and the least that counts, as the cap is the largest; None:
+# a larger one counts as the cap
+SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
+    "token-truncate": (token_ratio, None),
+    "token-mask": (token_ratio, 0.0),
+    "icepop": (token_ratio, 0.5),  # arXiv 2510.18855, whose cap is 5
+    "sequence-truncate": (sequence_sum_ratio, None),
+    "sequence-mask": (sequence_sum_ratio, 0.0),  # TRL's default
+    DEEPSEEK: (sequence_mean_ratio, None),  # arXiv 2512.02556, equation 9
+}
+
+
+def sampler_weights(
+    correction: str, cap: float, logp: Tensor, old: Tensor, drawn: Tensor, adv: Tensor, mask: Tensor
+) -> Tensor:
+    """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, without gradient.
+
+    `drawn`: `[..., S]`, of the distribution that the tokens are from; the others: `policy_loss`.
+    """
+    form_ratio, least = SAMPLER_CORRECTIONS[correction]
+    trainer = logp.detach() if correction == DEEPSEEK else old  # it asks how old the tokens are
+    log_ratio = torch.where(mask, trainer - drawn, 0.0)
+    ratio = form_ratio(log_ratio, mask.to(log_ratio))
+    if correction == DEEPSEEK:  # all but what is bad and far from the policy
+        by_token = adv if adv.dim() == logp.dim() else adv[..., None]
+        return ((by_token >= 0) | (-ratio.log() <= cap)).to(ratio)
+    if least is None:
+        return ratio.clamp(max=cap)
+    return torch.where((least <= ratio) & (ratio <= cap), ratio, 0.0)
 
 
 def policy_loss(
@@ -258,6 +263,7 @@ def policy_loss(
     token_weights: Tensor | None = None,
     normalizer: LossNormalizer | None = None,
     entropy: Tensor | None = None,
+    added: Tensor | float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or a micro-batch's share of it.
 
@@ -271,14 +277,14 @@ def policy_loss(
         ref_logp: `[..., S]`, needed if kl_coef > 0.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         token_weights: `[..., S]`, factors on the policy term, not on the KL.
-        normalizer: B, N and the longest length of the whole optimizer step; None counts this batch
-            only. With a common normalizer, losses, gradients and metrics of micro-batches add up to
-            the batch's.
-        entropy: `[..., S]`, of the policy at each token, with gradient where the loss uses it.
+        normalizer: the counts of the whole optimizer step, to which the losses, gradients and
+            metrics of micro-batches then add up; None counts this batch only.
+        entropy: `[..., S]`, of the policy at each token, for losses that use it.
+        added: `[..., S]`, to the terms: an entropy bonus, the KL to a teacher.
 
     Returns:
-        The scalar loss, and metrics: scalars without gradient. Only `logp` and `entropy` get a
-        gradient. Raises ValueError for a tensor of another shape, which could broadcast by chance.
+        The scalar loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added`
+        get a gradient: one through another tensor would be another objective's.
     """
     spec = loss_spec(loss)
     given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
@@ -286,42 +292,34 @@ def policy_loss(
     normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
 
-    def checked(x: Tensor, shape: torch.Size = logp.shape) -> Tensor:
-        """`x`, of this shape, without gradient: one through it would be another objective's."""
-        if x.shape != shape:
-            raise ValueError(f"expected the shape {list(shape)}, got {list(x.shape)}")
-        return x.detach()
+    def masked(x: Tensor) -> Tensor:
+        """`x` where the mask is true, else 0. Another shape could broadcast by chance."""
+        if x.shape != logp.shape:
+            raise ValueError(f"expected the shape {list(logp.shape)}, got {list(x.shape)}")
+        return torch.where(mask, x.to(at_least_fp32), 0.0)
 
-    m = checked(mask).to(at_least_fp32)
-    # mask before exp, because inf * 0 is NaN in the backward pass
-    logp = torch.where(mask, logp.to(at_least_fp32), 0.0)
-    old = logp.detach() if old_logp is None else torch.where(mask, checked(old_logp), 0.0)
+    m = masked(mask)
+    logp = masked(logp)  # before exp, because inf * 0 is NaN in the backward pass
+    old = logp.detach() if old_logp is None else masked(old_logp.detach())
     ratio = spec.ratio(logp - old, m)
-    adv = logp.new_full((), math.nan).expand_as(logp)  # only nll does without
-    if advantages is not None:
-        if advantages.dim() < logp.dim():
-            advantages = checked(advantages, logp.shape[:-1])[..., None].expand_as(logp)
-        adv = checked(advantages).to(at_least_fp32)
-    if entropy is not None:
-        checked(entropy)
-        entropy = torch.where(mask, entropy.to(at_least_fp32), 0.0)
-    ref = None if ref_logp is None else torch.where(mask, checked(ref_logp), 0.0)
-    inputs = LossInputs(logp, old, ratio, adv, m, clip, entropy, ref)
-    found = spec.surrogate(inputs)
+    adv = torch.full_like(logp, math.nan) if advantages is None else advantages.detach()
+    if adv.shape == logp.shape[:-1]:
+        adv = adv[..., None].expand_as(logp)
+    ref = None if ref_logp is None else masked(ref_logp.detach())
+    entropy = None if entropy is None else masked(entropy)
+    found = spec.surrogate(LossInputs(logp, old, ratio, masked(adv), m, clip, entropy, ref))
     term, hits = (found, {}) if isinstance(found, Tensor) else found
     if term.shape != logp.shape:
         raise ValueError(f"a loss must return [..., S], {list(logp.shape)}, not {list(term.shape)}")
     if token_weights is not None:
-        term = term * torch.where(mask, checked(token_weights), 0.0)
+        term = term * masked(token_weights.detach())
 
-    by_token = per_token(m, normalizer)
-    per_term = per_token if spec.ratio is token_ratio else per_completion
-    by_row = per_term(m, normalizer)
-    metrics = {name: (hit * by_row).sum() for name, hit in hits.items()}
+    # as TRL counts them
+    per_hit = per_token if spec.ratio is token_ratio else per_completion
+    metrics = {name: (hit * per_hit(m, normalizer)).sum() for name, hit in hits.items()}
     if kl_coef and kl != KL_IN_REWARD:
         assert ref is not None
         penalty = KL_ESTIMATORS[kl](ref - logp, ratio)
-        metrics["kl"] = (penalty.detach() * by_token).sum()
+        metrics["kl"] = (penalty.detach() * per_token(m, normalizer)).sum()
         term = term + kl_coef * penalty
-    weights = spec.weights(m, normalizer)
-    return (weights * term).sum(), metrics
+    return (spec.weights(m, normalizer) * (term + added)).sum(), metrics

@@ -52,8 +52,7 @@ class RewardFunction:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
-        arguments = ["batch"] if self.tokens else ["examples" if self.batched else "example"]
-        arguments += [] if self.tokens else ["texts" if self.batched or self.grouped else "text"]
+        arguments = ["batch"] if self.tokens else ["example", "text"]  # lists, if it is batched
         signature = inspect.signature(self.function)
         try:
             if "completions" in signature.parameters:
@@ -135,12 +134,6 @@ class Pool:
         for _ in range(size):
             self._start_thread()
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Let idle threads end."""
         for _ in range(self.size):
@@ -201,9 +194,6 @@ def as_numbers(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
     return numbers
 
 
-Call = tuple[Sequence[Example], Sequence[str]]  # what `RewardFunction.values` takes
-
-
 class RewardScorer:
     """Calls the task and the reward functions for a batch of completions."""
 
@@ -257,18 +247,21 @@ class RewardScorer:
             temperature: that of the samples.
         """
         shape = len(texts), len(texts[0])
-        every = [(p, text) for p, group in enumerate(texts) for text in group]
+        flat, size = [text for group in texts for text in group], shape[1]
         # dialogues may differ although their last turns are equal
-        keys = [(p, text, id(text) * isinstance(text, Dialogue)) for p, text in every]
-        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # distinct texts
-        index = np.array([number[key] for key in keys]).reshape(shape)
-        distinct = [(p, text) for p, text, _ in number]
+        keys = [(i // size, x, id(x) * isinstance(x, Dialogue)) for i, x in enumerate(flat)]
+        places = dict[Any, int]()  # of distinct texts
+        same = np.array([places.setdefault(key, i) for i, key in enumerate(keys)])
+        distinct = [*places.values()]
         parts, failures = dict[str, np.ndarray](), dict[str, int]()
         for name in self.task.world.parts if self.task.world else ():
-            dialogues = [text for _, text in every if isinstance(text, Dialogue)]
+            dialogues = [text for text in flat if isinstance(text, Dialogue)]
             given = [text.rewards.get(name, np.nan) for text in dialogues]
             parts[name] = np.array(given).reshape(shape)
             failures[name] = sum(text.failed for text in dialogues if name in text.rewards)
+
+        def pairs(call: Any) -> tuple[list[Example], list[str]]:
+            return [examples[i // size] for i in call], [flat[i] for i in call]
 
         def batch() -> TokenBatch:  # a copy for each: the loss needs the log-probs as they are
             own = copy.deepcopy((examples, texts, completions))
@@ -276,23 +269,28 @@ class RewardScorer:
 
         with torch.no_grad():
             if self.task.token_parts:
-                found = self.task.score_tokens(batch())
-                parts |= {x: np.asarray(found[x], np.float64) for x in self.task.token_parts}
+                by_token = self.task.score_tokens(batch())
+                parts |= {x: np.asarray(by_token[x], np.float64) for x in self.task.token_parts}
             for function in self.token_functions:
                 parts[function.name] = as_numbers(function(batch()), shape)
         if self.text_parts:
-            calls = split(examples, distinct, -(-len(distinct) // self.workers))
+            pieces = np.array_split(distinct, min(self.workers, len(distinct)))
             with ThreadPoolExecutor(self.workers) as pool:
-                rows = list(pool.map(self.task.score_batch, *zip(*calls, strict=True)))
+                rows = list(pool.map(self.task.score_batch, *zip(*map(pairs, pieces), strict=True)))
             for name in self.text_parts:
-                parts[name] = np.concatenate([x[name] for x in rows], dtype=np.float64)[index]
+                values = np.zeros(len(flat))
+                values[distinct] = np.concatenate([x[name] for x in rows])
+                parts[name] = values[same].reshape(shape)
         for function in self.functions:
-            pairs, size, where = distinct, 1, index
+            calls: Any = [[i] for i in distinct]
             if function.batched:
-                size = len(distinct)
+                calls = [distinct]
             elif function.grouped:
-                pairs, size, where = every, shape[1], np.arange(len(every)).reshape(shape)
-            values = self._run(function, split(examples, pairs, size))[where]
+                calls = np.arange(len(flat)).reshape(shape)
+            values = np.full(len(flat), np.nan)  # where a call fails
+            for number, found in self._run(function, [pairs(call) for call in calls]):
+                values[calls[number]] = found
+            values = (values if function.grouped else values[same]).reshape(shape)
             failures[function.name] = int(np.isnan(values).sum())
             parts[function.name] = np.nan_to_num(values)
         total = np.zeros(shape)
@@ -301,24 +299,18 @@ class RewardScorer:
             total += self.weights.get(name, 0.0) * concerned
         return RewardTable(total, {name: parts[name] for name in self.names}, failures)
 
-    def _run(self, function: RewardFunction, calls: Sequence[Call]) -> np.ndarray:
-        """`[n]` values of n completions; NaN where a call failed."""
-        values = [np.full(len(texts), np.nan) for _, texts in calls]
-        with Pool(self.workers) as pool:
-            for number, call in enumerate(calls):
-                pool.submit(
-                    number, partial(function.values, *call), function.timeout_s * len(call[1])
-                )
-            for number, found, error in pool.all():
-                if error is None:
-                    values[number] = found
-                elif function.name not in self.warned:  # a line per failure would flood the log
-                    self.warned.add(function.name)
-                    self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
-        return np.concatenate(values)
-
-
-def split(examples: Sequence[Example], pairs: Sequence[tuple[int, str]], size: int) -> list[Call]:
-    """Calls of `size` texts each, from pairs of a prompt's number and a text."""
-    pieces = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-    return [([examples[p] for p, _ in piece], [text for _, text in piece]) for piece in pieces]
+    def _run(
+        self, function: RewardFunction, calls: Sequence[tuple[list[Example], list[str]]]
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """The number of each call that has not failed, and its values."""
+        pool = Pool(self.workers)
+        for number, call in enumerate(calls):
+            values = partial(function.values, *call)
+            pool.submit(number, values, function.timeout_s * len(call[1]))
+        for number, found, error in pool.all():
+            if error is None:
+                yield number, found
+            elif function.name not in self.warned:  # a line per failure would flood the log
+                self.warned.add(function.name)
+                self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
+        pool.close()

@@ -1,8 +1,7 @@
-"""The batches of a run: completions sampled from the policy and scored, or the true answers.
+"""The batches of a run: completions sampled from the policy and scored.
 
-`RolloutBatches` samples, scores and computes advantages; `SupervisedBatches` takes the true
-answers, for supervised fine-tuning. The trainer treats both alike. Decoding itself is in sampling/,
-scoring in rewards.py.
+In supervised fine-tuning, they are the true answers. The trainer and the learner treat both alike.
+Decoding itself is in sampling/, scoring in rewards.py.
 """
 
 from collections.abc import Sequence
@@ -12,109 +11,80 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import Config
-from .losses import KL_IN_REWARD, LossSpec, advantages, loss_spec
+from .build import Parts
+from .losses import KL_IN_REWARD, advantages, decoupled
 from .model.encoding import encode_pairs
-from .model.frozen_model import FrozenModel
-from .model.tokenizer import Tokenizer
-from .rewards import RewardScorer
 from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
-from .runtime.stats import has_ended, has_zero_variance
-from .sampling.generate import Sampler
-from .types import Completions, ConfigError, Example, RolloutBatch
+from .runtime.stats import Graded, has_ended, has_zero_variance
+from .types import ConfigError, Example, RolloutBatch
 
 
-class SupervisedBatches:
-    """The true answers, one per prompt, for supervised fine-tuning."""
-
-    def __init__(
-        self, examples: ExamplePrefetcher, tokenizer: Tokenizer, timer: PhaseTimer, context: int
-    ) -> None:
-        """`context` is the model's number of positions, for prompt and answer together."""
-        self.examples, self.tokenizer = examples, tokenizer
-        self.timer, self.context = timer, context
-
-    def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host."""
-        with self.timer.phase("data"):
-            examples = self.examples.take(step)
-            completions = encode_pairs(self.tokenizer, examples, self.context)
-        return RolloutBatch(examples, completions, [[example.answer] for example in examples])
-
-
-class RolloutBatches:
+class Batches:
     """Samples completions from the policy, scores them, and turns rewards into advantages."""
 
     def __init__(
-        self,
-        config: Config,
-        examples: ExamplePrefetcher,
-        sampler: Sampler,
-        scorer: RewardScorer,
-        reference: FrozenModel | None,
-        timer: PhaseTimer,
-        dist: DistContext,
-        loss: LossSpec | None = None,
+        self, parts: Parts, timer: PhaseTimer, dist: DistContext, visits: dict[int, list[int]]
     ) -> None:
-        """`reference`: the frozen model of the KL, None: no KL. `loss`: as for `Learner`."""
-        self.spec = loss or loss_spec(config.loss.name)
-        self.config, self.examples, self.sampler, self.dist = config, examples, sampler, dist
-        self.scorer, self.reference, self.timer = scorer, reference, timer
+        """`visits`: those of the learner, for --rest-solved."""
+        self.config, self.timer, self.dist = parts.config, timer, dist
+        self.sampler, self.scorer, self.spec = parts.sampler, parts.scorer, parts.loss
+        self.reference = parts.reference  # now, when the model is what it is at the start
+        self.examples = ExamplePrefetcher(parts.config, parts.task, dist, visits)
 
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch, on the host.
 
-        A pure function of the config, the step and the weights.
+        A pure function of the config, the step, the weights, and with --rest-solved of the visits.
         """
-        work, metrics = self.sampler.work, dict[str, float]()
-        work.clear()
+        config, sampling, sampler = self.config, self.config.sampling, self.sampler
         with self.timer.phase("data"):
             examples = self.examples.take(step)
-        batch = self.roll_out(examples, step)
+            if config.supervised:
+                pairs = encode_pairs(sampler.tokenizer, examples, sampler.model.shape.context)
+                return RolloutBatch(examples, pairs, [[example.answer] for example in examples])
+        sampler.work.clear()
+        batch, metrics = self.roll_out(examples, step), dict[str, float]()
         assert batch.rewards is not None
+        if sampling.rest_solved:
+            graded = Graded(examples, batch.texts, batch.rewards, self.scorer.success)
+            right = torch.from_numpy(graded.right.min(1) == 1).int()
+            self.examples.visits[step + 1] = self.dist.gather(right).tolist()
         for name, failed in batch.rewards.failures.items():
             if step == 0 and failed == batch.rewards.total.size:
                 raise ConfigError(f"reward {name} fails on all completions of the first step")
-        if self.config.sampling.dynamic_sampling:
+        if sampling.dynamic_sampling:
             metrics["frac_reward_zero_std/drawn"] = float(has_zero_variance(batch.rewards).mean())
             batch = self._replace_zero_variance(batch, step)
         ref_logp = None
         if self.reference:
             with self.timer.phase("reference"):
-                temperature = self.config.sampling.temperature
-                ref_logp = self.reference.logp(batch.completions, temperature)
-        masks = self.config.loss.overlong == "mask"
-        metrics["rollout/rounds"] = float(work["rounds"])
-        metrics["rollout/tokens"] = float(work["tokens"])
+                ref_logp = self.reference.logp(batch.completions, sampling.temperature)
+        ended = has_ended(batch.completions, sampler.stops)
+        metrics |= {f"rollout/{name}": float(sampler.work[name]) for name in ("rounds", "tokens")}
         return replace(
             batch,
             advantages=self._advantages(batch, ref_logp, step),
             ref_logp=ref_logp,
-            loss_mask=has_ended(batch.completions, self.sampler.stops) if masks else None,
+            loss_mask=ended if config.loss.overlong == "mask" else None,
             metrics=metrics,
         )
 
     def roll_out(self, examples: Sequence[Example], step: int) -> RolloutBatch:
-        """Sample a group for each example, and score it.
-
-        A completion depends only on its example, the seed, the step and the weights, not on what
-        else is in the batch.
-        """
+        """Sample a group for each example, by the seed, the step and the weights; score it."""
         config, sampling = self.config, self.config.sampling
         rows = np.array([example.index for example in examples])
         size = sampling.group_size, sampling.max_new_tokens
         with self.timer.phase("rollout"):
-            parts = self.sampler.complete(
+            completions = self.sampler.complete(
                 examples,
                 num_samples=sampling.group_size,
                 u=uniforms(config.run.seed, "sample", step, rows, *size),
                 sampling=sampling,
                 batch_size=config.memory.rollout_batch_size,
             )
-            completions = Completions.join(list(parts))
             texts = self.sampler.texts(completions)
         with self.timer.phase("reward"):
             rewards = self.scorer.score(examples, texts, completions, sampling.temperature)
@@ -129,7 +99,7 @@ class RolloutBatches:
             others = self.examples.replacements(step, attempt, equal.tolist())
             rows = np.arange(len(batch))
             rows[equal] = len(batch) + np.arange(len(equal))
-            batch = RolloutBatch.join([batch, self.roll_out(others, step)]).select(rows.tolist())
+            batch = batch.join(self.roll_out(others, step)).select(rows.tolist())
         return batch
 
     def _advantages(self, batch: RolloutBatch, ref_logp: Tensor | None, step: int) -> Tensor:
@@ -137,17 +107,21 @@ class RolloutBatches:
         loss, spec, completions = self.config.loss, self.spec, batch.completions
         assert batch.rewards is not None
         total = torch.from_numpy(batch.rewards.total)  # float64
+        if total.shape[1] == 1:
+            return torch.zeros(total.shape)  # of a teacher's student
+        scale = spec.scale if loss.scale == "auto" else loss.scale
+        if loss.aggregate == "normalize-then-sum":
+            parts = {name: torch.from_numpy(x) for name, x in batch.rewards.parts.items()}
+            total, scale = decoupled(parts, self.scorer.weights), "batch"
         if loss.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
         if ref_logp is not None and loss.kl == KL_IN_REWARD:
             assert completions.sampler_logp is not None
             total = total - loss.kl_coef * (completions.sampler_logp - ref_logp).sum(-1)
         if loss.overlong == "punish":
-            lengths = completions.completion_len
             longest = self.config.sampling.max_new_tokens
-            total = total + overlong_punishment(lengths, longest, loss.overlong_buffer)
+            total = total + overlong_punishment(completions.completion_len, longest)
         total = self.dist.gather(total)
-        scale = spec.scale if loss.scale == "auto" else loss.scale
         if total.isfinite().all():
             everyone = advantages(total, estimator=spec.estimator, scale=scale).float()
         else:
@@ -163,6 +137,7 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
     return torch.from_numpy(np.stack(rows))
 
 
-def overlong_punishment(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """DAPO's (arXiv 2503.14476): 0 up to `longest - buffer` tokens, then linearly down to -1."""
+def overlong_punishment(lengths: Tensor, longest: int) -> Tensor:
+    """DAPO's (arXiv 2503.14476): 0 up to four fifths of `longest`, then linearly down to -1."""
+    buffer = longest / 5
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)

@@ -33,6 +33,7 @@ class Task:
     # the part that is 1 for a right completion; EXACT and REWARD (nothing is right) need no part
     success: str = EXACT
     num_held_out: int | None = None  # distinct evaluation examples; None: endless
+    num_train: int = 0  # training examples of an epoch; 0: endless
     about: str = ""  # what the examples are and how they are scored, printed when a run starts
     token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
     speculate: bool = False  # whether completions resemble the answer: propose its tokens

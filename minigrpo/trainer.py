@@ -14,27 +14,26 @@ from typing import Any
 
 import torch
 
-from . import build
+from .build import Parts, as_objects, resolve
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
-from .rollout import RolloutBatches, SupervisedBatches
+from .rollout import Batches
 from .runtime import samples
 from .runtime.console import Console
 from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
 from .runtime.logging import RunLog
-from .runtime.prefetch import ExamplePrefetcher
 from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
 from .runtime.stats import Estimate, rollout_metrics
-from .sampling.generate import Sampler
+from .types import REWARD, ConfigError
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
-class Trainer:
+class Trainer(Parts):
     """A run, built from its config. Bad input is found here, before `fit` starts to work."""
 
     def __init__(
@@ -46,45 +45,28 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **objects: Any,
     ) -> None:
-        """`callbacks`: called by the main process after each step; `objects`: `build.Objects`."""
-        given, self.callbacks = build.Objects.of(**objects), callbacks
-        self.dist = dist or DistContext()
+        """`callbacks`: called by the main process after each step; `objects`: as `as_objects`."""
+        self.dist, self.callbacks = dist or DistContext(), callbacks
+        given, console = as_objects(**objects), Console(quiet=quiet, rank=self.dist.rank)
         # from the main process: --model may have brought others no defaults, if the Hub was away
-        self.config = config = self.dist.on_main(lambda: build.resolve(config, given))
-        self.console = Console(quiet=quiet, rank=self.dist.rank)
-        say, warn = self.console.say, self.console.warn
-        self.run_dir = RunDir(config, self.dist, self.console)
-        self.device = pick_device(config.speed.device, self.dist.local_rank)
-        set_up_process(config.speed, self.device)
-        self.tokenizer = self.dist.on_main_first(lambda: build.make_tokenizer(config))
-        self.task = build.make_task(config, given)
-        self.model = self.dist.on_main_first(
-            lambda: build.make_model(config, self.tokenizer, self.device, say, given)
-        )
-        build.check_examples(config, self.task, self.tokenizer, self.model.shape.context)
-        self.scorer = build.make_scorer(config, self.task, self.tokenizer, self.device, warn, given)
-        loss = build.make_loss(config, given)
-        self.learner = Learner(config, self.model, self.dist, warn, self.run_dir.dump, loss)
-        # before a checkpoint is loaded: the reference stays the initial model
-        self.reference = build.make_reference(config, self.learner, self.tokenizer)
-        low = self.learner.autocast
-        self.sampler = Sampler(config, self.model, self.tokenizer, low, warn, self.task)
-        self.timer = PhaseTimer(self.device)
+        config = self.dist.on_main(lambda: resolve(config, given))
+        device = pick_device(config.speed.device, self.dist.local_rank)
+        super().__init__(config, device, console, given)
+        set_up_process(config.speed, device)
+        self.run_dir = RunDir(config, self.dist, console)
+        self.check_examples()
+        rests, success = config.sampling.rest_solved, self.scorer.success
+        if rests and (config.supervised or success == REWARD or not self.task.num_train):
+            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
+        self.learner = Learner(config, self.model, self.dist, console.warn, self.loss)
+        self.autocast = self.learner.autocast  # it may fall back to float32
+        self.learner.teacher = self.teacher
+        self.timer = PhaseTimer(device)
+        self.source = Batches(self, self.timer, self.dist, self.learner.visits)
+        # last: the reference and the teacher stay the model as it is at the start
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
-        questions = self.task.questions
-        restore = self.learner.load_state_dict  # called if there is a checkpoint to go on from
-        self.learner.steps_done = self.run_dir.open(restore, facts, questions)
-        per_step, last = config.sampling.prompts_per_step, config.run.max_steps
-        examples = ExamplePrefetcher(self.task, per_step, last, self.dist)
-        self.source: SupervisedBatches | RolloutBatches
-        if config.supervised:
-            context = self.model.shape.context
-            self.source = SupervisedBatches(examples, self.tokenizer, self.timer, context)
-        else:
-            parts = self.sampler, self.scorer, self.reference, self.timer, self.dist
-            self.source = RolloutBatches(config, examples, *parts, loss)
+        self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
-        self.intervals: dict[float, dict[str, Estimate]] = {}  # by step, of this start of the run
 
     @property
     def step(self) -> int:
@@ -94,7 +76,7 @@ class Trainer:
     @cached_property
     def log(self) -> RunLog:
         """The logs, opened by the first step: until then a trainer changes no file of a run."""
-        return self.run_dir.open_log(self.step, self.learner.state_dict())
+        return self.run_dir.open_log(self.learner.state_dict())
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -107,14 +89,14 @@ class Trainer:
         try:
             with StopRequest(self.console.warn) as request:
                 stopped = self._train(request)
-                self.run_dir.save_weights(self.model)  # first: with little room they matter most
-                self.run_dir.save(self.step, self.learner.state_dict())
+                state = self.learner.state_dict()
+                self.dist.on_main(lambda: self.run_dir.save_end(self.model, state))
                 if not stopped:
                     self._evaluate()
         except BaseException as error:
             # else the weights are between two updates of a step, or not finite
             if not self.learner.in_update:
-                self.run_dir.save_here(self.step, self.learner.state_dict())
+                self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
             status = "diverged" if isinstance(error, Diverged) else "failed"
             self._summarise(status, str(error) or type(error).__name__, began)
             raise
@@ -122,25 +104,24 @@ class Trainer:
             log.close()
         status = "stopped" if stopped else "finished"
         summary = self._summarise(status, stopped or "max_steps", began)
-        self.console.finish(self.run_dir.path, summary, self.intervals)
+        self.console.finish(self.run_dir.path, summary)
         return summary
 
     def _train(self, request: StopRequest) -> str:
         """Train to the end, or until asked to stop; return why it stopped before, or ""."""
         run, stopped = self.config.run, ""
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        self._evaluate_if_due()
         with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
             while self.step < end and not stopped:
+                if not self.evaluations or (run.eval_every and self.step % run.eval_every == 0):
+                    self._evaluate()
                 metrics = self.one_step()
-                self.console.update(self.step, end, metrics, self.evaluations[-1])
+                self.console.update(self.step, end, metrics)
                 for callback in self.callbacks if self.dist.is_main else ():
                     callback(self.step, metrics)
                 trace.step()
-                if self.step < run.max_steps:  # the last step is evaluated and saved by `fit`
-                    self._evaluate_if_due()
-                    if self.step % run.save_every == 0:
-                        self.run_dir.save(self.step, self.learner.state_dict(), required=False)
+                if self.step % run.save_every == 0 and self.step < end:  # `fit` saves the last one
+                    self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
                 stopped = request.agreed(self.dist)
         return stopped or ("stop_after" if self.step < run.max_steps else "")
 
@@ -159,26 +140,19 @@ class Trainer:
         samples.log_group(log, batch, step + 1, self.tokenizer)
         return metrics
 
-    def _evaluate_if_due(self) -> None:
-        every = self.config.run.eval_every
-        if not self.evaluations or (every and self.step % every == 0):
-            self._evaluate()
-
     def _evaluate(self) -> None:
         """Evaluate in the main process, unless this step has been."""
         if self.evaluations and self.evaluations[-1]["step"] == self.step:
             return
 
         def on_main() -> dict[str, Estimate]:
-            run = self.config.run
-            found, greedy, drawn = measure(self.sampler, self.task, self.scorer, run)
+            found, greedy, drawn = measure(self.sampler, self.scorer)
             samples.log_held_out(self.log, greedy, drawn, self.step)
             return found
 
         found = self.dist.on_main(on_main)
         values = {name: x.value for name, x in found.items()}
         self.evaluations.append({"step": self.step, **values})
-        self.intervals[self.step] = found
         self.log.evaluation(self.step, values)  # last: a resume takes it as done
         self.console.evaluation(self.step, found)
 

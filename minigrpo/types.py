@@ -4,9 +4,9 @@ P prompts, of at most Lp tokens; G completions per prompt, of at most S tokens. 
 once per group, and padding is always on the right.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .errors import ConfigError as ConfigError
 
-Data = TypeVar("Data", bound="Completions | RolloutBatch")
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
 REWARD = "reward"  # the success where nothing says what is right: the weighted sum
 
@@ -43,19 +42,60 @@ class Dialogue(str):
     rewards: Mapping[str, float]  # of its environment, by name
 
 
-def each_tensor(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
-    """A copy of a dataclass whose tensors, also those of its completions, are changed."""
-    changed: dict[str, Any] = {}
-    for name, x in vars(data).items():
-        if isinstance(x, Tensor):
-            changed[name] = change(x)
-        elif isinstance(x, Completions):
-            changed[name] = each_tensor(x, change)
-    return replace(data, **changed)
+class Rows(Sized):
+    """A dataclass with a row for each prompt in its tensors, arrays, lists and other `Rows`.
+
+    A group is never split: all completions of a prompt are in its row.
+    """
+
+    def each(self, change: Callable[..., Any], *others: Self) -> Self:
+        """A copy, in which `change` was applied to all that has rows, and to counts."""
+
+        def changed(x: Any, *same: Any) -> Any:
+            if isinstance(x, Rows):
+                return x.each(change, *same)
+            if isinstance(x, dict):
+                return {name: changed(x[name], *(y[name] for y in same)) for name in x}
+            return None if x is None else change(x, *same)
+
+        return type(self)(**changed(vars(self), *map(vars, others)))
+
+    def to(self, device: torch.device | str) -> Self:
+        return self.each(lambda x: x.to(device) if isinstance(x, Tensor) else x)
+
+    def select(self, prompts: Sequence[int] | Tensor) -> Self:
+        """Some of the prompts; counts stay as they are."""
+        rows = np.asarray(prompts, dtype=np.int64)
+
+        def selected(x: Any) -> Any:
+            if isinstance(x, Tensor | np.ndarray):
+                return x[rows]
+            return [x[row] for row in rows] if isinstance(x, list) else x
+
+        return self.each(selected)
+
+    def split(self, num_prompts: int) -> list[Self]:
+        """Micro-batches of at most `num_prompts` prompts."""
+        return [self.select(rows) for rows in torch.arange(len(self)).split(num_prompts)]
+
+    def join(self, other: Self) -> Self:
+        """These prompts and then others, padded to the longest; counts are added."""
+
+        def joined(a: Any, b: Any) -> Any:
+            if isinstance(a, np.ndarray):
+                return np.concatenate([a, b])
+            if not isinstance(a, Tensor):
+                return a + b
+            longest = max(a.shape[-1], b.shape[-1])
+            if a.dim() > 1:
+                a, b = (torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for x in (a, b))
+            return torch.cat([a, b])
+
+        return self.each(joined, other)
 
 
 @dataclass(frozen=True)
-class Completions:
+class Completions(Rows):
     """Sampled completions, or the true answers in supervised fine-tuning.
 
     In a dialogue, a completion is all that follows the prompt: the turns of the policy, and between
@@ -91,60 +131,31 @@ class Completions:
             return self.sampler_logp
         return self.sampler_logp - self.log_kept_mass
 
-    def select(self, prompts: Tensor) -> "Completions":
-        """Some of the prompts with all of their completions: a group is never split."""
-        return each_tensor(self, lambda x: x[prompts])
-
-    def to(self, device: torch.device | str) -> "Completions":
-        return each_tensor(self, lambda x: x.to(device))
-
-    @staticmethod
-    def join(parts: Sequence["Completions"]) -> "Completions":
-        """Concatenate batches of prompts, padded to the longest."""
-        joined: dict[str, Any] = {}
-        for name in vars(parts[0]):
-            tensors = [getattr(part, name) for part in parts]
-            if tensors[0] is None:
-                continue
-            longest = max(x.shape[-1] for x in tensors)
-            if tensors[0].dim() > 1:
-                tensors = [torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for x in tensors]
-            joined[name] = torch.cat(tensors)
-        return Completions(**joined)
-
 
 @dataclass(frozen=True)
-class RewardTable:
+class RewardTable(Rows):
     """Scores of P x G texts by reward function; `total` is the weighted sum."""
 
     total: np.ndarray  # [P, G] float64
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float64, NaN where a part does not apply
     failures: Mapping[str, int] = field(default_factory=dict)  # part -> completions it failed on
 
-    @staticmethod
-    def join(tables: Sequence["RewardTable"]) -> "RewardTable":
-        """Concatenate the tables of several batches of prompts."""
-        parts = {name: np.concatenate([t.parts[name] for t in tables]) for name in tables[0].parts}
-        failures = {name: sum(t.failures[name] for t in tables) for name in tables[0].failures}
-        return RewardTable(np.concatenate([table.total for table in tables]), parts, failures)
-
-    def select(self, rows: np.ndarray) -> "RewardTable":
-        """Some of the prompts. Failures of the others stay counted."""
-        parts = {name: x[rows] for name, x in self.parts.items()}
-        return RewardTable(self.total[rows], parts, self.failures)
+    def __len__(self) -> int:
+        return len(self.total)
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
+class RolloutBatch(Rows):
     """All that the learner needs for one step.
 
-    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are four
+    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are five
     kinds:
     sampler_logp: the policy's, by the sampler's forward; what tokens are drawn from before top-k,
         top-p and min-p.
     behavior_logp: the same, renormalised over the tokens that these keep.
     old_logp: the policy's before the step's first update, by the trainer's forward.
     ref_logp: the frozen reference's.
+    teacher_logp: the teacher's, after the prompt that it reads.
     """
 
     examples: Sequence[Example]  # [P]
@@ -154,35 +165,9 @@ class RolloutBatch:
     advantages: Tensor | None = None  # [P, G] float32, one per completion
     old_logp: Tensor | None = None  # [P, G, S] float32; None: that of the policy, a ratio of 1
     ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
+    teacher_logp: Tensor | None = None  # [P, G, S] float32; None: no advantages of tokens
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
 
     def __len__(self) -> int:
         return len(self.examples)
-
-    @staticmethod
-    def join(batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        """Concatenate what `roll_out` gives: examples, completions, texts and rewards."""
-        return RolloutBatch(
-            [example for batch in batches for example in batch.examples],
-            Completions.join([batch.completions for batch in batches]),
-            [group for batch in batches for group in batch.texts],
-            RewardTable.join([batch.rewards for batch in batches if batch.rewards]),
-        )
-
-    def select(self, prompts: Sequence[int] | Tensor) -> "RolloutBatch":
-        """Some of the prompts with all of their completions."""
-        rows = torch.as_tensor(prompts)
-        return replace(
-            each_tensor(self, lambda x: x[rows]),
-            examples=[self.examples[p] for p in rows],
-            texts=[self.texts[p] for p in rows],
-            rewards=self.rewards and self.rewards.select(rows.numpy()),
-        )
-
-    def split(self, num_prompts: int) -> list["RolloutBatch"]:
-        """Micro-batches of at most `num_prompts` prompts, with all their completions."""
-        return [self.select(rows) for rows in torch.arange(len(self)).split(num_prompts)]
-
-    def to(self, device: torch.device | str) -> "RolloutBatch":
-        return each_tensor(self, lambda x: x.to(device))

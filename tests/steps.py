@@ -1,5 +1,6 @@
 """A tiny step in float64, for tests that compare gradients, batches and weights."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,12 @@ def make_trainer(
         if trainer.reference:
             trainer.reference.model.wte.weight.mul_(1.1)
     return trainer
+
+
+def bits(trainer: Trainer) -> str:
+    """sha256 of what is trained, and of the optimizer's state."""
+    digest, state = hashlib.sha256(), trainer.learner.state_dict()
+    for tensors in (state["model"], *state["optimizer"]["state"].values()):
+        for name in sorted(tensors):
+            digest.update(torch.as_tensor(tensors[name]).cpu().numpy().tobytes())
+    return digest.hexdigest()

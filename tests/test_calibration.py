@@ -7,22 +7,12 @@ import numpy as np
 import pytest
 
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.calibration import (
-    DIGITS,
-    HALVES,
-    REQUEST,
-    Calibration,
-    HiddenDigit,
-    parse,
-    write,
-)
-from minigrpo.types import Example
+from minigrpo.tasks.calibration import HALVES, REQUEST, Calibration, parse
 
 from .tiny import write_jsonl
 
-CHAT = (
-    "<think>2 < 3</think> <answer>8</answer>\n<analysis>sure</analysis> <confidence>{}</confidence>"
-)
+CHAT = "<think>2 < 3</think> <answer>8</answer>\n<analysis>sure</analysis> "
+CHAT += "<confidence>{}</confidence>"
 
 
 # --- the form -------------------------------------------------------------------------------------
@@ -40,16 +30,13 @@ def test_a_confidence_is_a_plain_number_from_0_to_1() -> None:
 
 def test_the_chat_form_has_each_tag_once_and_in_order() -> None:
     good = CHAT.format(0.5)
-    matching = [
+    for text in (
         good.removeprefix("<think>"),  # the template wrote the tag
         f" {good}\n ",
-        good.replace("8", " <b>8</b>\n"),
-        write("8", 0.5, chat=True),
-    ]
-    for text in matching:
-        found = parse(text, chat=True)
-        assert found and found[0].strip("</b>") == "8" and found[1] == 0.5, text
-    others = [
+        good.replace("8", " 8\n"),
+    ):
+        assert parse(text, chat=True) == ("8", 0.5), text
+    for text in (
         *("8", "", f"{good}.", f"{good}{CHAT.format(0.6)}", good.replace("</think>", "")),
         good.replace("<analysis>sure</analysis>", ""),
         good.replace("<answer>8</answer>", ""),
@@ -58,8 +45,8 @@ def test_the_chat_form_has_each_tag_once_and_in_order() -> None:
         good.replace("</answer>", "</answer> or"),
         CHAT.format("0.5</confidence><confidence>0.9"),
         "8<confidence>0.5</confidence>",
-    ]
-    assert [parse(text, chat=True) for text in others] == [None] * len(others)
+    ):
+        assert parse(text, chat=True) is None, text
 
 
 def test_in_the_plain_form_the_answer_stands_before_the_tag() -> None:
@@ -89,46 +76,26 @@ def test_a_long_completion_is_read_in_no_time() -> None:
 
 def capitals(folder: Path, **changes: Any) -> Calibration:
     """A task on chats and plain prompts whose held-out ones are known."""
-    system, user = (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "France?"},
-    )
-    held_out = [
-        {"messages": [system, user], "answer": "Paris"},
-        {"prompt": "39+83=", "answer": "122"},
-    ]
-    train = [{"prompt": f"{i}=", "answer": f"{i}"} for i in range(20)]
-    for name, rows in (("eval", held_out), ("train", train)):
-        write_jsonl(folder / f"{name}.jsonl", rows)
-    return Calibration(0, [folder / "train.jsonl"], [folder / "eval.jsonl"], **changes)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "France?"}]
+    held_out = [{"messages": chat, "answer": "Paris"}, {"prompt": "39+83=", "answer": "122"}]
+    test = write_jsonl(folder / "eval.jsonl", held_out)
+    rows = ({"prompt": f"{i}=", "answer": f"{i}"} for i in range(20))
+    return Calibration(0, [write_jsonl(folder / "train.jsonl", rows)], [test], **changes)
 
 
-def total(task: Calibration, example: Example, text: str) -> float:
-    scores = task.score(example, text)
-    return sum(weight * scores[name] for name, weight in task.parts.items())
+def answered(answer: str, confidence: float) -> str:
+    return CHAT.format(confidence).replace("8", answer, 1)
 
 
 def test_answers_are_paid_by_the_published_formula(tmp_path: Path) -> None:
     task = capitals(tmp_path)
     example = task.held_out(0)
-
-    def text(answer: str, confidence: float) -> str:
-        return CHAT.format(confidence).replace("8", answer, 1)
-
-    assert task.score(example, text("Paris", 0.25)) == {
-        "format": 1,
-        "correct": 1,
-        "brier": 1 - 0.75**2,
-        "confidence": 0.25,
-    }
-    assert task.score(example, text("Rome", 0.25)) == {
-        "format": 1,
-        "correct": 0,
-        "brier": 1 - 0.25**2,
-        "confidence": 0.25,
-    }
-    assert total(task, example, text("Paris", 1)) == 1.5
-    assert total(task, example, text("Rome", 0.5)) == pytest.approx(0.5 + 0.5 * 0.75)
+    for answer, confidence, correct in (("Paris", 0.25, 1), ("Rome", 0.25, 0), ("Rome", 0.5, 0)):
+        brier = 1 - (correct - confidence) ** 2
+        scores = task.score(example, answered(answer, confidence))
+        assert scores == {"format": 1, "correct": correct, "brier": brier, "confidence": confidence}
+        total = sum(weight * scores[name] for name, weight in task.parts.items())
+        assert total == pytest.approx(0.5 + 0.5 * correct + 0.5 * brier)
     assert task.score(example, "Paris") == dict.fromkeys(task.parts, 0)
     assert task.score(task.held_out(1), "122<confidence>1</confidence>")["correct"] == 1
 
@@ -138,6 +105,8 @@ def test_messages_ask_for_the_form_and_plain_prompts_stay(tmp_path: Path) -> Non
     system, user = task.held_out(0).messages
     assert system["content"] == "Be brief." and user["content"] == f"France?{REQUEST}"
     assert task.held_out(0).answer.startswith("<think></think> <answer>Paris</answer>")
+    for example in (task.held_out(0), task.held_out(1), as_chat.held_out(1)):  # SFT's answers
+        assert task.score(example, example.answer)["correct"] == 1
     assert task.held_out(1).prompt == "39+83=" and not task.held_out(1).messages
     (asked,) = as_chat.held_out(1).messages  # as with --system
     assert asked == {"role": "user", "content": f"39+83={REQUEST}"}
@@ -147,11 +116,9 @@ def test_messages_ask_for_the_form_and_plain_prompts_stay(tmp_path: Path) -> Non
 
 def test_other_judges_say_what_is_right(tmp_path: Path) -> None:
     judged = capitals(tmp_path, judge="qa")
-    assert (
-        judged.score(judged.held_out(0), CHAT.format(1).replace("8", "the paris!"))["correct"] == 1
-    )
-    (tmp_path / "sums.jsonl").write_text('{"question": "30+42?", "answer": "It is\\n#### 72"}\n')
-    maths = Calibration(0, (), [tmp_path / "sums.jsonl"], judge="math")
+    assert judged.score(judged.held_out(0), answered("the paris!", 1))["correct"] == 1
+    sums = [{"question": "30+42?", "answer": "It is\n#### 72"}]
+    maths = Calibration(0, (), [sums], judge="math")
     for answer, right in (("#### 72 clips", 1), ("72", 1), ("\\boxed{72}", 1), ("73", 0)):
         found = maths.score(maths.held_out(0), f"{answer}<confidence>0.5</confidence>")
         assert found["correct"] == right
@@ -171,9 +138,10 @@ def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
 def test_a_model_that_knows_the_chances_is_calibrated() -> None:
     task = load_task("calibration", seed=1)
     examples = [task.held_out(i) for i in range(1000)]
-    texts = [
-        write(x.fields["possible"][0], 1 / len(x.fields["possible"]), chat=False) for x in examples
-    ]
+    texts = []
+    for example in examples:
+        possible = example.fields["possible"]
+        texts.append(f"{possible[0]}<confidence>{1 / len(possible):.1f}</confidence>")
     scores = task.score_batch(examples, texts)
     found = task.summaries({name: np.array(values) for name, values in scores.items()})
     assert np.mean(scores["correct"]) == pytest.approx(0.45, abs=0.04)
@@ -185,18 +153,17 @@ def test_a_model_that_knows_the_chances_is_calibrated() -> None:
 
 
 def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:
-    task, seen = HiddenDigit(0), dict[str, list[str]]()
+    task, answers = Calibration(0), dict[str, list[str]]()
     for number in range(2000):
         example = task.train(number)
-        possible = example.fields["possible"]
-        assert example.kind == f"1 of {len(possible)}" and example.answer in possible
-        assert example.prompt.count("_") == 1 and example.prompt.endswith(": ")
-        hint = example.prompt[:-2].partition(", ")[2]
-        kept = {**HALVES, "any digit": DIGITS}
-        assert set(possible) == set(kept.get(hint, hint.replace(" or ", "")))
-        seen.setdefault(hint, []).append(example.answer)
+        possible, answer = example.fields["possible"], example.fields["true_answer"]
+        shown, hint = example.prompt.removesuffix(": ").split(", ")
+        assert shown.count("_") == 1 and answer in possible
+        assert example.kind == f"1 of {len(possible)}"
+        named = {**HALVES, "any digit": "0123456789"}
+        assert possible == named.get(hint, hint.replace(" or ", ""))
+        answers.setdefault(hint, []).append(answer)
     for hint in ("even", "above 4", "any digit"):  # each digit equally often, within 5 deviations
-        counts = np.unique(seen[hint], return_counts=True)[1]
-        n, size = len(seen[hint]), len(counts)
-        assert size == (10 if hint == "any digit" else 5)
-        assert abs(counts - n / size).max() < 5 * np.sqrt(n / size)
+        counts = np.unique(answers[hint], return_counts=True)[1]
+        assert len(counts) == (10 if hint == "any digit" else 5)
+        assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean())

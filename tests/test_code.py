@@ -1,7 +1,6 @@
 """The code task: MBPP's lines, what a completion's code is, the parts, one-line functions."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from .tiny import write_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
 
-# the first example of each split, seed 0
+# the first example of each split, seed 0, as when the shipped model was trained
 GOLDEN = [
     ("f(0)=92 f(100)=892\ndef f(x):", " return 92+1*x"),
     ("f(0)=65 f(100)=765\ndef f(x):", " return 65+7*x*x"),
@@ -36,13 +35,6 @@ def problem(number: int, **others: Any) -> dict[str, Any]:
     }
 
 
-def sanitized(number: int) -> dict[str, Any]:
-    """A line in the sanitized form."""
-    row = problem(number)
-    kept = {name: row[name] for name in ("task_id", "code", "test_list")}
-    return {"source_file": "x", "prompt": row["text"], "test_imports": ["import math"], **kept}
-
-
 def read(tmp_path: Path, rows: list[dict[str, Any]], **args: Any) -> Code:
     path = write_jsonl(tmp_path / "mbpp.jsonl", rows)
     task = load_task("code", seed=0, data=str(path), args=args)
@@ -50,18 +42,21 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], **args: Any) -> Code:
     return task
 
 
-@pytest.mark.parametrize("form", [problem, sanitized])
-def test_a_published_line_becomes_a_prompt_with_its_tests(
-    tmp_path: Path, form: Callable[[int], dict[str, Any]]
-) -> None:
-    task = read(tmp_path, [form(12), form(700)], timeout="2.5")
-    assert task.train(0).prompt == (
-        "You are an expert Python programmer, and here is your task: Write a function to add 700. "
-        "Your code should pass these tests:\n\nassert add(1) == 701\nassert add(-1) == 699\n"
-    )
-    assert task.train(0).answer == "def add(x):\n  return x + 700"
-    assert task.train(0).fields == form(700)
-    assert task.timeout_s == 2.5
+def test_published_lines_become_prompts_with_their_tests(tmp_path: Path) -> None:
+    full = problem(700)
+    sanitized = {**full, "prompt": full["text"], "test_imports": ["import math"]}
+    for left_out in ("text", "test_setup_code"):
+        del sanitized[left_out]
+    for line in (full, sanitized):
+        task = read(tmp_path, [problem(12), line], timeout="2.5")
+        example = task.train(0)
+        assert example.prompt == (
+            "You are an expert Python programmer, and here is your task: Write a function to add "
+            "700. Your code should pass these tests:\n\nassert add(1) == 701\n"
+            "assert add(-1) == 699\n"
+        )
+        assert example.answer == "def add(x):\n  return x + 700"
+        assert example.fields == line and task.timeout_s == 2.5
 
 
 def test_the_published_split_holds(tmp_path: Path) -> None:
@@ -77,12 +72,8 @@ def test_the_published_split_holds(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_problem_is_refused(tmp_path: Path) -> None:
     broken: list[dict[str, Any]] = [
-        *({"text": ""}, {"text": None}, {"code": [7]}, {"test_list": []}, {"test_setup_code": 1}),
-        *(
-            {"test_list": "assert f(1)"},
-            {"test_list": ["assert f("]},
-            {"test_setup_code": "import"},
-        ),
+        *({"text": ""}, {"text": None}, {"code": [7]}, {"test_setup_code": "import"}),
+        *({"test_list": x} for x in ([], None, "assert f(1)", ["assert f("])),
     ]
     for changed in broken:
         with pytest.raises(ConfigError):
@@ -152,9 +143,7 @@ def test_one_liners_are_seeded_and_split_by_function() -> None:
     assert [other.train(number).prompt for number in range(300)] != [x.prompt for x in train]
     assert not {x.prompt for x in train} & {x.prompt for x in held_out}
     assert {x.kind for x in train} == {x.kind for x in held_out} == set(KINDS)
-    # as they were when the shipped model was trained on them
-    assert (train[0].prompt, train[0].answer) == GOLDEN[0]
-    assert (held_out[0].prompt, held_out[0].answer) == GOLDEN[1]
+    assert [(split[0].prompt, split[0].answer) for split in (train, held_out)] == GOLDEN
 
 
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:

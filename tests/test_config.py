@@ -52,14 +52,10 @@ def test_a_later_file_counts_above_an_earlier_one(tmp_path: Path) -> None:
     assert Config.from_cli(words).sampling.group_size == 8
 
 
-def test_settings_of_a_task_follow_the_task_and_its_data() -> None:
+def test_settings_follow_the_task() -> None:
     assert Config.of(task="math").optimizer.learning_rate == 1.5e-4
-    assert Config.of(task="math", data="x.jsonl").optimizer.learning_rate == 1e-6
     assert Config.of(task="math", learning_rate=1.0).optimizer.learning_rate == 1.0
-    assert Config.from_cli(["--task", "math"]) == Config.of(task="math")
-    assert Config.from_cli(["--task=math", "--data=x.jsonl"]) == Config.of(
-        task="math", data="x.jsonl"
-    )
+    assert Config.from_cli(["--task=math"]) == Config.of(task="math")
 
 
 def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
@@ -84,13 +80,13 @@ def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
     def fit(millions: int, **how: Any) -> dict[str, Any]:
-        size = Size(millions * 10**6, 32_768)
-        return settings_for(size, **{"lora": lora, "supervised": False, "device": "cpu", **how})
+        config = Config.of(lora_rank=4 * lora, device="cpu", **how)
+        return settings_for(Size(millions * 10**6, 32_768), config)
 
     assert "learning_rate" not in fit(49)
     rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
     assert rates == ([1e-4, 1e-4, 1e-5, 1e-5] if lora else [1e-5, 1e-5, 1e-6, 1e-6])
-    assert fit(500, supervised=True)["learning_rate"] == (2e-4 if lora else 2e-5)
+    assert fit(500, loss="nll")["learning_rate"] == (2e-4 if lora else 2e-5)
     assert "use_amp" not in fit(500) and fit(500)["gradient_checkpointing"]
     assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)
     for millions in (1, 100, 500, 7000):

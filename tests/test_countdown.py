@@ -1,6 +1,7 @@
 """Countdown: a verifier that cannot be tricked, problems, and texts for supervised fine-tuning."""
 
 import re
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from minigrpo.tasks.countdown import (
     calculate,
     evaluate,
     final_answer,
+    parse_problem,
     random_attempt,
     random_search,
     result,
     solves,
 )
-from minigrpo.types import ConfigError, Dialogue
+from minigrpo.types import ConfigError, Dialogue, Example
 
 from .tiny import write_jsonl
 
@@ -50,10 +52,9 @@ def python_value(text: str) -> Fraction | None:
 
 
 def own_value(text: str) -> Fraction | None:
-    try:
+    with suppress(Exception):  # whatever it is, the verifier takes it for no answer
         return evaluate(text)
-    except Exception:  # whatever it is, the verifier takes it for no answer
-        return None
+    return None
 
 
 @settings(max_examples=60)
@@ -90,49 +91,31 @@ def test_hostile_text_is_no_answer_and_costs_nothing() -> None:
             assert not solves(wrapped, [3, 4, 5], 35), text[:40]
 
 
-ANSWERS = [
-    ("(4+3)*5", 35),
-    ("5 * (3 + 4) = 35", 35),
-    ("(4+3)*5=7*5=35", 35),
-    ("4+3=7,7*5=35", 35),
-    ("4+3=7, 5*7", 35),
-    ("3/(4-5)", -3),
-    ("-3+4+5", 6),
-    ("5/(4+3)", Fraction(5, 7)),
-    # as people and chat models write it
-    ("(4+3)*5.", 35),
-    ("4+3=7, 7*5=35.", 35),
-    ("$(4+3) \\times 5 = 35$", 35),
-    ("$(4+3)*5$.", 35),
-    ("\\( 5 \\div (4 - 3) \\)", 5),
-    ("(4 + 3) × 5", 35),
-    ("(4\n+3)\t*5", 35),
-    # a step may be negative
-    ("3-4=-1,-1*5=-5", -5),
-    ("3-4=-1,5*-1", -5),
-    ("3-5=-2,4-(-2)=6", 6),
-    ("3-4=-1,5-1=4", 4),  # signs are free: 5 - (-(3 - 4))
-    ("3-4=1,5*1", None),
-    ("(4+3)*5=36", None),  # not true
-    ("4+3=8,8*5=40", None),
-    ("35", None),  # not with the numbers
-    ("35=(4+3)*5", None),
-    ("4+3", None),  # 5 is left over
-    ("4+3=7", None),
-    ("4+3=7,5*5=25", None),  # 5 twice, and 7 left over
-    ("4+3=7,4*5=20", None),  # 4 is used up
-    ("4+3+5+5", None),
-    ("45-3", None),  # digits put together
-    ("4+3=7,7*5=35,", None),
-    ("4+3=7 7*5=35", None),
-    ("(4+3)*5..", None),
-]
+ANSWERS: dict[Any, list[str]] = {  # what lines reach with 3, 4 and 5
+    35: [
+        *("(4+3)*5", "5 * (3 + 4) = 35", "(4+3)*5=7*5=35", "4+3=7,7*5=35", "4+3=7, 5*7"),
+        # as people and chat models write it
+        *("4+3=7, 7*5=35.", "$(4+3) \\times 5 = 35$", "$(4+3)*5$.", "(4 + 3) × 5", "(4\n+3)\t*5"),
+    ],
+    5: ["\\( 5 \\div (4 - 3) \\)"],
+    6: ["-3+4+5", "3-5=-2,4-(-2)=6"],
+    Fraction(5, 7): ["5/(4+3)"],
+    -5: ["3-4=-1,-1*5=-5", "3-4=-1,5*-1"],
+    4: ["3-4=-1,5-1=4"],  # signs are free: 5 - (-(3 - 4))
+    None: [
+        *("3-4=1,5*1", "(4+3)*5=36", "4+3=8,8*5=40"),  # not true
+        *("35", "35=(4+3)*5", "45-3"),  # not with the numbers
+        *("4+3", "4+3=7", "4+3=7,5*5=25", "4+3=7,4*5=20", "4+3+5+5"),  # left over, or used twice
+        *("4+3=7,7*5=35,", "4+3=7 7*5=35", "(4+3)*5.."),
+    ],
+}
 
 
 def test_an_answer_uses_each_number_once_and_its_equations_hold() -> None:
-    for answer, value in ANSWERS:
-        assert result(answer, [3, 4, 5]) == value, answer
-        assert solves(f"<answer>{answer}</answer>", [3, 4, 5], 35) == (value == 35), answer
+    for value, answers in ANSWERS.items():
+        for answer in answers:
+            assert result(answer, [3, 4, 5]) == value, answer
+            assert solves(f"<answer>{answer}</answer>", [3, 4, 5], 35) == (value == 35), answer
 
 
 def test_numbers_count_as_often_as_they_are_given() -> None:
@@ -170,14 +153,6 @@ def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> Non
     assert all(result(line, numbers) is not None for line in lines)
 
 
-def test_a_bad_difficulty_or_form_is_an_error() -> None:
-    for text in ("", "3", "3x", "x", "3x5", "3x12,"):
-        with pytest.raises(ValueError):
-            Countdown(0, difficulty=text)
-    with pytest.raises(ConfigError):
-        Countdown(0, form="other")
-
-
 def test_lines_of_the_fields_own_format(tmp_path: Path) -> None:
     """A problem is in one split, in whatever order its numbers stand."""
     orders = [[1, 2, 30], [30, 1, 2], [2, 30, 1]]
@@ -189,23 +164,27 @@ def test_lines_of_the_fields_own_format(tmp_path: Path) -> None:
     held_out = [task.held_out(i) for i in range(task.num_held_out)]
     targets = [{x.fields["target"] for x in split} for split in (trained, held_out)]
     assert targets[0] | targets[1] == set(range(20, 60)) and not targets[0] & targets[1]
-    (message,) = trained[0].messages  # of a chat, unless another form is asked for
-    assert all(str(n) in message["content"] for n in trained[0].fields["nums"])
-    assert trained[0].fields["id"] == trained[0].fields["target"] - 20
+    example = trained[0]
+    (message,) = example.messages  # of a chat, unless another form is asked for
+    assert all(str(n) in message["content"] for n in example.fields["nums"])
     assert not Countdown(0, [path], form="search").train(0).messages
-    example = task._row({"nums": [3, 4, 5], "target": 35}).example
-    texts = ["<answer>(4+3)*5</answer>", "<answer>4+3+5</answer>", "<answer>35</answer>"]
-    scores = [task.score(example, text) for text in texts]
-    assert [x["solved"] for x in scores] == [1, 0, 0]
-    assert [x["format"] for x in scores] == [1, 1, 0]
+    texts = {"1+2+30=33": (example.fields["target"] == 33, 1), "1+2": (0, 0), "20": (0, 0)}
+    for text, (solved, form) in texts.items():
+        scores = task.score(example, f"<answer>{text}</answer>")
+        assert scores == {"solved": solved, "format": form}
 
 
-def test_a_bad_line_is_refused() -> None:
+def test_bad_lines_difficulties_and_forms_are_refused() -> None:
     numbers: list[Any] = ["1 2", [1], [1, 2.5], [1, -2], None]
     lines = [{"nums": nums, "target": 3} for nums in numbers]
     for line in [*lines, {"nums": [1, 2]}, {"nums": [1, 2], "target": "3"}]:
         with pytest.raises((ValueError, TypeError, KeyError)):
-            Countdown(0)._row(line)
+            parse_problem(line)
+    for text in ("", "3", "3x", "x", "3x5", "3x12,"):
+        with pytest.raises(ValueError):
+            Countdown(0, difficulty=text)
+    with pytest.raises(ConfigError):
+        Countdown(0, form="other")
 
 
 def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:
@@ -247,7 +226,7 @@ def test_a_dialogue_that_is_begun_goes_on_by_a_call_or_by_what_was_tried() -> No
 
 def test_the_last_turn_is_judged_and_calls_are_counted() -> None:
     task = CountdownTool(0)
-    example = task._example({"nums": [3, 4, 5], "target": 35}, "")
+    example = Example("", fields={"nums": [3, 4, 5], "target": 35})
     text = Dialogue("(4+3)*5")
     for turns in (1, 2):
         text.turns = turns

@@ -81,62 +81,46 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
     keys = [{question_key(x.prompt) for x in examples} for examples in (trained, evaluated)]
     assert not keys[0] & keys[1] and len(keys[0]) + len(keys[1]) == 100
     assert len(evaluated) == len(keys[1]) == rows.num_held_out
+    for hashes, questions in zip(rows.questions, keys, strict=True):
+        assert hashes.dtype == np.uint64
+        assert hashes.tolist() == sorted(map(fingerprint, questions))
     # each line is trained on, also one with another answer
     assert len({(x.prompt, x.fields["id"]) for x in trained}) == num_trained
-    both = rows_of(path, eval_data=(write(tmp_path / "b.jsonl", lines[:30]),))
-    assert both.num_held_out == 10 and prompts(splits(both, 270)[0]).isdisjoint(
-        prompts(splits(rows_of(path), 0)[1]) & {line["prompt"] for line in lines[:30]}
-    )
-
-
-def test_a_task_knows_the_hashes_of_its_questions(tmp_path: Path) -> None:
-    rows = rows_of(write(tmp_path / "a.jsonl", SUMS + SUMS[:50]))
-    trained, evaluated = splits(rows, 400)
-    assert rows.questions is not None
-    for hashes, examples in zip(rows.questions, (trained, evaluated), strict=True):
-        assert hashes.dtype == np.uint64 and (np.diff(hashes.astype(object)) > 0).all()
-        assert set(hashes.tolist()) == {fingerprint(question_key(x.prompt)) for x in examples}
-    # a run that held out by hash and one that holds out a file can be compared
-    other = rows_of(write(tmp_path / "b.jsonl", SUMS[:9] + SUMS[390:]))
-    assert (
-        len(np.intersect1d(np.concatenate(rows.questions), np.concatenate(other.questions))) == 19
-    )
+    both = rows_of(path, eval_data=(write(tmp_path / "b.jsonl", lines[::30]),))
+    kept = {question_key(line["prompt"]) for line in lines[::30]}
+    assert both.num_held_out == len(kept) == 10
+    assert not kept & {question_key(x.prompt) for x in splits(both, 270)[0]}
 
 
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", SUMS)
     rows = rows_of(path, seed=3)
     n = 400 - rows.num_held_out
-    epochs = [[rows.train(epoch * n + i) for i in range(n)] for epoch in range(2)]
-    names = [[example.prompt for example in epoch] for epoch in epochs]
-    assert sorted(names[0]) == sorted(names[1]) and names[0] != names[1]
-    assert len(set(names[0])) == n
-    again = rows_of(path, seed=3)
-    assert epochs[1] == [again.train(n + i) for i in range(n)]  # in any order of the calls
-    other = rows_of(path, seed=4)
-    assert names[0] != [other.train(i).prompt for i in range(n)]
+    examples = [rows.train(i) for i in range(2 * n)]
+    first, second = ([x.prompt for x in epoch] for epoch in (examples[:n], examples[n:]))
+    assert sorted(first) == sorted(second) and first != second and len(set(first)) == n
+    again, other = rows_of(path, seed=3), rows_of(path, seed=4)
+    assert examples[n:] == [again.train(n + i) for i in range(n)]  # in any order of the calls
+    assert first != [other.train(i).prompt for i in range(n)]
     # a number for each place, so that a prompt is sampled anew in the next epoch
-    assert [x.index for epoch in epochs for x in epoch] == list(range(2 * n))
+    assert [x.index for x in examples] == list(range(2 * n))
 
 
 def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
     few = [row for row in SUMS if not is_held_out(row["prompt"])][:3]  # none by its hash
-    from_file = rows_of(write(tmp_path / "a.jsonl", few))
     given = Rows(0, (few,), (), parse_pair)
-    for rows in (from_file, given):
-        assert rows.num_held_out == 1
-    assert splits(given, 2) == splits(from_file, 2)
+    assert given.num_held_out == 1
+    assert splits(given, 2) == splits(rows_of(write(tmp_path / "a.jsonl", few)), 2)
     with pytest.raises(ConfigError):
         Rows(0, ([*few, {"answer": "1"}],), (), parse_pair)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1])
-def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) -> None:
-    path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
-    with pytest.raises(ConfigError):
-        rows_of(path)
-    with pytest.raises(ConfigError):
-        rows_of(path, eval_data=(path,))  # all of it is held out
+def test_a_split_without_questions_is_an_error(tmp_path: Path) -> None:
+    for num_rows in (0, 1):
+        path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
+        for held_out in ((), (path,)):  # or all of it is held out
+            with pytest.raises(ConfigError):
+                rows_of(path, eval_data=held_out)
     with pytest.raises(ConfigError):
         load_task("prompts", seed=0)
 
@@ -147,7 +131,6 @@ def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) ->
 BAD_LINES = [
     "[" * 100_000,
     '{"prompt": "a", "answer": "b"',
-    '{"prompt": "a"}',
     '{"prompt": "a", "answer": null}',
     '{"prompt": "a", "answer": [3]}',
     '{"prompt": "a", "answer": NaN}',
@@ -155,10 +138,8 @@ BAD_LINES = [
     '{"prompt": " ", "answer": "b"}',
     '{"answer": "b"}',
     '["prompt", "answer"]',
-    "1",
     '{"messages": [], "answer": "b"}',
     '{"messages": ["a"], "answer": "b"}',
-    '{"messages": [{"role": "user"}], "answer": "b"}',
     '{"messages": [{"role": "user", "content": 1}], "answer": "b"}',
     '{"messages": [{"role": "system", "content": "a"}], "answer": "b"}',
     '{"messages": [{"role": "assistant", "content": "b"}]}',
@@ -209,10 +190,7 @@ def test_the_keys_of_published_files_are_known() -> None:
 
 USER: dict[str, Any] = {"role": "user", "content": "2+2?"}
 FOUR = {"role": "assistant", "content": "4"}
-PARTS = {
-    "role": "user",
-    "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}],
-}
+PARTS = {**USER, "content": [{"type": "text", "text": text} for text in ("2+", "2?")]}
 
 
 def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
@@ -220,7 +198,7 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
         ({"prompt": [USER], "solution": 4}, "4"),
         ({"prompt": [USER], "completion": [FOUR], "level": 2}, "4"),
         ({"messages": [USER, FOUR]}, "4"),
-        ({"messages": (USER, FOUR), "answer": "four"}, "four"),
+        ({"messages": np.array([USER, FOUR]), "answer": np.float64(4)}, "4.0"),  # from Arrow
         ({"messages": [PARTS], "answer": "four"}, "four"),
     ]:
         question, example = parse_pair(row)
@@ -250,12 +228,10 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
 
 
 def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
-    user = {"role": "user", "content": "39+83?"}
-    system, tool = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "122"}
-    question, example = parse_pair({"messages": [system, user], "answer": "122"})
-    assert question == example.prompt == "39+83?" and example.messages == (system, user)
-    assert question_of([user, tool]) == "user: 39+83?\ntool: 122"
-    assert question_of([system, user, tool]) == question_of([user, tool])
+    system, tool = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "4"}
+    question, example = parse_pair({"messages": [system, USER], "answer": "4"})
+    assert question == example.prompt == "2+2?" and example.messages == (system, USER)
+    assert question_of([system, USER, tool]) == "user: 2+2?\ntool: 4"
 
 
 def test_the_longest_examples_are_known(tmp_path: Path) -> None:
@@ -280,21 +256,11 @@ def test_prompts_are_scored_by_equality_and_similarity(tmp_path: Path) -> None:
         Prompts(0, [tmp_path / "a.jsonl"], judge="nobody")
 
 
-NORMALIZED = {
-    "The  Beatles!": "beatles",
-    "an apple a day": "apple day",
-    "Theodore": "theodore",
-    "U.S.A.": "usa",
-    " yes\n": "yes",
-    "A": "a",
-    "The.": "the",
-    "+": "+",
-    "": "",
-}
-
-
 def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:
-    assert {text: normalized(text) for text in NORMALIZED} == NORMALIZED
+    texts = ["The  Beatles!", "an apple a day", "Theodore", "U.S.A.", " yes\n"]
+    assert [*map(normalized, texts)] == ["beatles", "apple day", "theodore", "usa", "yes"]
+    few = ["A", "The.", "+", ""]  # what would be empty
+    assert [*map(normalized, few)] == ["a", "the", "+", ""]
 
 
 HUB = {"title": ["Paris", "Seine"], "sentences": [["A city.", " Big."], ["A river."]]}
@@ -321,14 +287,10 @@ def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path)
     number = example.answer.removeprefix("The ")
     texts = [number, "So <answer>y</answer> <answer> the X! </answer>", f"So {number}", ""]
     assert [task.score(example, text)["correct"] for text in texts] == [1, 1, 0, 0]
-    assert tagged_answer("<answer>" * 20_000) is None
-
-
-def test_the_answer_is_what_stands_in_the_last_pair_of_tags() -> None:
-    texts = {
+    tagged = {
         "<answer>1</answer> no, <answer>\n2\n</answer> and so on": "\n2\n",
         "<answer>1</answer> <answer>2": "1",
         "</answer>1<answer>": None,
-        "1": None,
+        "<answer>" * 20_000: None,
     }
-    assert {text: tagged_answer(text) for text in texts} == texts
+    assert {text: tagged_answer(text) for text in tagged} == tagged

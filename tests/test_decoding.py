@@ -14,8 +14,8 @@ from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import decoder as decoding
 from minigrpo.sampling.decoder import Decoder
-from minigrpo.sampling.drafts import propose
 from minigrpo.sampling.generate import assign_slots
+from minigrpo.sampling.pick import propose
 from minigrpo.types import Completions
 
 from .steps import EOS, SHAPES, VOCAB, make_completions

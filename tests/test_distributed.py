@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,26 @@ import torch
 from torch import nn
 
 from minigrpo import Config
+from minigrpo.runtime import distributed
+from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
 
 from . import tiny
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 3.0  # of a collective
+TIMEOUT = timedelta(seconds=3)  # of a collective
 STEPS = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 1, "eval_every": 0}
+SOLVED = """import minigrpo
+@minigrpo.reward(success=True)
+def solved(example, text):
+    return float(example.answer < "3")
+"""
 
 
-class Unpicklable(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError
-
-
-def raised_by(function: Any) -> BaseException | None:
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None
-
-
-def exchange(dist: DistContext, folder: Path) -> dict[str, Any]:
+def exchange(dist: DistContext) -> dict[str, Any]:
     """Every kind of exchange, once."""
     rank, found = dist.rank, dict[str, Any]()
     found["share"] = list(dist.share(6))
@@ -56,13 +52,11 @@ def exchange(dist: DistContext, folder: Path) -> dict[str, Any]:
     calls = list[int]()
     found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
     found["calls"] = list(calls)
-    for error in (ValueError("no"), Unpicklable("no")):
-        caught = raised_by(lambda error=error: dist.on_main(lambda: (_ for _ in ()).throw(error)))
-        found[type(error).__name__] = type(caught).__name__
-    marker = folder / "downloaded"
-    found["on_main_first"] = dist.on_main_first(lambda: (marker.exists(), marker.touch())[0])
+    with pytest.raises((IndexError, RunFailed)) as raised:
+        dist.on_main(lambda: [][0])
+    found["raised"] = raised.type.__name__
     # longer than a collective may take: the others wait without one
-    dist.on_main(lambda: time.sleep(TIMEOUT_S + 0.5))
+    dist.on_main(lambda: time.sleep(TIMEOUT.total_seconds() + 0.5))
     found["after"] = dist.sum(torch.ones(1)).item()
 
     with StopRequest(lambda text: None) as request:
@@ -74,9 +68,10 @@ def exchange(dist: DistContext, folder: Path) -> dict[str, Any]:
     model = nn.Linear(3, 1)  # other weights in each process
     wrapped, x = dist.wrap(model), torch.arange(1.0, 4.0) + rank
     found["weights"] = model.weight.tolist()
-    with dist.accumulating(wrapped):
-        wrapped(x).backward()
+    wrapped.require_backward_grad_sync = False  # as the learner does
+    wrapped(x).backward()
     found["own_gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
+    wrapped.require_backward_grad_sync = True
     wrapped(x).backward()
     found["gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
     return found
@@ -86,12 +81,12 @@ def work(folder: Path, rank: int, ports: list[int]) -> None:
     """One of two processes, which meet twice."""
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    dist = DistContext.from_env(TIMEOUT_S)
-    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist, folder)))
-    dist.close()
-    os.environ["MASTER_PORT"] = str(ports[1])
     dist = DistContext.from_env()
     train(folder, folder / "two", dist)
+    dist.close()
+    os.environ["MASTER_PORT"], distributed.TIMEOUT = str(ports[1]), TIMEOUT
+    dist = DistContext.from_env()
+    (folder / f"{rank}.json").write_text(json.dumps(exchange(dist)))
     dist.close()
 
 
@@ -99,6 +94,8 @@ def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
     from minigrpo import Trainer
 
     settings = {**tiny.TINY, **STEPS, "model": str(folder / "model"), "out_dir": str(out_dir)}
+    settings |= {"data": str(folder / "rows.jsonl"), "eval_data": str(folder / "held_out.jsonl")}
+    settings |= {"task": "prompts", "rewards": str(folder / "solved.py"), "rest_solved": 1}
     Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
 
 
@@ -113,6 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have left."""
     folder = tmp_path_factory.mktemp("two")
     tiny.tiny_chess_model(folder / "model")
+    rows = [{"question": f"What is {n}?", "answer": f"{n}, " * 4} for n in range(6)]
+    tiny.write_jsonl(folder / "rows.jsonl", rows[:5])
+    tiny.write_jsonl(folder / "held_out.jsonl", rows[5:])
+    (folder / "solved.py").write_text(SOLVED)
     spawn, ports = multiprocessing.get_context("spawn"), [free_port(), free_port()]
     pair = [spawn.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
     for process in pair:
@@ -148,9 +149,7 @@ def test_the_main_process_works_while_no_collective_is_pending(found: list[dict[
     main, other = found
     assert main["calls"] == [0] and other["calls"] == []
     assert main["on_main"] == other["on_main"] == "from 0"
-    assert main["ValueError"] == other["ValueError"] == "ValueError"
-    assert (main["Unpicklable"], other["Unpicklable"]) == ("Unpicklable", "RuntimeError")
-    assert (main["on_main_first"], other["on_main_first"]) == (False, True)
+    assert (main["raised"], other["raised"]) == ("IndexError", "RunFailed")
     assert main["after"] == other["after"] == 2
 
 
@@ -175,6 +174,10 @@ def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
             for key in a:
                 if not any(word in key for word in ("time", "memory", "difference")):
                     assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
+    saved = [load_checkpoint(folder / x / "checkpoints/step_000003") for x in ("one", "two")]
+    assert saved[0]["visits"] == saved[1]["visits"]
+    # the three of five questions that are right in the first step rest in the second epoch
+    assert [sum(saved[0]["visits"][step]) for step in (1, 2)] == [3, 0]
 
 
 @pytest.mark.slow
@@ -182,10 +185,9 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     def start(out_dir: Path) -> subprocess.Popen[bytes]:
         settings = {**tiny.TINY, **STEPS, "max_steps": 30, "save_every": 1, "resume": "auto"}
         settings |= {"model": folder / "model", "out_dir": out_dir, "reward_weights": "valid=1"}
-        flags = [word for name, x in settings.items() for word in (flag(name), str(x))]
         launcher = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
         words = [sys.executable, "-m", "torch.distributed.run", *launcher, "distributed_train.py"]
-        return subprocess.Popen([*words, *flags], cwd=ROOT, start_new_session=True)
+        return subprocess.Popen([*words, *tiny.flags(settings)], cwd=ROOT, start_new_session=True)
 
     runs = [folder / "calm", folder / "killed"]
     for run in runs:
@@ -205,7 +207,3 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     states = [torch.load(run / "checkpoints/step_000030/state.pt") for run in runs]
     for name, weight in states[0]["model"].items():
         assert torch.equal(weight, states[1]["model"][name])
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -87,9 +87,10 @@ def test_tables_in_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPat
     for words, parameters, *cells in rows:
         name, least = words.split("`")[0], int(float(parameters.split()[0]) * 10**6)
         for is_lora, cell in enumerate(cells):
-            how = {"lora": bool(is_lora), "supervised": "nll" in words, "device": "auto"}
-            fit = defaults.settings_for(defaults.Size(least, 10**6), **how)
-            below = defaults.settings_for(defaults.Size(least - 1, 10**6), **how)
+            loss = "nll" if "nll" in words else "grpo"
+            config = Config.of(lora_rank=is_lora, loss=loss)
+            fit = defaults.settings_for(defaults.Size(least, 10**6), config)
+            below = defaults.settings_for(defaults.Size(least - 1, 10**6), config)
             assert fit.keys() <= named
             assert str(fit.get(name, "")) == cell.strip()
             assert least == 0 or name not in fit or below.get(name) != fit[name]

@@ -1,17 +1,31 @@
 """Dialogues: tokens, masks, tools, games, and what a run makes of them."""
 
+import json
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import minigrpo
+from minigrpo.environments import Begun, Episode, World, calls_of, schema_of
+from minigrpo.evaluate import grade
+from minigrpo.model.chat import Chat
 from minigrpo.model.transformer import Transformer
+from minigrpo.rewards import RewardScorer
+from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.rng import uniforms
-from minigrpo.types import Completions
+from minigrpo.sampling.generate import Sampler
+from minigrpo.tasks.base import load_task
+from minigrpo.tools import cli
+from minigrpo.types import Completions, ConfigError, Example
 
 from .steps import EOS, SHAPES, make_completions
 from .test_sampling import generate
+from .tiny import TINY, tiny_chat_model, write_jsonl
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
 STOPS = (EOS, 4, 7)  # so that turns end often
@@ -32,10 +46,10 @@ class Stub:
     def __init__(self, patience: int = 0) -> None:
         self.patience, self.open = patience, dict[int, tuple[int, list[int]]]()
 
-    def submit(self, sequence: int, ids: Sequence[int], room: int) -> None:
+    def submit(self, sequence: int, ids: Sequence[int]) -> None:
         answer = answer_to(ids)
         wait = (sequence * 7 + len(ids)) % (self.patience + 1)
-        self.open[sequence] = wait, answer if len(answer) <= room else []
+        self.open[sequence] = wait, answer if len(ids) + len(answer) < LENGTH else []
 
     def replies(self, *, wait: bool) -> dict[int, list[int]]:
         least = min((n for n, _ in self.open.values()), default=0) if wait else 0
@@ -107,3 +121,335 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
         assert found.sampler_logp[p, g, :n].tolist() == pytest.approx(logps, abs=1e-6)
         turns += sampled.count(False)
     assert turns > PROMPTS * SAMPLES  # there are dialogues to compare
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+class Shop:
+    """An environment with tools, as for TRL."""
+
+    def reset(self, price: int, **row: Any) -> str:
+        self.price, self.paid = price, 0
+        return f" It costs {price}."
+
+    def pay(self, amount: int, note: str = "") -> str:
+        """Pay something.
+
+        Args:
+            amount: How much to pay
+            note: What to say
+        """
+        self.paid += amount
+        return f"paid {self.paid}"
+
+    def fail(self) -> None:
+        """Fail."""
+        raise ValueError("it fails")
+
+    def get_reward(self) -> float:
+        return float(self.paid == self.price)
+
+    def _secret(self) -> None: ...
+
+
+async def weather(city: str) -> str:
+    """Tell the weather.
+
+    Args:
+        city: A city
+    """
+    return f"sun in {city}"
+
+
+def test_a_call_is_read_as_qwen_and_llama_write_it() -> None:
+    one = {"name": "pay", "arguments": {"amount": 3}}
+    qwen = f"Well.\n<tool_call>\n{json.dumps(one)}\n</tool_call>"
+    assert calls_of(qwen) == [("pay", {"amount": 3})]
+    assert calls_of(qwen + qwen) == [("pay", {"amount": 3})] * 2
+    llama = '{"name": "pay", "parameters": {"amount": 3}}'
+    assert calls_of(llama) == calls_of(f"<|python_tag|>{llama}\n") == [("pay", {"amount": 3})]
+    assert calls_of("the answer is {3}") == calls_of("") == []
+    for broken in ("{", "[1]", '{"name": 1', "3"):
+        assert [arguments for _, arguments in calls_of(f"<tool_call>{broken}</tool_call>")] == [{}]
+
+
+@pytest.mark.peer
+def test_schemas_are_those_of_transformers() -> None:
+    from transformers.utils import get_json_schema
+
+    for tool in (Shop().pay, Shop().fail, weather):
+        found, expected = schema_of(tool.__name__, tool), get_json_schema(tool)
+        for argument in found["function"]["parameters"]["properties"].values():
+            argument.pop("default", None)
+        required = found["function"]["parameters"].setdefault("required", [])
+        expected["function"]["parameters"].setdefault("required", [])
+        expected["function"].pop("return", None)
+        assert found == expected and isinstance(required, list)
+
+
+def played(world: World, example: Example, *texts: str) -> Episode:
+    """An episode in which the policy says these texts."""
+    episode = Episode(world, example)
+    for text in texts:
+        episode.messages += [{"role": "assistant", "content": text}, *episode.answer(text)]
+    return episode
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def begun(world: World, *rows: dict[str, Any]) -> Begun:
+    rows = rows or ({"price": 5}, {"price": 7})
+    return Begun(load_task("prompts", seed=0, data=rows, environment=True, args=NONE), world, 0)
+
+
+NONE = {"judge": "none"}
+
+
+def test_tools_answer_and_the_environment_gives_the_reward() -> None:
+    world = World.of(Shop, [weather])
+    example = begun(world).held_out(0)
+    price = example.fields["price"]
+    assert example.prompt == f" It costs {price}." and isinstance(example.fields["seed"], int)
+    assert [x["function"]["name"] for x in example.tools or ()] == ["fail", "pay", "weather"]
+    calls = call("pay", amount="2") + call("pay", amount=price - 2), call("weather", city="Bonn")
+    episode = played(world, example, *calls, "Done.")
+    contents = [x["content"] for x in episode.messages if x["role"] == "tool"]
+    assert contents == ["paid 2", f"paid {price}", "sun in Bonn"]
+    assert episode.score() == 1 and not episode.answer("no call")
+    bad = played(
+        world, example, call("pay", amount="x"), call("fail"), call("_secret"), call("a b")
+    )
+    assert len(bad.messages) == 8 and bad.score() == 0  # each error is an answer
+
+
+def test_members_of_a_group_must_start_alike() -> None:
+    class Moody:
+        count = 0
+
+        def reset(self) -> str:
+            Moody.count += 1
+            return f"{Moody.count}"
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            return "", 0.0, True
+
+    world = World.of(Moody)
+    with pytest.raises(ValueError):
+        Episode(world, begun(world).held_out(0)).answer("x")
+
+
+@pytest.mark.parametrize("more", [(), (False, {}), (True, {})])
+def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ...]) -> None:
+    class Game:
+        def reset(self, seed: int) -> None:
+            self.steps = 0
+
+        def step(self, text: str) -> tuple[Any, ...]:
+            self.steps += 1
+            return f"step {self.steps}", 0.5, self.steps == 3, *more
+
+    world = World.of(Game)
+    episode = played(world, begun(world).held_out(0), "a", "b")
+    assert episode.over == bool(more and more[0]) and episode.score() == 1.0
+    assert episode.messages[-1] == {"role": "user", "content": "step 2"}
+
+
+def test_the_row_chooses_among_environments() -> None:
+    class Other(Shop): ...
+
+    world = World.of({"shop": Shop, "other": Other})
+    assert list(world.parts) == ["Shop", "Other"]
+    rows = [{"price": n, "environment": name} for n, name in enumerate(["shop", "other", "none"])]
+    task = load_task("prompts", seed=0, data="", eval_data=rows, environment=True, args=NONE)
+    kinds = [world.class_of(task.held_out(i)) for i in range(2)]
+    assert kinds == [Shop, Other]
+    with pytest.raises(ConfigError):
+        world.class_of(task.held_out(2))
+
+
+# --- chat templates -------------------------------------------------------------------------------
+
+# of two families, in short; Qwen3's writes an assistant's last turn differently from earlier ones
+QWEN3 = """{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>
+
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA = """{% for m in messages %}<|start_header_id|>\
+{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
+
+{{ m.content | tojson if m.role == 'tool' else m.content }}<|eot_id|>{% endfor %}\
+{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+ANSWER = {"role": "tool", "name": "f", "content": '4 "apples"'}
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "expected"),
+    [
+        (
+            QWEN3,
+            ["<|im_start|>", "<|im_end|>"],
+            '\n<|im_start|>user\n<tool_response>\n4 "apples"\n</tool_response><|im_end|>\n'
+            "<|im_start|>assistant\n",
+        ),
+        (
+            LLAMA,
+            ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"4 \\"apples\\""<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+    ],
+)
+def test_the_text_between_turns_begins_after_the_end_of_the_turn(
+    template: str, special: list[str], expected: str
+) -> None:
+    chat = Chat(template, special=special)
+    assert chat.between([ANSWER]) == expected
+    with pytest.raises(ConfigError):
+        chat.between([{**ANSWER, "content": f"4{special[0]}"}])
+    deaf = "{% for m in messages if m.role != 'tool' %}" + template.partition("%}")[2]
+    with pytest.raises(ConfigError):
+        Chat(deaf, special=special).between([ANSWER])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Echo:
+    """A game that a model with random weights plays: each turn gives a reward for its length."""
+
+    timeout_s = 5.0
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.left, self.seed = 1 + seed % 3, seed
+        return f"Say {self.left}."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        if len(text) % 3 == 0:
+            raise RuntimeError("not this one")
+        return f"{len(text)} {self.seed % 10}", len(text) / 100, self.left == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat_model(tmp_path_factory.mktemp("chat") / "model", context=320)
+
+
+def trained(folder: Path, out: Path, **changes: Any) -> Any:
+    settings = {**TINY, "reward_weights": {}, "max_new_tokens": 60, "model": str(folder)}
+    return minigrpo.train(environment=Echo, out_dir=str(out), quiet=True, **{**settings, **changes})
+
+
+def test_a_run_in_an_environment_is_logged_and_resumed_bit_by_bit(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = trained(folder, tmp_path / "a")
+    trained(folder, tmp_path / "b", stop_after=2)
+    again = trained(folder, tmp_path / "b", resume="auto")
+    for x, y in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(x, y)
+    assert whole.metrics["reward"] == again.metrics["reward"]
+    turns, failures = whole.metrics["dialogues/turns"], whole.metrics["rewards/Echo/failures"]
+    assert max(turns) > 1 and sum(failures) > 0
+    samples = read_jsonl(tmp_path / "a" / "samples.jsonl")
+    dialogues = [x["dialogue"] for x in samples]
+    roles = [[message["role"] for message in dialogue] for dialogue in dialogues]
+    assert all(found[::2] == ["assistant"] * len(found[::2]) for found in roles)
+    assert any(len(found) > 2 for found in roles)
+    for sample, dialogue in zip(samples, dialogues, strict=True):
+        said = [x["content"] for x in dialogue if x["role"] == "assistant"]
+        assert sample["completion"] == said[-1]
+        lengths = [len(text) for text, _ in zip(said, dialogue[1::2], strict=False)]
+        whole_turns = said[: len(dialogue) // 2 + 1] if len(dialogue) % 2 else said
+        failed = sample["reward"] == 0
+        assert failed or sample["reward"] == pytest.approx(sum(lengths) / 100)
+        assert failed or not any(len(text) % 3 == 0 for text in whole_turns[: len(lengths)])
+
+
+def test_memory_that_runs_out_begins_dialogues_again(folder: Path, tmp_path: Path) -> None:
+    """A batch that is halved has the tokens and rewards of a whole one."""
+    plain = trained(folder, tmp_path / "a", max_steps=1).trainer
+    cut = trained(folder, tmp_path / "b", max_steps=1).trainer
+    run = cut.sampler.dialogues.replies
+    calls = iter([True, True, True])
+
+    def fails_once(**options: Any) -> Any:
+        if next(calls, False) and not next(calls, False):
+            raise torch.OutOfMemoryError
+        return run(**options)
+
+    cut.sampler.dialogues.replies = fails_once
+    examples = [plain.task.train(i) for i in range(4)]
+    one, two = (trainer.source.roll_out(examples, 5) for trainer in (plain, cut))
+    assert next(calls, None) is None
+    assert one.texts == two.texts and np.array_equal(one.rewards.total, two.rewards.total)
+    assert torch.equal(one.completions.completion_mask, two.completions.completion_mask)
+
+
+class Slow:
+    """Hangs after some turns."""
+
+    timeout_s = 0.2
+
+    def reset(self, seed: int) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if len(text) % 2:
+            time.sleep(60)
+        return "", 1.0, True
+
+
+def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = trained(folder, tmp_path, max_steps=1, eval_size=2)
+    task = begun(World.of(Slow), {"prompt": "Go."}, {"prompt": "Stop."})
+    sampler = Sampler(run.trainer.config, run.model, run.trainer.tokenizer, task=task)
+    start = time.monotonic()
+    graded = grade(sampler, RewardScorer(task), [task.held_out(0)], 24)
+    assert time.monotonic() - start < 30
+    failed = [x.failed for x in graded.texts[0]]
+    answered = [len(x.messages) > 1 for x in graded.texts[0]]
+    assert any(failed) and any(answered)
+    assert graded.rewards.total[0].tolist() == answered
+    assert not any(a and b for a, b in zip(failed, answered, strict=True))
+    assert graded.rewards.failures["Slow"] == sum(failed)
+
+
+def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
+    metrics = trained(folder, tmp_path, max_steps=1, max_turns=1).metrics
+    assert metrics["dialogues/turns"] == [1.0] and 0 < metrics["dialogues/cut_ratio"][0] <= 1
+
+
+def test_a_file_names_environments_and_tools(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "shop.py"
+    file.write_text(
+        "class Shop:\n"
+        "    def reset(self, price):\n        return f'Pay {price}.'\n"
+        "    def get_reward(self):\n        return 1.0\n"
+        "def add(a: int, b: int) -> int:\n    return a + b\n"
+    )
+    world = World.of(f"{file}:Shop,{file}:add")
+    assert list(world.classes) == ["Shop"] and list(world.tools) == ["add"]
+    with pytest.raises(ConfigError):
+        World.of(f"{file}:Nothing")
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"price": n} for n in range(20)])
+    flags = f"--environment {file}:Shop,{file}:add --data {data} --model {folder} --max-steps 1"
+    flags += " --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"
+    cli.main(["train", *flags.split(), "--out-dir", str(tmp_path / "run")])
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/Shop/mean"] == 1.0
+    cli.main(["evaluate", str(tmp_path / "run"), "--n", "2"])
+    cli.main(["sample", str(tmp_path / "run"), "--examples", "1"])

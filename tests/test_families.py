@@ -7,6 +7,7 @@ it found, for the default suite. `MAKE_GOLDEN=1 pytest -m peer` writes that file
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,20 @@ from torch import Tensor
 from minigrpo import Config
 from minigrpo.build import resolve
 from minigrpo.model import hf
-from minigrpo.model.hf import FAMILIES, hub_folder, read_model, read_shape, save_model_folder
+from minigrpo.model.hf import (
+    TRANSPOSED,
+    hub_folder,
+    read_model,
+    read_shape,
+    save_model_folder,
+    stored_name,
+)
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.types import ConfigError
 
 from .steps import SHAPES
-from .tiny import GOLDEN, golden
+from .tiny import check_golden, golden
 
 ROOT = Path(__file__).parents[1]
 State = dict[str, Tensor]
@@ -81,14 +89,14 @@ def values(shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
     return (numbers.double() / 2147483647 * 2 - 1).float().view(shape)
 
 
-def fill(model: torch.nn.Module, stored_name: Callable[[str], str] = str) -> None:
+def fill(model: torch.nn.Module) -> None:
     """Weights so large that every part matters, by the name that a parameter has in files."""
+    ours = isinstance(model, Transformer)
     for name, p in model.named_parameters():
-        stored = stored_name(name).removeprefix("transformer.")
-        transposed = "." in stored and stored.endswith(FAMILIES["gpt2"].transposed)
-        ours = stored_name is not str and transposed
-        made = values(p.shape[::-1] if ours else p.shape, sum(stored.encode()))
-        p.data.copy_((made.t() if ours else made) * (0.3 if p.dim() == 2 else 0.2))
+        stored = stored_name(model.shape, name) if ours else name.removeprefix("transformer.")
+        transposed = ours and name.endswith(TRANSPOSED)
+        made = values(p.shape[::-1] if transposed else p.shape, sum(stored.encode()))
+        p.data.copy_((made.t() if transposed else made) * (0.3 if p.dim() == 2 else 0.2))
         if p.dim() == 1 and "bias" not in stored:
             p.data.add_(1.0)
 
@@ -143,11 +151,8 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, nam
         ours = Transformer.from_pretrained(tmp_path)
         torch.testing.assert_close(ours.logits(IDS), expected, **CLOSE)
         if os.environ.get("MAKE_GOLDEN"):
-            made = json.loads(GOLDEN_FILE.read_text()) if GOLDEN_FILE.exists() else {}
             config = json.loads((tmp_path / "config.json").read_text())
-            made[name] = {"config": config, "logits": summary(expected)}
-            rows = (f"{json.dumps(key)}: {json.dumps(made[key])}" for key in sorted(made))
-            GOLDEN_FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+            check_golden("families", name, {"config": config, "logits": summary(expected)})
         assert summary(expected) == pytest.approx(golden("families")[name]["logits"], abs=2e-3)
         edit(tmp_path, as_version_4_writes)
         assert Transformer.from_pretrained(tmp_path).shape == ours.shape
@@ -175,8 +180,6 @@ def test_variants_of_gpt2_have_their_logits(tmp_path: Path, changes: dict[str, A
 
 # --- the golden table -----------------------------------------------------------------------------
 
-GOLDEN_FILE = GOLDEN / "families.json"
-
 
 @pytest.mark.parametrize("style", ["version 5", "version 4"])
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -184,9 +187,8 @@ def test_logits_are_those_that_transformers_had(name: str, style: str) -> None:
     found = golden("families")[name]
     if style == "version 4":
         as_version_4_writes(found["config"])
-    shape = read_shape(found["config"])
-    model = Transformer(shape)
-    fill(model, FAMILIES[shape.family].stored_name)
+    model = Transformer(read_shape(found["config"]))
+    fill(model)
     with torch.no_grad():
         assert summary(model.logits(IDS)) == pytest.approx(found["logits"], abs=2e-3)
 
@@ -226,14 +228,6 @@ def test_a_config_alone_is_random_weights_from_a_seed(name: str) -> None:
     one, same, other = (Transformer.from_pretrained(folder, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.wte.weight, same.wte.weight)
     assert not torch.equal(one.wte.weight, other.wte.weight)
-
-
-def test_shipped_models_load_with_their_shapes() -> None:
-    files = sorted((ROOT / "minigrpo" / "assets").glob("*.safetensors"))
-    assert len(files) >= 6
-    for file in files:
-        shape = Transformer.from_pretrained(file).shape
-        assert shape.vocab_size == 360 and shape.heads == 4
 
 
 def test_a_trimmed_vocabulary_has_the_same_logits_for_what_is_left() -> None:
@@ -284,28 +278,16 @@ def test_what_would_be_computed_differently_is_refused(tmp_path: Path, name: str
         Transformer.from_pretrained(folder)
 
 
-Q = "model.layers.0.self_attn.q_proj.weight"
+Q, QUANTISED = (f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight", "qweight"))
+CHANGES: list[Callable[[State], Any]] = [
+    lambda state: state.update({QUANTISED: state.pop(Q).to(torch.int32)}),  # as GPTQ does
+    lambda state: state.update({Q: state[Q].t().contiguous()}),
+    lambda state: state.pop(Q),
+    lambda state: state[Q][3].fill_(torch.nan),
+]
 
 
-def gptq(state: State) -> None:
-    state["model.layers.0.self_attn.q_proj.qweight"] = state.pop(Q).to(torch.int32)
-
-
-def transposed(state: State) -> None:
-    state["model.layers.1.mlp.down_proj.weight"] = torch.ones(24, 16)
-
-
-def missing(state: State) -> None:
-    del state["model.layers.1.post_attention_layernorm.weight"]
-
-
-def not_finite(state: State) -> None:
-    state[Q][3, 2] = torch.nan
-
-
-@pytest.mark.parametrize(
-    "change", [gptq, transposed, missing, not_finite], ids=lambda value: value.__name__
-)
+@pytest.mark.parametrize("change", CHANGES, ids=["quantised", "transposed", "missing", "nan"])
 def test_tensors_that_are_not_the_models_weights_are_refused(
     tmp_path: Path, change: Callable[[State], Any]
 ) -> None:
@@ -340,15 +322,12 @@ def test_weights_that_are_not_read_never_become_random_ones(tmp_path: Path, file
         Transformer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_truncated_file_is_refused(tmp_path: Path, file: str) -> None:
-    path = write(tmp_path) / file
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(ConfigError):
-        Transformer.from_pretrained(tmp_path)
-
-
-def test_a_shard_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_truncated_or_missing_is_refused(tmp_path: Path) -> None:
+    for file in ("model.safetensors", "config.json"):
+        path = write(tmp_path) / file
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ConfigError):
+            Transformer.from_pretrained(tmp_path)
     (write(tmp_path) / "model.safetensors").rename(tmp_path / "1.safetensors")
     state = load_file(tmp_path / "1.safetensors")
     index = {"weight_map": dict.fromkeys(state, "1.safetensors") | {Q: "2.safetensors"}}
@@ -381,42 +360,33 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
     return calls
 
 
-def test_an_existing_path_comes_before_the_hub(asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    (tmp_path / "org" / "model").mkdir(parents=True)
-    assert hub_folder("org/model") == Path("org/model")
-    assert hub_folder("./nowhere/at/all") == Path("./nowhere/at/all") and not asked
-
-
-@pytest.mark.parametrize(("name", "revision"), [("org/model", None), ("org/model@v1.0", "v1.0")])
 def test_weights_are_fetched_after_the_settings_and_of_the_same_commit(
-    asked: list[dict[str, Any]], name: str, revision: str | None
+    asked: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    folder = hub_folder(name)
+    folder = hub_folder("org/model@v1.0")
     Transformer.from_pretrained(folder)
-    assert [call["revision"] for call in asked] == [revision, folder.name]
+    assert [call["revision"] for call in asked] == ["v1.0", folder.name]
     asked.clear()
     hub_folder("org/model", weights=False)
-    assert len(asked) == 1
+    assert [call["revision"] for call in asked] == [None]
+    (tmp_path / "org" / "model").mkdir(parents=True)  # an existing path comes first
+    assert hub_folder("org/model") == Path("org/model")
+    assert hub_folder("./nowhere/at/all") == Path("./nowhere/at/all") and len(asked) == 1
 
 
-def test_a_model_that_is_refused_costs_no_gigabytes(asked: list[dict[str, Any]]) -> None:
-    edit(hub_folder("org/model"), lambda config: config.update(model_type="qwen3_moe"))
+def test_a_model_that_cannot_be_used_is_refused(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hub_folder("org/model")
+    (folder / hf.WEIGHTS).unlink()  # it must not become a random one
+    with pytest.raises(ConfigError):
+        hub_folder("org/model")
+    edit(folder, lambda config: config.update(model_type="qwen3_moe"))
     asked.clear()
     with pytest.raises(ConfigError):
         hub_folder("org/model")
-    assert len(asked) == 1
-
-
-def test_a_model_without_safetensors_is_no_random_one(asked: list[dict[str, Any]]) -> None:
-    (hub_folder("org/model") / hf.WEIGHTS).unlink()
-    with pytest.raises(ConfigError):
-        hub_folder("org/model")
-
-
-def test_the_hub_needs_its_package(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)  # not installed
+    assert len(asked) == 1  # it costs no gigabytes
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
     with pytest.raises(ConfigError):
         hub_folder("org/model")
 
@@ -425,4 +395,3 @@ def test_a_run_names_the_commit_of_its_model(asked: list[dict[str, Any]]) -> Non
     config = resolve(Config.of(model="org/model"))
     assert config.model.name == "org/model@" + "0a" * 20
     assert resolve(config) == config
-    assert asked[-1]["revision"] == "0a" * 20

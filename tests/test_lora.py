@@ -4,26 +4,28 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from minigrpo.config import Config
 from minigrpo.model import lora
-from minigrpo.model.hf import FAMILIES, save_model_folder
+from minigrpo.model.hf import save_model_folder
+from minigrpo.model.linear import NF4, dense, to_nf4
 from minigrpo.model.packing import PACKINGS, pack
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime.device import sharing_weights
+from minigrpo.runtime.device import autocast, low_precision_copy, sharing_weights
 from minigrpo.types import Completions, ConfigError
 
 from .steps import SHAPES, VOCAB, make_completions
 from .test_families import IDS, PUBLISHED, make_theirs
+from .test_sampling import generate
 
-LAYERS = {"gpt2": {"c_attn", "c_proj", "c_fc"}}
-LAYERS["grouped-query"] = {f"{name}_proj" for name in "qkvo"} | {
-    "gate_proj",
-    "up_proj",
-    "down_proj",
+LAYERS = {
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "grouped-query": {f"{name}_proj" for name in (*"qkvo", "gate", "up", "down")},
 }
 TOKENS = torch.arange(VOCAB).view(2, -1)
 ADAPTERS = ("lora_A", "lora_B")  # ends of the names of trained tensors
@@ -64,8 +66,8 @@ def gradient(model: Transformer, c: Completions, packing: str = "prefix-tree") -
 def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transformer) -> None:
     before = model.logits(TOKENS)
     lora.add_adapters(model, rank=2, alpha=4)
-    assert torch.equal(model.logits(TOKENS), before)
-    randomise(model.double())
+    assert torch.equal(model.double().logits(TOKENS), before)
+    randomise(model)
     model.logits(TOKENS).square().sum().backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None) == name.endswith(ADAPTERS)
@@ -128,13 +130,76 @@ def test_frozen_weights_in_bfloat16_keep_their_memory_and_pass_gradients(
 def test_adapters_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     shape = SHAPES["grouped-query"]
     save_model_folder(Transformer(shape), tmp_path)
-    model = Transformer.from_pretrained(tmp_path, torch.bfloat16)
+    model = Transformer.from_pretrained(tmp_path, "bfloat16")
     lora.add_adapters(model, rank=2, alpha=4)
     found = {name: x.dtype for name, x in model.named_parameters() if x.dim() == 2}
     assert {x for n, x in found.items() if n.endswith(ADAPTERS)} == {torch.float32}
     assert {x for n, x in found.items() if not n.endswith(ADAPTERS)} == {torch.bfloat16}
     merged = lora.merge_adapters(model)
     assert {x.dtype for x in merged.parameters()} == {torch.float32}
+
+
+def test_the_values_of_nf4_are_quantiles_of_a_normal_distribution() -> None:
+    """Eight above 0 and seven below, from 0.9677083 to the middle, as QLoRA's authors make them."""
+    ends = torch.tensor(0.9677083, dtype=torch.float64)
+    above, below = (
+        torch.special.ndtri(torch.linspace(float(ends), 0.5, n, dtype=torch.float64)[:-1])
+        for n in (9, 8)
+    )
+    expected = torch.cat([-below, torch.zeros(1), above.flip(0)]) / torch.special.ndtri(ends)
+    torch.testing.assert_close(NF4.double(), expected, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("width", [64, 96, 192, 4])
+def test_a_number_in_nf4_is_the_nearest_value_times_the_largest_of_its_block(width: int) -> None:
+    weight = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+    weight[1], weight[2, 1], weight[3, 0], weight[4] = 0, 3e38, -3e38, 1e-42
+    weight[5], weight[6, :2] = 3.0, torch.tensor([1e-30, -1e4])
+    found = dense(to_nf4(weight), torch.float64)
+    block = {96: 32}.get(width, min(width, 64))
+    for numbers, same in zip(weight.view(-1, block), found.view(-1, block), strict=True):
+        scale = float(numbers.abs().max().bfloat16())
+        table = NF4.double().numpy() * scale
+        nearest = np.abs(numbers.double().numpy()[:, None] - table).argmin(1)
+        assert same.tolist() == table[nearest].tolist()
+    assert to_nf4(weight).nbytes == weight.numel() // 2 + 2 * weight.numel() // block
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(
+    model: Transformer, packing: str
+) -> None:
+    model.store("nf4")
+    with_adapters(model)
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.data = dense(parameter.data, torch.float64)
+    coded = [p for p in model.parameters() if not p.is_floating_point()]
+    assert len(coded) == len(lora.adapters(model))
+    assert not torch.equal(plain.logits(TOKENS), Transformer(model.shape, seed=1).logits(TOKENS))
+    torch.testing.assert_close(model.logits(TOKENS), plain.logits(TOKENS), rtol=1e-12, atol=1e-12)
+    c = make_completions(1)
+    pairs = gradient(model, c, packing), gradient(plain, c, packing)
+    torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-10)
+    u = torch.rand(len(c), 4, 9, generator=torch.Generator().manual_seed(0))
+    given = {"stops": (), "num_samples": 4, "max_new_tokens": 9, "u": u}
+    drawn = [generate(x, c.prompt_ids, c.prompt_len, **given) for x in (model, plain)]
+    assert torch.equal(drawn[0].completion_ids, drawn[1].completion_ids)
+    merged = lora.merge_adapters(model).logits(TOKENS)
+    torch.testing.assert_close(merged, plain.logits(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
+    model.float().store("nf4")
+    with_adapters(model).float()
+    speed, c = Config.of(use_amp=True).speed, make_completions(1)
+    exact = gradient(model, c)
+    with autocast(speed, model.device):
+        low = low_precision_copy(speed, model)
+        assert torch.equal(low.logits(TOKENS), model.logits(TOKENS))
+        rounded = gradient(model, c)
+    for a, b in zip(exact, rounded, strict=True):
+        assert 0 < (a - b).norm() < 0.1 * a.norm()
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -144,11 +209,10 @@ def test_targets_are_names_of_layers(kind: str) -> None:
         lora.add_adapters(model, rank=1, alpha=1, targets=[names[0], "q_prj"])
     assert all(p.requires_grad for p in model.parameters())
     lora.add_adapters(model, rank=1, alpha=1, targets=names[:1])
-    found = {name.split(".")[-1] for name in lora.adapters(model)}
-    assert found == set(names[:1])
+    assert lora.layer_names(lora.adapters(model)) == names[:1]
     every = Transformer(SHAPES[kind])
     lora.add_adapters(every, rank=1, alpha=1)
-    assert {name.split(".")[-1] for name in lora.adapters(every)} == LAYERS[kind]
+    assert {*lora.layer_names(lora.adapters(every))} == LAYERS[kind]
 
 
 def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them(
@@ -157,18 +221,12 @@ def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them
     state = copy.deepcopy(lora.trained_state(with_adapters(model)))
     assert state and all(name.endswith(ADAPTERS) for name in state)
     expected = model.logits(TOKENS)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.zero_()
+    lora.load_trained(model, {name: torch.zeros_like(x) for name, x in state.items()})
+    assert not torch.equal(model.logits(TOKENS), expected)
     lora.load_trained(model, state)
     assert torch.equal(model.logits(TOKENS), expected)
-    name = next(iter(state))
-    wrong = (
-        {key: x for key, x in state.items() if key != name},
-        {**state, "head.lora_A": torch.ones(2, 2)},
-        {**state, name: torch.ones(3, 3)},
-    )
-    for other in wrong:
+    (name, x), *others = state.items()
+    for other in (dict(others), {**state, "head.lora_A": x}, {**state, name: x[:1]}):
         with pytest.raises(RuntimeError):
             lora.load_trained(model, other)
 
@@ -178,11 +236,9 @@ def test_a_file_has_the_names_and_settings_of_peft(tmp_path: Path) -> None:
     lora.add_adapters(model, rank=2, alpha=6, targets=["q_proj"])
     save(model, tmp_path, base="org/name@v1")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    layers = range(model.shape.layers)
+    prefix = "base_model.model.model.layers"
     assert tensors.keys() == {
-        f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{x}.weight"
-        for n in layers
-        for x in "AB"
+        f"{prefix}.{n}.self_attn.q_proj.lora_{x}.weight" for n in (0, 1) for x in "AB"
     }
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 6, ["q_proj"])
@@ -211,12 +267,9 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
     gradients = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
-    family = FAMILIES[ours.shape.family]
-    for layer_name, layer in lora.adapters(ours).items():
-        stored = family.prefix + family.stored_name(f"{layer_name}.")
-        for part in ADAPTERS:
-            other = gradients.pop(f"base_model.model.{stored}{part}.default.weight")
-            assert (getattr(layer, part).grad - other).norm() < 1e-4 * other.norm()
+    for name, stored in lora.peft_names(ours).items():
+        other = gradients.pop(stored.replace(".weight", ".default.weight"))
+        assert (ours.get_parameter(name).grad - other).norm() < 1e-4 * other.norm()
     assert not gradients
 
     save_model_folder(lora.merge_adapters(ours), tmp_path / "merged")

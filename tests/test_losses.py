@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,14 +17,19 @@ from minigrpo.losses import (
     KL_ESTIMATORS,
     KL_IN_REWARD,
     LOSSES,
+    SAMPLER_CORRECTIONS,
     SCALES,
     LossInputs,
     LossNormalizer,
     LossSpec,
     advantages,
+    decoupled,
     policy_loss,
+    sampler_weights,
 )
 from minigrpo.model import logprobs
+
+from .tiny import check_golden, golden
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 KL = {"kl_coef": 0.04}
@@ -43,16 +49,9 @@ ROWS = {
     "cispo hi=5": {"loss": "cispo"},
     "cispo hi=1.28 beta.04": {"loss": "cispo", "ratio_cap": 1.28, **KL},
     "grpo delta=1.3": {"loss": "grpo", **WIDE, "ratio_cap": 1.3},
+    "grpo opm .05": {"loss": "grpo", **WIDE},
     "grpo beta.04 biascorr": {"loss": "grpo", **WIDE, **KL, "kl": "k3_is"},
     "rloo": {"loss": "rloo", **WIDE},
-    "sapo": {"loss": "sapo"},
-    "gmpo": {"loss": "gmpo"},
-    "gmpo eps.2 beta.04": {
-        "loss": "gmpo",
-        "clip_low": 1 - math.exp(-0.2),
-        "clip_high": math.exp(0.2) - 1,
-        **KL,
-    },
 }
 METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "kl", "cispo_clip_ratio")
 
@@ -68,12 +67,16 @@ def golden_inputs() -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("row", ROWS)
 def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     logp, old, ref, adv, mask = golden_inputs()
+    weights = None
+    if "opm" in row:
+        weights = sampler_weights("deepseek", 0.05, logp, old, old, adv, mask)
     loss, metrics = policy_loss(
         logp,
         old,
         adv,
         mask,
         ref_logp=ref,
+        token_weights=weights,
         max_completion_length=GOLDEN["max_completion_length"],
         **ROWS[row],
     )
@@ -89,11 +92,14 @@ def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     )
 
 
-# row -> what it is called in TRL: the trainer, and the settings that its loss reads
-OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
-    "sapo": ("GRPOTrainer", {"loss_type": "sapo"}),
-    "gmpo": ("GMPOTrainer", {"epsilon_low": 0.4, "epsilon_high": 0.4}),
-    "gmpo eps.2 beta.04": ("GMPOTrainer", {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04}),
+# row -> the settings that the loss of TRL's GRPOTrainer reads
+OF_TRL: dict[str, dict[str, Any]] = {
+    "grpo opm .05": {
+        "loss_type": "grpo",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "off_policy_mask_threshold": 0.05,
+    }
 }
 
 
@@ -103,10 +109,8 @@ def trl_result(row: str) -> dict[str, Any]:
     The trainer is not set up: its loss reads a few attributes, and log-probs that are given here.
     """
     from trl import GRPOTrainer
-    from trl.experimental.gmpo import GMPOTrainer
 
-    name, settings = OF_TRL[row]
-    trainer = object.__new__({"GRPOTrainer": GRPOTrainer, "GMPOTrainer": GMPOTrainer}[name])
+    trainer = object.__new__(GRPOTrainer)
     logp, old, ref, adv, mask = (x.detach().float() for x in golden_inputs())
     logp.requires_grad_()
     vars(trainer).update(
@@ -120,11 +124,13 @@ def trl_result(row: str) -> dict[str, Any]:
             "_entropy_bonus_enabled": False,
             "current_gradient_accumulation_steps": 1,
             "model": SimpleNamespace(training=True),
-            "args": SimpleNamespace(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05),
+            "args": SimpleNamespace(
+                sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, delta=None
+            ),
             "accelerator": SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
             "_metrics": {"train": defaultdict(list)},
             "_get_per_token_logps_and_entropies": lambda *_, **__: (logp, logp.detach(), None),
-            **settings,
+            **OF_TRL[row],
         }
     )
     ids = torch.zeros(mask.shape, dtype=torch.int64)
@@ -147,18 +153,104 @@ def test_the_golden_numbers_are_those_of_the_trl_that_is_installed(row: str) -> 
     assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_token_that_has_become_impossible_leaves_the_gradient_of_gmpo_finite(
-    advantage: float,
-) -> None:
-    logp = torch.tensor([[-0.5, -1000.0]], requires_grad=True)
-    adv = torch.tensor([advantage])
-    old, mask = torch.full((1, 2), -0.5), torch.ones(1, 2, dtype=torch.bool)
-    value, _ = policy_loss(logp, old, adv, mask, loss="gmpo")
-    value.backward()
-    assert value.isfinite() and logp.grad is not None and logp.grad.isfinite().all()
-    # with A > 0 the product has a factor of almost 0, with A < 0 one that is bounded from below
-    assert (logp.grad[0, 0].abs() < 1e-15) == (advantage > 0)
+CAP = 1.2
+# row -> what TRL calls it
+MODES: dict[str, dict[str, Any]] = {
+    "token-truncate": {"mode": "token_truncate"},
+    "token-mask": {"mode": "token_mask"},
+    "icepop": {"mode": "token_mask", "clip_min": 0.5},
+    "sequence-truncate": {"mode": "sequence_truncate"},
+    "sequence-mask": {"mode": "sequence_mask"},
+}
+WEIGHTS = [1.0, 0.3, 2.0]
+NAN = math.nan
+PARTS = [  # [P, G, K]: equal rewards in a group, and one that does not concern a group
+    [[1, 0.0, NAN], [0, 0.0, NAN], [0, 0.0, NAN], [1, 0.0, NAN]],
+    [[0, 2.5, 1.0], [0, 1.0, 0.0], [0, 2.5, 0.0], [0, 3.0, 0.0]],
+    [[1, 7.0, -1], [1, 7.0, 2.0], [1, 7.0, 3.0], [0, 7.0, -2]],
+]
+
+
+def gap_inputs() -> tuple[torch.Tensor, ...]:
+    """Log-probs of the trainer and of the sampler, and the mask. Some ratios are below 1/2."""
+    _, old, ref, _, mask = golden_inputs()
+    return old, 2 * ref - old, mask
+
+
+def trl_rollout(**settings: Any) -> dict[str, torch.Tensor]:
+    """Ratios and advantages, by the rollout of the TRL that is installed, which samples nothing."""
+    from trl import GRPOTrainer
+
+    class Trainer(GRPOTrainer):
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    trainer = object.__new__(Trainer)
+    old, drawn, mask = (x.float().repeat(len(PARTS), 1) for x in gap_inputs())
+    rows = [row[:n] for row, n in zip(drawn.tolist(), mask.sum(-1).int().tolist(), strict=True)]
+    vars(trainer).update(
+        {
+            "model": Mock(training=True, is_gradient_checkpointing=False),
+            "accelerator": Mock(device="cpu", gather=lambda x: x, process_index=0),
+            "use_vllm": True,
+            "vllm_importance_sampling_correction": True,
+            "beta": 0.0,
+            "num_iterations": 1,
+            "num_generations": len(PARTS[0]),
+            "_tokenizer": Mock(pad_token_id=0),
+            "args": Mock(gradient_accumulation_steps=1, steps_per_generation=1, report_to=[]),
+            "reward_funcs": [None] * len(WEIGHTS),
+            "reward_func_names": ["a", "b", "c"],
+            "reward_weights": torch.tensor(WEIGHTS),
+            "multi_objective_aggregation": "normalize_then_sum",
+            "_metrics": {"train": defaultdict(list)},
+            "_logs": defaultdict(list, rewards=defaultdict(list)),
+            "_pending_extra_logs": {},
+            "_pending_metrics": {},
+            "_generate": lambda prompts: (
+                [[1]] * len(prompts),
+                [[1] * len(row) for row in rows],
+                None,
+                prompts,
+                rows,
+                {},
+                None,
+                None,
+            ),
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (old, None, None),
+            "_calculate_rewards": lambda *_: torch.tensor(PARTS).flatten(0, 1),
+            **settings,
+        }
+    )
+    return trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+
+
+@pytest.mark.peer
+def test_the_corrections_and_the_advantages_are_those_of_the_trl_that_is_installed() -> None:
+    made: dict[str, Any] = {}
+    for row, names in MODES.items():
+        given = {f"vllm_importance_sampling_{name}": x for name, x in names.items()}
+        given["vllm_importance_sampling_clip_max"] = CAP
+        found = trl_rollout(**given)
+        made[row] = found["importance_sampling_ratio"][:4].expand(4, 3).tolist()
+    check_golden("rollout", "corrections", made)
+    check_golden("rollout", "gdpo", found["advantages"].tolist())
+
+
+@pytest.mark.parametrize("row", MODES)
+def test_the_correction_of_the_sampler_gap_is_that_of_trl(row: str) -> None:
+    old, drawn, mask = gap_inputs()
+    expected = torch.tensor(golden("rollout")["corrections"][row], dtype=torch.float64)
+    found = sampler_weights(row, CAP, old + 1, old, drawn, old[:, 0], mask)
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-6, atol=0)
+    assert MODES.keys() == SAMPLER_CORRECTIONS.keys() - {"deepseek"}
+
+
+def test_decoupled_advantages_are_those_of_trl() -> None:
+    parts = dict(zip("abc", torch.tensor(PARTS, dtype=torch.float64).unbind(-1), strict=True))
+    expected = torch.tensor(golden("rollout")["gdpo"], dtype=torch.float64).view(3, 4)
+    found = advantages(decoupled(parts, dict(zip("abc", WEIGHTS, strict=True))), scale="batch")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -193,38 +285,17 @@ def test_nll_is_the_mean_negative_log_probability_of_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "bnpo"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_micro_batches_add_up_to_the_whole_batch(loss: str, size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    logp, old, ref = (
-        -torch.rand(4, 3, 5, dtype=torch.float64, generator=generator) for _ in range(3)
+def test_losses_and_metrics_of_micro_batches_add_up(loss: str) -> None:
+    """Gradients too: tests/test_invariance.py."""
+    logp, old, ref, adv, mask = golden_inputs()
+    options = {"loss": loss, "kl_coef": 0.1, "normalizer": LossNormalizer.of(mask)}
+    whole, *parts = (
+        policy_loss(logp[x], old[x], adv[x], mask[x], ref_logp=ref[x], **options)
+        for x in (slice(None), slice(1), slice(1, 3), slice(3, None))
     )
-    adv = torch.randn(4, 3, dtype=torch.float64, generator=generator)
-    mask = torch.arange(5) < torch.randint(1, 6, (4, 3, 1), generator=generator)
-    options = {"loss": loss, "kl_coef": 0.1, "max_completion_length": 5}
-    whole = logp.clone().requires_grad_()
-    total, total_metrics = policy_loss(whole, old, adv, mask, ref_logp=ref, **options)
-    total.backward()
-    pieces = logp.clone().requires_grad_()
-    losses, metrics = [], []
-    for a in range(0, 4, size):
-        cut = slice(a, a + size)
-        part, found = policy_loss(
-            pieces[cut],
-            old[cut],
-            adv[cut],
-            mask[cut],
-            ref_logp=ref[cut],
-            normalizer=LossNormalizer.of(mask),
-            **options,
-        )
-        part.backward()
-        losses.append(part.item())
-        metrics.append(found)
-    torch.testing.assert_close(pieces.grad, whole.grad, rtol=1e-10, atol=1e-14)
-    assert sum(losses) == pytest.approx(total.item(), rel=1e-10)
-    for name, value in total_metrics.items():
-        assert sum(m[name].item() for m in metrics) == pytest.approx(value.item(), rel=1e-10)
+    torch.testing.assert_close(sum(value for value, _ in parts), whole[0])
+    for name, value in whole[1].items():
+        torch.testing.assert_close(sum(metrics[name] for _, metrics in parts), value)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -311,32 +382,20 @@ def test_k1_off_the_rewards_has_the_exact_on_policy_gradient() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_sampler_correction_is_the_truncated_ratio_of_trainer_and_sampler_and_spares_the_kl() -> (
-    None
-):
-    logp = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
-    sampled = torch.tensor([[-1.5, -1.0, -3.0]])
-    weights = (logp.detach() - sampled).exp().clamp(max=2.0)
-    torch.testing.assert_close(weights, torch.tensor([[math.exp(0.5), math.exp(-1.0), 2.0]]))
-    mask, ref = torch.tensor([[True, True, True]]), torch.tensor([[-1.2, -1.0, -0.7]])
-    options = {"ref_logp": ref, "kl_coef": 0.3, "loss": "dapo"}
-    adv = torch.tensor([1.5])
-    loss, _ = policy_loss(logp, None, adv, mask, token_weights=weights, **options)
+def test_token_weights_spare_the_kl() -> None:
+    logp = torch.tensor([[-1.0, -2.0, -0.5]])
+    weights, ref = torch.tensor([[1.5, 0.4, 2.0]]), torch.tensor([[-1.2, -1.0, -0.7]])
+    given = {"ref_logp": ref, "kl_coef": 0.3, "loss": "dapo", "token_weights": weights}
+    loss, _ = policy_loss(logp, None, torch.tensor([1.5]), logp < 0, **given)
     kl = (ref - logp).exp() - (ref - logp) - 1
     torch.testing.assert_close(loss, (-1.5 * weights + 0.3 * kl).mean())
-    unweighted, _ = policy_loss(logp, None, adv, mask, token_weights=torch.ones(1, 3), **options)
-    torch.testing.assert_close(unweighted, policy_loss(logp, None, adv, mask, **options)[0])
 
 
-def test_rewards_1_0_0_1_have_centred_advantages_half() -> None:
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_rewards_1_0_0_1_have_centred_advantages_half(scale: str) -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    torch.testing.assert_close(
-        advantages(rewards, scale="none"), torch.tensor([[0.5, -0.5, -0.5, 0.5]])
-    )
-    std = rewards.std()
-    torch.testing.assert_close(
-        advantages(rewards), torch.tensor([[0.5, -0.5, -0.5, 0.5]]) / (std + 1e-4)
-    )
+    expected = (rewards - 0.5) / (1 if scale == "none" else rewards.std() + 1e-4)
+    torch.testing.assert_close(advantages(rewards, scale=scale), expected)
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
@@ -428,6 +487,7 @@ def test_the_settings_name_every_loss_and_kl_estimator() -> None:
     assert list(LOSS_NAMES) == list(LOSSES)
     assert set(get_args(fields["kl"].annotation)) == {*KL_ESTIMATORS, KL_IN_REWARD}
     assert set(get_args(fields["scale"].annotation)) == {"auto", *SCALES}
+    assert set(get_args(fields["sampler_correction"].annotation)) == {"none", *SAMPLER_CORRECTIONS}
 
 
 def test_advantages_have_no_gradient() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -67,7 +68,7 @@ def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple
     for place, completion, predicted in one_by_one(model, c, temperature):
         n = len(completion)
         logp[(*place, slice(n))] = predicted.gather(1, completion[:, None])[:, 0]
-        entropy[(*place, slice(n))] = -(predicted.detach().exp() * predicted.detach()).sum(-1)
+        entropy[(*place, slice(n))] = -(predicted.exp() * predicted).sum(-1)
     return logp.where(c.completion_mask, 0), entropy.where(c.completion_mask, 0)
 
 
@@ -101,9 +102,9 @@ def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
     expected, entropy = naive(model, c, 0.7)
     gradients = torch.autograd.grad((expected * weights).sum(), parameters)
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
-    for chunked, checkpoints in ((False, None), (True, recompute)):
+    for chunked, run_block in ((False, operator.call), (True, recompute)):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        model.recompute_block = checkpoints
+        model.run_block = run_block
         for build in PACKINGS.values():
             packing = build(c)
             logp, found_entropy = model(packing, 0.7)
@@ -193,11 +194,10 @@ def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
 
 def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:
     """Or CUDA's attention would copy it in every layer; and all layers share one."""
-    visible = torch.rand(3, 1, 5, 13, generator=torch.Generator().manual_seed(0)) > 0.5
-    rows = torch.zeros(3, 5, dtype=torch.int64)
-    part = CompletionRows(rows, rows, visible)
+    last = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(0))
+    part = CompletionRows(last, torch.zeros(3, 13, dtype=torch.int64), last)
     mask = part._mask(torch.float64, 3)
-    repeated = visible.repeat(1, 1, 3, 1)
+    repeated = torch.arange(13) <= last.repeat(1, 3)[:, None, :, None]
     assert torch.equal(mask == 0, repeated) and torch.equal(mask == -torch.inf, ~repeated)
     assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
     assert part._mask(torch.float64, 3) is mask
@@ -207,7 +207,7 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
     one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)
     value = one.clone().requires_grad_()
-    part = CompletionRows(rows, rows, torch.ones(512, 1, 1, 1, dtype=torch.bool))
+    part = CompletionRows(rows, rows, last=rows)
     part.attend(one, one, value).sum().backward()
     assert value.grad is not None and value.grad.item() == 512
 
@@ -269,7 +269,9 @@ def test_chunks_have_the_log_probs_and_gradients_of_all_at_once(
         logp, entropy = token_logprobs(hidden, head, targets, temperature)
         return logp, entropy, *torch.autograd.grad((logp * weights).sum(), inputs)
 
-    expected = run()
+    logps = (hidden @ head.T / temperature).log_softmax(-1)
+    logp, entropy = logps[range(37), targets], -(logps.exp() * logps).sum(-1)
+    expected = logp, entropy, *torch.autograd.grad((logp * weights).sum(), inputs)
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", chunk)
     monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1})
     torch.testing.assert_close(run(), expected, **CLOSE)

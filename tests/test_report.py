@@ -1,7 +1,6 @@
 """The page of `minigrpo report`: what it draws, and that nothing in a run can leave its place."""
 
 import io
-import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,11 +13,11 @@ import pytest
 from minigrpo.config import Config
 from minigrpo.runtime.stats import wilson
 from minigrpo.tools import cli
-from minigrpo.tools.report import MOST_SAMPLES, changed_settings, figures_of
-from minigrpo.tools.runs import MOST_POINTS, Run, draw, read_run
+from minigrpo.tools.report import MOST_SAMPLES, figures_of
+from minigrpo.tools.runs import MOST_POINTS, Run, differing, draw, read_run
 
-from .test_compare import lines, write_run
-from .tiny import toml
+from .test_compare import write_run
+from .tiny import toml, write_jsonl
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}\ud800\x1b[2J"
@@ -48,7 +47,7 @@ def held_out(step: int, number: int, text: str) -> dict[str, Any]:
 
 def run_with_samples(folder: Path, records: list[dict[str, Any]]) -> Path:
     run = write_run(folder, [1, 0] * 20)
-    (run / "samples.jsonl").write_text(lines(records))
+    write_jsonl(run / "samples.jsonl", records)
     return run
 
 
@@ -74,9 +73,6 @@ class Parsed(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -88,10 +84,11 @@ class Parsed(HTMLParser):
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
-    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1})
+    said = [{"role": HOSTILE, "content": HOSTILE}, {"role": "tool", "content": "42 degrees"}]
+    odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1}, dialogue=said)
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
     metric = f"rewards/{HOSTILE.replace(chr(0xD800), '')}/mean"
-    (run / "metrics.jsonl").write_text(lines([{"step": 1, metric: 0.5}]))
+    write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5}])
     (run / "eval.jsonl").unlink()
     config = Config.of(group_size=8, task_args={"x": HOSTILE.replace("\ud800", "")})
     (run / "config.toml").write_text(toml(config))
@@ -102,7 +99,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     shown = "".join(page.text)
     assert "</script><script>alert(1)</script>" in shown
     assert "49" not in shown.partition("alert(2)")[2][:30]  # the template in the text is not run
-    assert "a<b>&" in shown
+    assert "a<b>&" in shown and "42 degrees" in shown
 
 
 def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
@@ -111,7 +108,7 @@ def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
     (run / "eval.jsonl").unlink()
     names = [f"rewards/{i}/mean" for i in range(3)]
     metrics = [{"step": i, **dict.fromkeys(names, i % 7)} for i in range(1, 5001)]
-    (run / "metrics.jsonl").write_text(lines(metrics))
+    write_jsonl(run / "metrics.jsonl", metrics)
     html = page_of(run)
     assert len(html) < 2e6
     page = Parsed(html)
@@ -126,12 +123,12 @@ def made_up(steps: int, name: str = "a", **series: Any) -> Run:
     records = [
         {"step": i + 1, **{key: float(x[i]) for key, x in series.items()}} for i in range(steps)
     ]
-    return Run(Path(name), Config(), records)
+    return Run(Path(name), Config(), records, [], {})
 
 
-def lines_of(*runs: Run, name: str = "reward", held_out: bool = False) -> list[np.ndarray]:
+def lines_of(*runs: Run) -> list[np.ndarray]:
     """`[n, 2]` places of the points of each line in the SVG."""
-    draw({run.name: [run] for run in runs}, name, out := io.StringIO(), held_out=held_out)
+    draw({run.name: [run] for run in runs}, "reward", out := io.StringIO())
     paths = re.findall(r'<g id="line2d_\d+">\s*<path d="([^"]+)" clip', out.getvalue())
     found = [np.array(re.findall(r"[ML] (\S+) (\S+)", path), dtype=float) for path in paths]
     return [line for line in found if len(line) > 2]
@@ -150,42 +147,21 @@ def test_a_metric_has_one_figure_and_one_that_is_always_0_has_none() -> None:
 
 
 def test_a_long_run_is_averaged() -> None:
-    noise = np.random.default_rng(0).normal(size=5000)
-    for steps, number in ((5000, MOST_POINTS), (50, 50)):
-        (points,) = lines_of(made_up(steps, reward=noise))
-        assert len(points) == number
-        assert (np.diff(points[:, 0]) > 0).all()
+    (points,) = lines_of(made_up(5000, reward=np.arange(5000) % 7))
+    assert len(points) == MOST_POINTS and (np.diff(points[:, 0]) > 0).all()
 
 
 def test_shares_have_the_intervals_of_wilson(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", [1, 0, 0, 0] * 10), print)
-    assert run.shares("exact_sampled") == {0: wilson(0.25, 40), 3: wilson(0.25, 40)}
-    assert run.shares("reward") == {}
+    assert run.shares == [wilson(0.25, 40), wilson(0.25, 40)]
+    assert run.curve("eval/exact_sampled") == {0: 0.25, 3: 0.25} and run.curve("reward")[3] == 1
 
 
 def test_several_runs_share_each_figure(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", [1, 0]), write_run(tmp_path / "b", [1, 1], group_size=8)
-    longer = made_up(6, "c", reward=range(6))
-    runs = [*(read_run(path, print) for path in (a, b)), longer]
+    runs = [read_run(a, print), read_run(b, print), made_up(6, "c", reward=range(6))]
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
-    assert ["group_size", "16", "16", "8", "16"] in changed_settings(runs)
-
-
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
-    run = tmp_path / "begun"
-    run.mkdir()
-    (run / "config.toml").write_text("")
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')
-    Parsed(page_of(run))
-
-
-def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", [1, 0])
-    odd = {"reward": "x", "entropy": [1], "kl": None, "loss": True, "grad_norm": 10**400}
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 4, **odd, "step_time": 2}) + "\n")
-    assert read_run(run, print).metrics[-1] == {"step": 4, "step_time": 2}
-    Parsed(page_of(run))
+    assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
 
 
 def test_without_matplotlib_the_command_ends_with_code_2(

@@ -8,7 +8,6 @@ tensor operation.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -17,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, learner, rewards, trainer
-from minigrpo.runtime.checkpoint import checkpoints, first_not_finite, load_checkpoint, newest
+from minigrpo.runtime.checkpoint import checkpoints, is_finite, load_checkpoint, newest
 from minigrpo.runtime.guard import Diverged, RunFailed
 
-from .tiny import TINY, tiny_chess_model
+from .steps import bits
+from .tiny import TINY, flags, tiny_chess_model, write_jsonl
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {**TINY, "eval_every": 4, "save_every": 1, "keep_last": 2, "max_steps": 6}
@@ -47,6 +48,11 @@ PLACES: dict[str, tuple[Any, str, bool]] = {
     "before a flush": (os, "fsync", False),
     "while files are removed": (os, "unlink", False),
 }
+SOLVED = """import minigrpo
+@minigrpo.reward(success=True)
+def solved(example, text):
+    return float(int(example.answer) < 4 or len(text) % 3 == 0)
+"""
 VARY = ("time", "memory/")  # metrics that begin with these, or are called step_time
 SLOWEST = 3.0  # seconds within which a process is killed at a random moment
 
@@ -57,14 +63,14 @@ def make(folder: Path, **changes: Any) -> Trainer:
     return Trainer(config, quiet=True)
 
 
-def bits(run: Trainer) -> str:
-    """sha256 of weights and optimizer state."""
-    digest = hashlib.sha256()
-    state = run.learner.state_dict()
-    for tensors in (state["model"], *state["optimizer"]["state"].values()):
-        for name in sorted(tensors):
-            digest.update(torch.as_tensor(tensors[name]).numpy().tobytes())
-    return digest.hexdigest()
+def resting(folder: Path) -> dict[str, Any]:
+    """Settings of a run with 7 questions, of which half are always right, and rest."""
+    (folder / "solved.py").write_text(SOLVED)
+    rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(8)]
+    data = write_jsonl(folder / "rows.jsonl", rows[:7])
+    held_out = write_jsonl(folder / "held_out.jsonl", rows[7:])
+    rewards = {"rewards": str(folder / "solved.py"), "rest_solved": 1}
+    return {"data": str(data), "eval_data": str(held_out), **rewards}
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -87,7 +93,7 @@ def result(folder: Path, run: Trainer) -> str:
 
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
-    run = make(folder, resume="auto")
+    run = make(folder, resume="auto", **resting(folder.parent))
     run.fit()
     (folder / "result").write_text(result(folder, run))
 
@@ -177,14 +183,40 @@ def test_killed_anywhere_and_resumed_a_run_has_the_same_bits_and_logs(
     subprocess.run(command, cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("changes", [{}, {"dynamic_sampling": 1}, {"rest_solved": 2}])
+def test_what_rests_is_known_after_a_resume(tmp_path: Path, changes: dict[str, Any]) -> None:
+    drawn = list[str]()
+
+    def watched(name: str, **more: Any) -> Trainer:
+        run = make(tmp_path / name, **{**resting(tmp_path), **changes, "max_steps": 8, **more})
+        take = run.source.examples.take
+
+        def noted(step: int) -> Any:
+            found = take(step)
+            drawn.extend(x.answer for x in found)
+            return found
+
+        run.source.examples.take = noted  # type: ignore[method-assign]
+        run.fit()
+        return run
+
+    calm = watched("calm")
+    expected, drawn = drawn, []
+    for stop in (3, 4, 0):
+        again = watched("run", stop_after=stop, resume="auto")
+    assert drawn == expected and result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
+    counts = Counter(expected)
+    always = sum(counts[str(n)] for n in range(4)) / 4
+    assert len(expected) == 32 and always < 32 / 7 < max(counts[str(n)] for n in range(4, 7))
+
+
 def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_it(
     tmp_path: Path,
 ) -> None:
     run, calm = tmp_path / "run", make(tmp_path / "calm", max_steps=300, eval_every=0)
     settings = {**OPTIONS, "max_steps": 300, "eval_every": 0, "model": tmp_path / "model"}
     settings |= {"out_dir": run, "reward_weights": "similarity=1", "save_every": 1000}
-    flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
-    command = [sys.executable, "train.py", *flags]
+    command = [sys.executable, "train.py", *flags(settings)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     log = run / "metrics.jsonl"
     while not (log.exists() and log.stat().st_size) and process.poll() is None:
@@ -198,22 +230,10 @@ def test_a_signal_ends_a_command_with_its_steps_saved_and_its_config_continues_i
     again = Trainer(config.replace(stop_after=step + 2), quiet=True)
     assert again.step == step and (run / "model.safetensors").exists()
     again.fit()
-    calm.log = calm.run_dir.open_log(0, calm.learner.state_dict())
+    calm.log = calm.run_dir.open_log(calm.learner.state_dict())
     while calm.step < step + 2:
         calm.one_step()
     assert bits(calm) == bits(again)
-
-
-def test_a_branch_goes_its_way_without_touching_the_run_it_came_from(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", keep_last=9)
-    run.fit()
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    branch = make(tmp_path / "branch", resume=str(tmp_path / "run" / "checkpoints" / "step_000003"))
-    assert branch.step == 3
-    branch.fit()
-    assert result(tmp_path / "branch", branch) == result(tmp_path / "run", run)
-    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert after == before
 
 
 def poison(run: Trainer, steps: set[int]) -> Trainer:
@@ -224,9 +244,7 @@ def poison(run: Trainer, steps: set[int]) -> Trainer:
     return run
 
 
-def test_skipped_steps_are_counted_across_a_resume_and_their_batches_are_kept(
-    tmp_path: Path,
-) -> None:
+def test_skipped_steps_are_counted_across_a_resume(tmp_path: Path) -> None:
     options = {"max_steps": 14, "num_iterations": 1}
     calm = poison(make(tmp_path / "calm", **options), {2, 3, 5, 6, 7})
     assert calm.fit()["skipped_steps"] == 5
@@ -234,17 +252,14 @@ def test_skipped_steps_are_counted_across_a_resume_and_their_batches_are_kept(
     again = poison(make(tmp_path / "run", **options, resume="auto"), {7})
     again.fit()
     assert result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
-    batches = sorted((tmp_path / "run" / "bad_batches").iterdir())
-    assert len(batches) == 5
-    assert len(torch.load(batches[0], weights_only=False).examples) == 4
 
 
 def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None:
     run = poison(make(tmp_path / "bad", num_iterations=1, max_steps=20), set(range(2, 20)))
     with pytest.raises(Diverged):
         run.fit()
-    saved = load_checkpoint(newest(tmp_path / "bad" / "checkpoints", pytest.fail))
-    assert saved["step"] == run.step == 8 and not first_not_finite(saved)
+    saved = load_checkpoint(newest(tmp_path / "bad", pytest.fail))
+    assert saved["step"] == run.step == 8 and is_finite(saved)
     huge = make(tmp_path / "huge", learning_rate=1e38, warmup_steps=0, kl_coef=0)
     with pytest.raises(RunFailed):
         huge.fit()
@@ -305,19 +320,13 @@ def test_an_error_in_one_of_two_processes_ends_both_with_the_steps_saved(tmp_pat
         "            raise TypeError('of rank 1')\n"
         "        return super().train(number)\n"
     )
-    settings = {
-        **OPTIONS,
-        "save_every": 100,
-        "max_steps": 40,
-        "model": tiny_chess_model(tmp_path / "model"),
-    }
+    settings = {**OPTIONS, "save_every": 100, "max_steps": 40, "reward_weights": "similarity=1"}
     settings |= {"task": tmp_path / "task.py", "out_dir": tmp_path / "run"}
-    settings |= {"reward_weights": "similarity=1"}
-    flags = [x for k, v in settings.items() for x in ("--" + k.replace("_", "-"), str(v))]
+    settings |= {"model": tiny_chess_model(tmp_path / "model")}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", "distributed_train.py", *flags]
+    command = [*launcher, "--nproc-per-node=2", "distributed_train.py", *flags(settings)]
     assert subprocess.run(command, cwd=ROOT, timeout=90).returncode != 0
-    saved = load_checkpoint(newest(tmp_path / "run" / "checkpoints", pytest.fail))
+    saved = load_checkpoint(newest(tmp_path / "run", pytest.fail))
     assert 0 < saved["step"] <= 18
 
 

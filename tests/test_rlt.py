@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,9 @@ def plain_logp(model: Transformer, prompt: list[int], ids: list[int]) -> Tensor:
     return logp.gather(1, torch.tensor(ids)[:, None])[:, 0].detach()
 
 
-class AllAtOnce:
-    """A backoff that has room for everything."""
-
-    def run(self, function: Any, total: int) -> Tensor:
-        return function(total)
-
-
 def student(tokenizer: Any = CHESS, model: Transformer = STUDENT) -> FrozenModel:
-    options: Any = {"name": "student", "backoff": AllAtOnce(), "autocast": nullcontext}
+    backoff = SimpleNamespace(run=lambda function, total: function(total))  # room for everything
+    options: Any = {"name": "student", "backoff": backoff, "autocast": nullcontext}
     return FrozenModel(model, tokenizer, packing=pack, **options)
 
 
@@ -107,17 +102,19 @@ def test_missing_tags_cost_one_in_each_term() -> None:
 def test_tags_are_found_however_they_are_split() -> None:
     assert not doctest.testmod(rlt).failed
     pieces = {  # with the tags, between them
-        ("a", "<think>", "b", "c", "</think>", "d"): ("011110", "001100"),
-        ("a<thi", "nk>b", "</", "think>d"): ("1111", "0000"),
-        ("<think>b</think>",): ("1", "0"),
-        ("<think>", "", "", "€", "</think>"): ("11111", "01110"),
-        ("<think>", "</think>", "<think>x</think>"): ("110", "000"),
-        ("<think>", "a"): ("00", "00"),
-        ("</think>", "<think>"): ("00", "00"),
+        ("a", "<think>", "b", "c", "</think>", "d"): ([1, 2, 3, 4], [2, 3]),
+        ("a<thi", "nk>b", "</", "think>d"): ([0, 1, 2, 3], []),
+        ("<think>b</think>",): ([0], []),
+        ("<think>", "", "", "€", "</think>"): ([0, 1, 2, 3, 4], [1, 2, 3]),
+        ("<think>", "</think>", "<think>x</think>"): ([0, 1], []),
+        ("<think>", "a"): ([], []),
+        ("</think>", "<think>"): ([], []),
     }
     for text, expected in pieces.items():
-        found = ["".join(map(str, row)) for row in find_span(text).int().tolist()]
-        assert tuple(found) == expected, text
+        shown, inside = find_span(text)
+        tokens = [*range(len(text))]
+        assert (tokens[shown], tokens[inside]) == expected, text
+        assert inside.stop >= shown.start  # or places in what is shown would be negative
 
 
 def test_another_vocabulary_is_refused() -> None:
@@ -131,31 +128,28 @@ def test_another_vocabulary_is_refused() -> None:
         RLT(0).score_tokens(batch)
 
 
-def test_lines_have_a_solution_or_gsm8ks_answer(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        '{"question": "48/2?", "answer": "48/2=<<48/2=24>>24"}\n'
-        '{"question": "1+1?", "solution": "two", "answer": "2"}\n'
-    )
-    task = RLT(0, (), [path], student="somebody")
+def test_lines_have_a_solution_or_gsm8ks_answer() -> None:
+    rows = [
+        {"question": "48/2?", "answer": "48/2=<<48/2=24>>24"},
+        {"question": "1+1?", "solution": "two", "answer": "2"},
+    ]
+    task = RLT(0, (), [rows], student="somebody")
     first, second = task.held_out(0), task.held_out(1)
     assert first.fields["solution"] == "48/2=24" and second.fields["solution"] == "two"
     assert "48/2=24" in first.prompt and "<<" not in first.prompt and first.answer == ""
     assert task.student == "somebody" and not task.speculate
     with pytest.raises(ConfigError):  # the shipped student knows nothing but additions
-        RLT(0, (), [path])
+        RLT(0, (), [rows])
 
 
 def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
     task = RLT(3)
-    train, held_out = ([get(i) for i in range(200)] for get in (task.train, task.held_out))
-    for example in (*train, *held_out):
+    for example in (get(i) for get in (task.train, task.held_out) for i in range(200)):
         a, b = example.fields["question"].split("+")
         solution, bits = example.fields["solution"], example.answer[7:-8]
         assert int(a) + int(b) == int(solution) and len(solution) == len(a) + 1 == 7
         columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)
         assert "".join(str(sum(map(int, column)) % 10) for column in columns) == solution
-        assert example.prompt == f"{a}+{b}\n<solution>{solution}</solution>\n"
 
 
 def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> None:

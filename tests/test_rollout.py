@@ -20,15 +20,13 @@ def test_overlong_punishment_is_dapos() -> None:
     """Nothing up to L - buffer, -1 at L, a straight line between (2503.14476, equation 13)."""
     lengths = torch.tensor([0, 60, 80, 90, 99, 100])
     expected = pytest.approx([0, 0, 0, -0.5, -0.95, -1])
-    assert overlong_punishment(lengths, 100, 20).tolist() == expected
+    assert overlong_punishment(lengths, 100).tolist() == expected
 
 
 def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> None:
     batches = {}
     for overlong in ("keep", "mask", "punish"):
-        trainer = make_trainer(
-            tmp_path / overlong, overlong=overlong, overlong_buffer=4, scale="none", kl_coef=0.0
-        )
+        trainer = make_trainer(tmp_path / overlong, overlong=overlong, scale="none", kl_coef=0.0)
         batches[overlong] = trainer.source.batch(0)
         stops = trainer.tokenizer.stops
         assert np.isfinite(trainer.learner.learn(batches[overlong], 0)["loss"])
@@ -45,7 +43,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     assert keep.rewards is not None and punish.rewards is not None
     assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
     lengths = keep.completions.completion_mask.sum(-1)
-    total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12, 4)
+    total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12)
     centred = total - total.mean(1, keepdim=True)
     torch.testing.assert_close(punish.advantages, centred, check_dtype=False)
     clipped = rollout_metrics(mask, stops)["completions/clipped_ratio"]
@@ -65,7 +63,7 @@ def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None
 
 def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
     """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
-    options: dict[str, Any] = {"sampler_correction": 2.0, "loss": "cispo", "top_k": 20}
+    options: dict[str, Any] = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c, learner = batch.completions, trainer.learner
@@ -86,7 +84,7 @@ def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
     examples = [trainers[0].task.train(i) for i in range(3)]
 
     def texts(number: int, step: int) -> Any:
-        return trainers[number].source.roll_out(examples, step).texts  # type: ignore[attr-defined]
+        return trainers[number].source.roll_out(examples, step).texts
 
     first = texts(0, 0)
     assert texts(0, 0) == first
@@ -148,3 +146,21 @@ def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
     assert torch.equal(shuffled(total[1:], examples[1:], seed=0, step=3), first[1:])
     for other in ({"seed": 1, "step": 3}, {"seed": 0, "step": 4}):
         assert not torch.equal(shuffled(total, examples, **other), first)
+
+
+def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) -> None:
+    options = {"reward_weights": {"similarity": 1.0, "length": -0.5}, "overlong": "punish"}
+    (tmp_path / "length.py").write_text(
+        "import minigrpo\n@minigrpo.reward\ndef length(example, text):\n    return len(text)\n"
+    )
+    options |= {"rewards": str(tmp_path / "length.py"), "aggregate": "normalize-then-sum"}
+    batch = make_trainer(tmp_path / "run", **options).source.batch(0)
+    assert batch.rewards is not None and batch.advantages is not None
+    total = overlong_punishment(batch.completions.completion_len, 12).double()
+    for name, weight in (("similarity", 1.0), ("length", -0.5)):
+        part = torch.from_numpy(batch.rewards.parts[name])
+        assert part.std(-1).min() > 0
+        centred = part - part.mean(-1, keepdim=True)
+        total += weight * centred / (part.std(-1, keepdim=True) + 1e-4)
+    expected = (total - total.mean(-1, keepdim=True)) / (total.std() + 1e-4)
+    torch.testing.assert_close(batch.advantages, expected, check_dtype=False, rtol=0, atol=1e-5)

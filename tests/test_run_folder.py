@@ -26,10 +26,10 @@ from minigrpo.config import Config
 from minigrpo.runtime import logging
 from minigrpo.runtime.checkpoint import (
     checkpoints,
-    first_not_finite,
     load_checkpoint,
     newest,
     save_checkpoint,
+    step_of,
     write_text,
 )
 from minigrpo.runtime.console import Console
@@ -49,19 +49,21 @@ class Learner:
     """Weights and moments that depend on all steps so far."""
 
     def __init__(self) -> None:
-        self.weight, self.moment = torch.arange(300) / 7, torch.zeros(300)
+        self.step, self.weight, self.moment = 0, torch.arange(300) / 7, torch.zeros(300)
 
-    def learn(self, step: int) -> None:
-        gradient = torch.from_numpy(stream(0, "gradient", step).random(300, dtype=np.float32))
-        self.moment = 0.9 * self.moment + gradient * self.weight.sin()
+    def learn(self) -> None:
+        draws = stream(0, "gradient", self.step).random(300, dtype=np.float32)
+        self.moment = 0.9 * self.moment + torch.from_numpy(draws) * self.weight.sin()
         self.weight = self.weight - 0.1 * self.moment
+        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         moments = {"state": {0: {"exp_avg": self.moment, "step": torch.tensor(1.0)}}, "lr": 0.1}
-        return {"model": {"w": self.weight}, "optimizer": moments}
+        return {"step": self.step, "model": {"w": self.weight}, "optimizer": moments}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.weight, self.moment = state["model"]["w"], state["optimizer"]["state"][0]["exp_avg"]
+        self.step, self.weight = state["step"], state["model"]["w"]
+        self.moment = state["optimizer"]["state"][0]["exp_avg"]
 
     @property
     def bits(self) -> bytes:
@@ -70,9 +72,9 @@ class Learner:
 
 def undisturbed() -> list[bytes]:
     learner, bits = Learner(), []
-    for step in range(LAST + 1):
+    for _ in range(LAST + 1):
         bits.append(learner.bits)
-        learner.learn(step)
+        learner.learn()
     return bits
 
 
@@ -83,34 +85,30 @@ class Run:
     """What the trainer does with the folder."""
 
     def __init__(self, folder: Path, resume: str = "auto", **changes: Any) -> None:
-        self.config = Config.of(
-            **{
-                "save_every": 99,
-                "keep_last": 2,
-                **changes,
-                "out_dir": str(folder),
-                "resume": resume,
-            }
-        )
+        settings = {"save_every": 99, "keep_last": 2, "resume": resume, **changes}
+        self.config = Config.of(**settings, out_dir=str(folder))
         self.learner, self.said = Learner(), list[str]()
         console = Console(quiet=True)
         console.warn = self.said.append  # type: ignore[method-assign]
         self.run_dir = RunDir(self.config, DistContext(), console)
 
     def start(self, **facts: Any) -> "Run":
-        self.step = self.run_dir.open(self.learner.load, {**FACTS, **facts})
-        self.log = self.run_dir.open_log(self.step, self.learner.state_dict())
+        self.run_dir.open(self.learner.load, {**FACTS, **facts})
+        self.log = self.run_dir.open_log(self.learner.state_dict())
         return self
+
+    @property
+    def step(self) -> int:
+        return self.learner.step
 
     def train(self, steps: int = 1) -> "Run":
         for _ in range(steps):
-            self.learner.learn(self.step)
-            self.step += 1
+            self.learner.learn()
             self.log.step(self.step, {"loss": float(self.learner.weight.sum())})
         return self
 
     def save(self, *, required: bool = True) -> "Run":
-        self.run_dir.save(self.step, self.learner.state_dict(), required=required)
+        self.run_dir.save(self.learner.state_dict(), required=required)
         return self
 
     def die(self) -> None:
@@ -378,7 +376,8 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.mkdir, (str(tmp_path / "owned"),)
 
-    path = save_checkpoint(tmp_path, 1, {"step": 1})
+    save_checkpoint(tmp_path, {"step": 1})
+    (path,) = checkpoints(tmp_path)
     evil = pickle.dumps({"model": Evil()}, protocol=2)
     (path / "state.pt").write_bytes(evil)
     digest = hashlib.sha256(evil).hexdigest()
@@ -390,30 +389,30 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"files": 3}', '{"files": {}}', "\x00"])
 def test_a_manifest_of_any_content_makes_no_whole_checkpoint(tmp_path: Path, manifest: str) -> None:
-    save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=2)
-    path, said = save_checkpoint(tmp_path, 2, {"step": 2}, keep_last=2), list[str]()
-    (path / "manifest.json").write_text(manifest)
+    said = list[str]()
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save_checkpoint(folder, {"step": step}, keep_last=2)
+    (folder / "step_000002" / "manifest.json").write_text(manifest)
     assert newest(tmp_path, said.append).name == "step_000001" and len(said) == 1
 
 
 @pytest.mark.parametrize(
-    ("state", "bad"),
+    "bad",
     [
-        ({"a": {0: [torch.ones(2), torch.tensor([1.0, np.nan])]}}, True),
-        ({"a": {"b": torch.full((2, 2), -np.inf, dtype=torch.bfloat16)}}, True),
-        ({"lr": float("inf"), "a": torch.ones(1)}, True),
-        ({"a": torch.full((9,), 3e38), "b": torch.empty(0), "c": torch.tensor([1])}, False),
+        {0: [torch.ones(2), torch.tensor([1.0, np.nan])]},
+        torch.full((2, 2), -np.inf, dtype=torch.bfloat16),
+        float("inf"),
     ],
 )
-def test_what_is_not_finite_is_never_saved(
-    tmp_path: Path, state: dict[str, Any], bad: bool
-) -> None:
+def test_what_is_not_finite_is_never_saved(tmp_path: Path, bad: Any) -> None:
     """Numbers whose squares overflow are finite."""
-    assert bool(first_not_finite(state)) == bad
-    if bad:
-        with pytest.raises(ValueError):
-            save_checkpoint(tmp_path, 1, state)
-        assert not any(tmp_path.iterdir())
+    good = {"step": 1, "a": torch.full((9,), 3e38), "b": torch.empty(0), "c": torch.tensor([1])}
+    with pytest.raises(ValueError):
+        save_checkpoint(tmp_path, {**good, "bad": bad})
+    assert not any(tmp_path.iterdir())
+    save_checkpoint(tmp_path, good)
+    assert len(checkpoints(tmp_path)) == 1
 
 
 def test_names_change_after_their_contents_are_on_the_disk_and_are_then_flushed_too(
@@ -436,30 +435,31 @@ def test_names_change_after_their_contents_are_on_the_disk_and_are_then_flushed_
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", checked)
-    save_checkpoint(tmp_path, 1, {"step": 1})
+    save_checkpoint(tmp_path, {"step": 1})
     write_text(tmp_path / "config.toml", "a = 1")
     assert len(flushed) >= 4 and not unflushed
 
 
-@pytest.mark.parametrize(("keep_last", "left"), [(1, [9]), (2, [7, 9]), (5, [1, 3, 5, 7, 9])])
-def test_the_newest_are_kept(tmp_path: Path, keep_last: int, left: list[int]) -> None:
-    for step in (1, 3, 5, 7, 9):
-        save_checkpoint(tmp_path, step, {"step": step}, keep_last=keep_last)
-    assert checkpoints(tmp_path) == [tmp_path / f"step_00000{step}" for step in left]
+@pytest.mark.parametrize("keep_last", [1, 2, 9])
+def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
+    for step in (1, 3, 5):
+        save_checkpoint(tmp_path, {"step": step}, keep_last=keep_last)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [1, 3, 5][-keep_last:]
 
 
 def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        save_checkpoint(tmp_path, step, {"step": step}, keep_last=9)
-    with full_disk(tmp_path, after=1):
-        save_checkpoint(tmp_path, 3, {"step": 3}, keep_last=9)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
-    damage(tmp_path / "step_000003" / "state.pt", "flip")
+        save_checkpoint(folder, {"step": step}, keep_last=9)
+    with full_disk(folder, after=1):
+        save_checkpoint(folder, {"step": 3}, keep_last=9)
+    assert [path.name for path in checkpoints(folder)] == ["step_000002", "step_000003"]
+    damage(folder / "step_000003" / "state.pt", "flip")
     with (
-        full_disk(tmp_path, after=1),
+        full_disk(folder, after=1),
         pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC),
     ):
-        save_checkpoint(tmp_path, 4, {"step": 4}, keep_last=9)
+        save_checkpoint(folder, {"step": 4}, keep_last=9)
     assert newest(tmp_path, lambda text: None).name == "step_000002"
 
 
@@ -571,11 +571,11 @@ def test_a_full_disk_ends_the_run_only_at_its_last_save(tmp_path: Path) -> None:
         run.save(required=False)
         with pytest.raises(RunFailed):
             run.save()
-        run.run_dir.save_here(run.step, run.learner.state_dict())
+        run.save(required=False)
         run.run_dir.write_summary({"step": 2})
     assert whole(tmp_path / "run") == [1] and not (tmp_path / "run" / "summary.json").exists()
     assert len(run.said) == 3
-    run.run_dir.save_here(run.step, run.learner.state_dict())
+    run.save(required=False)
     assert whole(tmp_path / "run") == [2]
 
 
@@ -583,9 +583,9 @@ def test_a_run_keeps_what_it_and_the_model_it_began_from_were_trained_on(tmp_pat
     hashes = np.arange(10, dtype=np.uint64)
     base = Run(tmp_path / "base", "")
     base.run_dir.open(base.learner.load, FACTS, (hashes[:4], hashes[4:]))
-    base.run_dir.open_log(0, {})
+    base.run_dir.open_log({"step": 0})
     run = Run(tmp_path / "run", "", model=str(tmp_path / "base"))
     run.run_dir.open(run.learner.load, FACTS, (hashes[6:8], hashes[:2]))
-    run.run_dir.open_log(0, {})
+    run.run_dir.open_log({"step": 0})
     assert trained_on(tmp_path / "run").tolist() == [0, 1, 2, 3, 6, 7]
     assert len(run.said) == 1 and not base.said and not len(trained_on(tmp_path))

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minigrpo.sandbox import client, run_tests
-from minigrpo.sandbox.worker import encode, frame, receive
+from minigrpo.sandbox.worker import frame, receive
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
@@ -31,11 +30,7 @@ HOSTILE = {
     "memory": "a = 'y' * 10**12",
     "large text": "def f(x): return 'y' * 10**7",
     "fills the disk": "for i in range(10**6): open(str(i), 'w').write('y' * 10**6)",
-    "patched assert": """
-import builtins
-builtins.AssertionError = type('AssertionError', (BaseException,), {})
-def f(x): assert False
-""",
+    "patched assert": "import builtins as b\nb.AssertionError = SystemExit\ndef f(x): assert False",
     "equals everything": """
 class Equal:
     def __eq__(self, other): return True
@@ -57,12 +52,8 @@ for name in ('all', 'any', 'isinstance', 'type', 'len', 'set', 'repr', 'compile'
     setattr(builtins, name, lambda *a, **k: True)
 def f(x): return 7
 """,
-    "patched json": """
-import json, os, sys
-json.dumps = lambda *a, **k: '["", [2]]'
-sys.modules.clear()
-def f(x): return 7
-""",
+    "patched json": "import json\njson.dumps = lambda *a, **k: '[2]'\ndef f(x): return 7",
+    "forgets the modules": "import sys\nsys.modules.clear()\ndef f(x): return 7",
     "writes to every descriptor": """
 import os
 for fd in range(64):
@@ -73,9 +64,9 @@ def f(x): return 7
 """,
     "answers without the key": """
 import os
-for answer in ('true', 'true', '2', '3', 'true'):  # the program, the setup, and TESTS
+for answer in ('null', '2', '3', 'null'):  # the program, and TESTS
     for fd in range(64):
-        try: os.write(fd, f'["list", [{answer}]]\\n'.encode() * 2)
+        try: os.write(fd, f'[{answer}]\\n'.encode() * 2)
         except OSError: pass
 def f(x): return 7
 """,
@@ -89,6 +80,14 @@ while frame:
     frame = frame.f_back
 texts += [x for x in gc.get_objects() if isinstance(x, str)]
 found = any('== 2' in x and 'assert f(' in x for x in texts)
+def f(x): return x + 1 if found else 7
+""",
+    "looks for the last answer": """
+import sys
+frame, found = sys._getframe(), False
+while frame:
+    found = found or any(x in (3, [3], b'[3]\\n') for x in frame.f_locals.values())
+    frame = frame.f_back
 def f(x): return x + 1 if found else 7
 """,
     "reads the memory": "open('/proc/self/mem', 'r+b')",
@@ -169,13 +168,10 @@ def f(x): threading.Event().wait()
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    client.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "PATIENCE_S", 60.0)  # other tests may use the cores
-        yield
-    client.close()
+@pytest.fixture(autouse=True)
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE_S", 60.0)  # other tests may use the cores
+    client._idle.clear()
 
 
 def children(pid: int) -> list[int]:
@@ -230,7 +226,6 @@ def test_code_that_does_not_end_keeps_the_verdicts_that_it_has() -> None:
 
 
 def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
-    client.close()
     client._idle.append(client.Worker())
     program = program_of(client._idle[0])
     stop = f"import os, time; os.kill({program}, 19); time.sleep(1.5); os.kill({program}, 18)"
@@ -249,41 +244,35 @@ PASSING = {  # code, and its tests
         "def f(x): return x",
         *(f"assert f({x}) == {x}" for x in ("None", "True", "1.5", "-1j", "'a\\ud800'", "b'b'")),
         *(f"assert f({x}) == {x}" for x in ("(1, [2])", "{1: (2,)}", "{3}", "[[], {}]", "2**70")),
-        "assert f(float('inf')) == float('inf')",
-        "assert f(float('nan')) != f(float('nan'))",
-        "assert f(frozenset([4, (5,)])) == {4, (5,)}",
-        "assert f({frozenset()}) == {frozenset()}",
+        *("assert f(float('inf')) == float('inf')", "assert f(float('nan')) != f(float('nan'))"),
+        *("assert f(frozenset([(5,)])) == {(5,)}", "assert f({frozenset()}) == {frozenset()}"),
         "assert f((1, 2)) != [1, 2] and f([1]) != (1,) and f(1) == True",
         "assert f(5) is not None and f(None) is None and 1 < f(2) < 3 and f(2) in (1, 2)",
     ),
-    "subclasses": (
+    "subclasses and views": (
         "from collections import *\nf = Counter\ng = namedtuple('G', 'a b')",
-        "assert f('aab') == {'a': 2, 'b': 1}",
-        "assert g(1, 2) == (1, 2)",
+        *("assert f('aab') == {'a': 2, 'b': 1}", "assert g(1, 2) == (1, 2)"),
+        "assert f('ab').keys() == {'a', 'b'}",
     ),
-    "views": ("def f(x): return x.keys()", "assert f({1: 2, 3: 4}) == {1, 3}"),
     "dates": (
         "from datetime import *\ndef f(x): return x + timedelta(1)",
         "assert f(date(2020, 2, 28)) == date(2020, 2, 28) + timedelta(1)",
     ),
     "the library on the right": (
         "import math\ndef f(x): return x ** 0.5",
-        "assert math.isclose(f(2), 1.4142135, rel_tol=1e-6)",
-        "assert f(4) == math.sqrt(4)",
-        "assert set([f(1)]) == set([1.0])",
-        "assert f(9) == sum([1, 2]) and not f(9) == max(1, 2)",
+        *("assert math.isclose(f(2), 1.4142135, rel_tol=1e-6)", "assert f(4) == math.sqrt(4)"),
+        *("assert set([f(1)]) == set([1.0])", "assert f(9) == sum([1, 2]) and f(9) < max(1, 4)"),
     ),
     "functions of the tests": (
         "def f(g, x): return g(x)",
-        "assert f(lambda x, y=1: x + y, 2) == 3",
-        "assert f(abs, -1) == 1",
+        *("assert f(lambda x, y=1: x + y, 2) == 3", "assert f(abs, -1) == 1"),
     ),
     "named like a builtin": ("def sum(a, b): return a * b", "assert sum(3, 5) == 15"),
-    "errors": (
-        "def f(x): raise ValueError",
-        "try: f(1)\nexcept ValueError: pass\nelse: assert False",
+    "errors and iterators": (
+        "def f(x):\n    yield x\n    raise ValueError",
+        "assert next(f(3)) == 3",
+        "try: list(f(1))\nexcept ValueError: pass\nelse: assert False",
     ),
-    "iterators": ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
     "state": (
         "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
         *("assert f() == 1", "assert f() == 2", "assert f() == 3 and f() == 4", "assert f() == 5"),
@@ -305,45 +294,22 @@ def test_right_code_passes() -> None:
         assert run_tests(code, tests) == [True] * len(tests), name
 
 
-def test_a_setup_runs_between_the_program_and_the_tests() -> None:
-    code = """
-class Node:
-    def __init__(self, x): self.x, self.left = x, None
-def f(node): return 1 + f(node.left) if node else 0
-"""
-    tests = ["assert (f(root)) == 2", "assert root.left.x == 2 and root.left.left is None"]
-    assert run_tests(code, tests, "root = Node(1)\nroot.left = Node(2)") == [True, True]
-
-
 # --- only right values pass -----------------------------------------------------------------------
 
 
 def test_a_program_cannot_change_what_it_is_compared_with() -> None:
-    code = """
-import builtins
-builtins.set = builtins.sorted = builtins.float = lambda *a: 7
-def f(x): return 7
-"""
-    tests = [
-        "assert f(1) == set([1])",
-        "assert f(1) == sorted([2, 1])",
-        "assert f(1) == float('inf')",
-        "assert f(1) != 7 or f(1) == 8",
-        "assert f(1) == 7",
-    ]
-    assert run_tests(code, tests) == [False] * 4 + [True]
+    code = "import builtins\nbuiltins.set = builtins.float = lambda *a: 7\ndef f(x): return 7"
+    tests = ["assert f(1) == set([1])", "assert f(1) == float('inf')", "assert f(1) != 7"]
+    assert run_tests(code, [*tests, "assert f(1) == 7"]) == [False, False, False, True]
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
+def test_what_a_test_prints_is_no_verdict() -> None:
+    for test in (
         "print('x' * 200_000, flush=True)",  # more than a pipe holds
         "import os; os.close(0); os.close(1); os.close(2)",
-    ],
-)
-def test_what_a_test_prints_is_no_verdict(test: str) -> None:
-    assert run_tests(RIGHT, [test, "assert f(1) == 3"]) == [True, False]
-    assert run_tests(RIGHT, ["assert f(1) == 2"], setup=test) == [True]
+    ):
+        assert run_tests(RIGHT, [test, "assert f(1) == 3"]) == [True, False]
+        assert run_tests(RIGHT, ["assert f(1) == 2"], setup=test) == [True]
 
 
 def test_a_test_that_is_not_python_or_raises_fails_alone() -> None:
@@ -361,21 +327,13 @@ def test_one_program_sees_nothing_of_another() -> None:
 def test_values_keep_their_types_and_others_are_refused() -> None:
     value = {(1, 2): [{3}, "x", 2**70, None, True, 1.0, {"a": ()}]}
     found = receive(io.BytesIO(frame(value)))
-    assert found == value and [type(x) for x in found[1, 2][2:]] == [
-        type(x) for x in value[1, 2][2:]
-    ]
-    for wrong in (
-        b"",
-        b"[",
-        b'["tuple", 1]',
-        b"[1, 2, 3]",
-        b'["set", [["list", []]]]',
-        b'["x", []]',
-    ):
+    assert found == value
+    assert [*map(type, found[1, 2][2:])] == [*map(type, value[1, 2][2:])]
+    for wrong in (b"", b"[", b'{"tuple": 1}', b"{}", b'{"frozenset": [[]]}', b'{"x": []}'):
         with pytest.raises((TypeError, ValueError, KeyError)):
             receive(io.BytesIO(wrong))
     with pytest.raises(TypeError):
-        encode([object()])
+        frame([object()])
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -390,8 +348,6 @@ def test_workers_that_were_killed_are_replaced_and_the_job_is_done() -> None:
 
 
 def test_threads_run_programs_side_by_side_without_mixing_them_up() -> None:
-    client.close()
-
     def check(number: int) -> list[bool]:
         code = f"import time\ntime.sleep(0.2)\ndef f(): return {number}"
         return run_tests(code, [f"assert f() == {number}", f"assert f() == {number + 1}"])
@@ -399,11 +355,9 @@ def test_threads_run_programs_side_by_side_without_mixing_them_up() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(check, range(8))) == [[True, False]] * 8
     assert len(client._idle) <= 4
-    client.close()
 
 
 def test_a_system_that_starts_no_worker_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    client.close()
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(OSError):
         run_tests(RIGHT, TESTS)

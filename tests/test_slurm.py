@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .tiny import TINY, tiny_chess_model
+from .tiny import TINY, flags, tiny_chess_model
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
@@ -52,9 +52,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
     model = tiny_chess_model(Path(env["SLURM_TEST"]) / "model")
     settings = {**TINY, "model": model, "device": "cpu", "reward_weights": "similarity=1"}
-    words = ["bash", str(SCRIPT)]
-    for name, value in {**settings, **changes}.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+    words = ["bash", str(SCRIPT), *flags({**settings, **changes})]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
 

@@ -124,37 +124,21 @@ def test_the_texts_of_tokens_have_whole_characters(tmp_path: Path, family: str) 
 
 # --- the files of a folder ------------------------------------------------------------------------
 
-START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-# tokenizer_config.json, other files -> end of text, stops, without the template's end of turn
-ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str | int]]] = {
-    "tokenizer": ({"eos_token": END}, {}, END, {END}),
-    "object": ({"eos_token": {"content": START}}, {}, START, {START}),
-    "config": ({}, {"config": {"eos_token_id": END}}, TEXT_END, {TEXT_END, END}),
-    "generation": (
-        {"eos_token": None},
-        {"generation_config": {"eos_token_id": [5000, START, 7]}},
-        TEXT_END,
-        {TEXT_END, START, 7},
-    ),
-}
+TEXT_END, START, END = tiny.CHATML
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path, name: str) -> None:
-    config, others, eot, stops = ENDS[name]
+def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
+    """Without a chat template, which may add an end of its turns."""
     ids = load(tmp_path).special
-    for file, content in others.items():
-        named = {
-            key: [ids.get(x, x) for x in value] if isinstance(value, list) else value
-            for key, value in content.items()
-        }
-        if isinstance(named.get("eos_token_id"), str):
-            named["eos_token_id"] = ids[named["eos_token_id"]]
-        (tmp_path / f"{file}.json").write_text(json.dumps(named))
-    tokenizer = load(tmp_path, template=None, **config)
-    expected = {ids.get(str(stop), stop) for stop in stops}
-    assert tokenizer.eot == tokenizer.turn_end == ids[eot]
-    assert tokenizer.stops == expected
+    for named, eot in ((END, END), ({"content": START}, START), (None, TEXT_END)):
+        tokenizer = load(tmp_path, template=None, eos_token=named)
+        assert tokenizer.eot == tokenizer.turn_end == ids[eot]
+        assert tokenizer.stops == {ids[eot]}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids[END]}))
+    several = json.dumps({"eos_token_id": [5000, ids[START], 7]})
+    (tmp_path / "generation_config.json").write_text(several)
+    tokenizer = load(tmp_path, template=None)
+    assert tokenizer.eot == ids[TEXT_END] and tokenizer.stops == {*map(ids.get, tiny.CHATML), 7}
     assert tokenizer.decode([7]) != ""  # an ordinary token is shown, even where it is a stop
 
 
@@ -167,16 +151,9 @@ def change(folder: Path, **values: Any) -> Tokenizer:
 
 def test_a_token_that_ends_texts_is_special_whatever_its_entry_says(tmp_path: Path) -> None:
     plain = load(tmp_path)
-    entries = [
-        {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), **entry}
-        for entry in (
-            {"id": number, "content": name, "special": False}
-            for name, number in plain.special.items()
-        )
-    ]
-    thinking = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"][3:]
+    entries = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": plain.special[END]}))
-    tokenizer = change(tmp_path, added_tokens=entries + thinking)
+    tokenizer = change(tmp_path, added_tokens=[{**entry, "special": False} for entry in entries])
     assert set(tokenizer.special) == {END, TEXT_END}
     assert tokenizer.encode(START) == [plain.special[START]]
     assert plain.special[END] not in tokenizer.encode(END)
@@ -185,14 +162,8 @@ def test_a_token_that_ends_texts_is_special_whatever_its_entry_says(tmp_path: Pa
 def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> None:
     ids = load(tmp_path).encode("one two three")
     limit = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    padding = {
-        "strategy": {"Fixed": 99},
-        "direction": "Left",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "x",
-    }
+    padding = dict.fromkeys(("pad_id", "pad_type_id"), 0) | {"pad_to_multiple_of": None}
+    padding |= {"strategy": {"Fixed": 99}, "direction": "Left", "pad_token": "x"}
     assert change(tmp_path, truncation=limit, padding=padding).encode("one two three") == ids
 
 
@@ -205,23 +176,16 @@ def test_a_fingerprint_is_that_of_the_vocabulary(tmp_path: Path) -> None:
     assert load(tmp_path / "c", "gpt2").fingerprint != first.fingerprint
 
 
-def _hole(found: dict[str, Any]) -> None:
-    found["model"]["vocab"]["x"] += 1000
-
-
-def _no_end(found: dict[str, Any]) -> None:
-    found["added_tokens"][0]["content"] = "<|other|>"
-
-
-@pytest.mark.parametrize("damage", [_hole, _no_end, dict.clear, None])
-def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path, damage: Any) -> None:
+def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:
     file = tiny.tiny_tokenizer_folder(tmp_path) / "tokenizer.json"
-    found = json.loads(file.read_text())
-    if damage:
-        damage(found)
-    file.write_text(json.dumps(found) if damage else file.read_text()[:1000])
-    with pytest.raises(ConfigError):
-        load_tokenizer(str(tmp_path))
+    whole = file.read_text()
+    hole, no_end = json.loads(whole), json.loads(whole)
+    hole["model"]["vocab"]["x"] += 1000
+    no_end["added_tokens"][0]["content"] = "<|other|>"
+    for damaged in (json.dumps(hole), json.dumps(no_end), whole[:1000]):
+        file.write_text(damaged)
+        with pytest.raises(ConfigError):
+            load_tokenizer(str(tmp_path))
 
 
 # --- prompts, answers, completions ----------------------------------------------------------------

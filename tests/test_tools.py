@@ -14,15 +14,18 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, Transformer
-from minigrpo.build import load_model
+from minigrpo.build import Parts
 from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.runtime.console import Console
 from minigrpo.runtime.guard import Diverged
-from minigrpo.runtime.run_dir import trained_on
+from minigrpo.runtime.run_dir import trained_on, warn_of_known_questions
+from minigrpo.runtime.stats import Graded
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
-from minigrpo.tools.evaluate import ModelArguments, parse, warn_of_known_questions
-from minigrpo.types import ConfigError
+from minigrpo.tools.evaluate import ModelArguments, parse
+from minigrpo.tools.sample import show
+from minigrpo.types import ConfigError, Dialogue, Example, RewardTable
 
 from . import tiny
 
@@ -69,6 +72,15 @@ def test_every_command_has_help() -> None:
     assert [call(command, "--help") for command in commands] == [0] * len(commands)
 
 
+def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every command fail with an error."""
+
+    def main(argv: list[str], prog: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_module", lambda name: SimpleNamespace(main=main))
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -80,10 +92,7 @@ def test_every_command_has_help() -> None:
 def test_an_error_is_one_printable_line_and_an_exit_code(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    def main(argv: list[str], prog: str) -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "_module", lambda name: SimpleNamespace(main=main))
+    fail_with(error, monkeypatch)
     assert call("report") == code
     printed = capfd.readouterr().err
     assert len(printed.splitlines()) == (code == 2)
@@ -94,10 +103,7 @@ def test_an_error_is_one_printable_line_and_an_exit_code(
 def test_a_bug_or_an_error_of_a_users_function_keeps_its_traceback(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def main(argv: list[str], prog: str) -> None:
-        raise error("bug")
-
-    monkeypatch.setattr(cli, "_module", lambda name: SimpleNamespace(main=main))
+    fail_with(error("bug"), monkeypatch)
     with pytest.raises(error):
         cli.main(["report"])
 
@@ -124,13 +130,11 @@ def test_misuse_exits_with_code_2(argv: list[str]) -> None:
 
 
 def test_a_run_that_diverges_exits_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Diverging:
-        def __init__(self, *args: Any, **options: Any) -> None: ...
+    def diverge(trainer: Any) -> None:
+        raise Diverged("the loss is not finite")
 
-        def fit(self) -> None:
-            raise Diverged("the loss is not finite")
-
-    monkeypatch.setattr(train, "Trainer", Diverging)
+    monkeypatch.setattr(train, "Trainer", lambda *args, **options: None)
+    monkeypatch.setattr(train, "fit", diverge)
     assert call("train") == 1
 
 
@@ -141,18 +145,14 @@ def config_of(*argv: object) -> Config:
     return parse(ModelArguments, [str(word) for word in argv], "prog")[1]
 
 
-def test_settings_are_those_of_the_run_unless_they_are_given(finished_run: Path) -> None:
-    own = config_of(finished_run)
+def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run: Path) -> None:
     saved = Config.from_toml(finished_run / "config.toml")
-    assert own == saved.replace(model=str(finished_run), device="auto")
+    own = saved.replace(model=str(finished_run), device="auto")
+    assert config_of(finished_run) == own
     other = config_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
-    assert (other.sampling.max_new_tokens, other.run.seed) == (9, 5)
-
-
-def test_settings_of_a_model_are_those_of_its_task() -> None:
-    assert config_of("shipped", "--task", "math") == Config.of(task="math")
-    found = config_of("a/b", "--data", "x", "--task", "math")
-    assert found == Config.of(task="math", data="x", model="a/b")
+    assert other == own.replace(max_new_tokens=9, seed=5)
+    found = config_of("shipped", "--data", "x", "--task", "math")
+    assert found == Config.of(task="math", data="x", tokenizer="chess")
 
 
 # --- evaluate -------------------------------------------------------------------------------------
@@ -182,19 +182,16 @@ def test_evaluate_takes_the_whole_file_of_data(finished_run: Path, tmp_path: Pat
     assert json.loads(out.read_text())["measures"]["n"]["value"] == 30
 
 
-def test_questions_that_the_model_was_trained_on_are_counted(
-    finished_run: Path, tmp_path: Path
-) -> None:
+def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> None:
     """Those of its run, whatever the file of questions is."""
-    file = questions(tmp_path / "train.jsonl", 40)
-    task = load_task("prompts", seed=0, data=str(file))
+    file = str(questions(tmp_path / "train.jsonl", 40))
+    task, whole = (load_task("prompts", seed=0, **{key: file}) for key in ("data", "eval_data"))
     assert task.questions is not None
-    whole = load_task("prompts", seed=0, eval_data=str(file))
     np.save(tmp_path / "trained_on.npy", task.questions[0])
     found: list[str] = []
-    warn_of_known_questions(str(tmp_path), task, found.append)
+    warn_of_known_questions(str(tmp_path), task.questions, found.append)
     assert found == []
-    warn_of_known_questions(str(tmp_path), whole, found.append)
+    warn_of_known_questions(str(tmp_path), whole.questions, found.append)
     assert len(found) == 1 and str(len(task.questions[0])) in found[0]
 
 
@@ -209,6 +206,14 @@ def test_samples_depend_on_the_seed_alone(
         assert call("sample", finished_run, "--examples", 2, "--n", 3, "--seed", seed) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]
+
+
+def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = Dialogue("end"), (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
+    text.messages = [{"role": role, "content": content} for role, content in said]
+    show(Console(), Graded([Example("ask")], [[text]], RewardTable(np.ones((1, 1)), {}), "reward"))
+    lines = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:4] == [*said]
 
 
 def test_a_prompt_is_a_users_message_unless_it_is_raw(
@@ -227,13 +232,16 @@ def test_a_prompt_is_a_users_message_unless_it_is_raw(
 # --- export ---------------------------------------------------------------------------------------
 
 
-def test_an_export_of_a_run_is_a_model_like_any_other(finished_run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "model"
-    assert call("export", finished_run, "--out", out) == 0
-    exported, own = Transformer.from_pretrained(out), load_model(str(finished_run))
-    assert torch.equal(exported.logits(IDS), own.logits(IDS))
+def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:
+    """A run without model file is read from its checkpoint."""
+    own, out = Parts(Config()).load(str(tiny_run)), tmp_path / "new" / "model"
+    (tiny_run / "model.safetensors").unlink()
+    assert call("export", tiny_run, "--out", out) == 0
+    assert torch.equal(Transformer.from_pretrained(out).logits(IDS), own.logits(IDS))
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [load_tokenizer("chess").eot]
+    shutil.rmtree(tiny_run / "checkpoints")
+    assert call("export", tiny_run, "--out", tmp_path / "again") == 2
 
 
 def test_an_export_has_the_tokenizer_of_its_model_and_all_tokens_that_end_a_text(
@@ -252,18 +260,11 @@ def test_an_export_has_the_tokenizer_of_its_model_and_all_tokens_that_end_a_text
     assert {*generation["eos_token_id"]} == own.stops
 
 
-@pytest.mark.parametrize("there", ["file", "folder", "model", "run"])
-def test_an_export_overwrites_nothing(tiny_run: Path, tmp_path: Path, there: str) -> None:
-    out = {"run": tiny_run}.get(there, tmp_path / "out")
-    if there == "file":
-        out.write_text("mine")
-    elif there == "folder":
-        out.mkdir()
-        (out / "notes.txt").write_text("mine")
-    elif there == "model":
-        assert call("export", tiny_run, "--out", out) == 0
+@pytest.mark.parametrize("name", ["tiny-run", "mine"])
+def test_an_export_overwrites_nothing(tiny_run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").write_text("mine")
     before = contents(tmp_path)
-    assert call("export", tiny_run, "--out", out) == 2
+    assert call("export", tiny_run, "--out", tmp_path / name) == 2
     assert contents(tmp_path) == before
 
 
@@ -282,22 +283,16 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_has_merged_adapters_and_what_they_were_trained_on(
     adapted: Path, tmp_path: Path
 ) -> None:
-    run, out = adapted / "run", tmp_path / "out"
+    """Adapters are those of the checkpoint, or of the files that a run leaves."""
+    run, out, without = adapted / "run", tmp_path / "out", tmp_path / "run"
     assert call("export", run, "--out", out) == 0
-    merged, own = Transformer.from_pretrained(out), load_model(str(run))
-    assert torch.equal(merged.logits(IDS), own.logits(IDS))
+    shutil.copytree(run, without, ignore=lambda folder, names: {"checkpoints"})
+    merged = Transformer.from_pretrained(out).logits(IDS)
+    assert torch.equal(merged, Parts(Config()).load(str(run)).logits(IDS))
+    assert torch.equal(merged, Parts(Config()).load(str(without)).logits(IDS))
     base = Transformer.from_pretrained(adapted / "model")
-    assert not torch.equal(merged.logits(IDS), base.logits(IDS))
+    assert not torch.equal(merged, base.logits(IDS))
     assert len(trained_on(out)) and np.array_equal(trained_on(out), trained_on(run))
-
-
-def test_adapters_without_checkpoints_are_those_of_the_checkpoint(
-    adapted: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(adapted / "run", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    again, own = (load_model(str(folder / "run")) for folder in (tmp_path, adapted))
-    assert torch.equal(again.logits(IDS), own.logits(IDS))
 
 
 @pytest.mark.peer
@@ -307,16 +302,7 @@ def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Pat
 
     run, out = adapted / "run", tmp_path / "out"
     assert call("export", run, "--out", out) == 0
-    expected = load_model(str(run)).logits(IDS)
+    expected = Parts(Config()).load(str(run)).logits(IDS)
     base = AutoModelForCausalLM.from_pretrained(adapted / "model")
     for peer in (AutoModelForCausalLM.from_pretrained(out), PeftModel.from_pretrained(base, run)):
         torch.testing.assert_close(peer(IDS).logits, expected, atol=0.1, rtol=1e-3)
-
-
-def test_a_run_without_model_file_is_read_from_its_checkpoint(
-    tiny_run: Path, tmp_path: Path
-) -> None:
-    (tiny_run / "model.safetensors").unlink()
-    assert call("export", tiny_run, "--out", tmp_path / "out") == 0
-    shutil.rmtree(tiny_run / "checkpoints")
-    assert call("export", tiny_run, "--out", tmp_path / "again") == 2

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,11 @@ TINY: dict[str, Any] = {
     "keep_last": 5,
     "reward_weights": {"similarity": 1.0},
 }
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as a command's arguments."""
+    return [x for name, v in settings.items() for x in ("--" + name.replace("_", "-"), str(v))]
 
 
 # --- golden values --------------------------------------------------------------------------------

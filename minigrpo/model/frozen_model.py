@@ -1,56 +1,43 @@
 """A model that is not trained, and is asked for the log-probs of completions.
 
-The reference of --kl-coef is one, and so is every model that a reward asks.
+The reference of --kl-coef is one, the teacher, and every model that a reward asks.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..types import Completions, ConfigError, Example
-from .encoding import encode_prompt
+from ..types import Completions, ConfigError, Example, RolloutBatch
+from .encoding import encode_prompt, messages_of, pad
 from .packing import Packing
 from .tokenizer import Tokenizer
 from .transformer import Transformer
 
 
+@dataclass(eq=False)
 class FrozenModel:
-    """Log-probs under frozen weights, in micro-batches that share prompts and groups.
+    """Log-probs under frozen weights, in micro-batches that share prompts and groups."""
 
-    `tokenizer` is its own, with its own chat template.
-    """
+    model: Transformer  # not trained here; a teacher may be trained elsewhere
+    tokenizer: Tokenizer  # its own, with its own chat template
+    packing: Callable[..., Packing]  # a value of PACKINGS
+    name: str  # in errors
+    # `run(function, total)` calls `function(size)` with as many of `total` prompts at a time as fit
+    backoff: Any
+    autocast: Callable[[], AbstractContextManager[object]]
+    # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
+    offload: bool = False
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        *,
-        packing: Callable[[Completions], Packing],
-        name: str,
-        backoff: Any,
-        autocast: Callable[[], AbstractContextManager[object]],
-        offload: bool = False,
-    ) -> None:
-        """`model` must not be trained elsewhere, except for adapters that are off in it.
-
-        Args:
-            packing: a value of PACKINGS.
-            name: how errors name it.
-            backoff: `run(function, total)` calls `function(size)` with as many of `total` prompts
-                at a time as fit into memory.
-            offload: keep the weights in host memory (pinned, with CUDA) between calls of `logp`.
-        """
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.device, self.packing = model.device, packing
-        if offload and self.device.type != "cpu":
-            self.model.to("cpu")
+    def __post_init__(self) -> None:
+        self.device = self.model.device
+        if self.offload and self.device.type == "cuda":  # others have no memory but the host's
             for parameter in self.model.parameters():
-                parameter.data = parameter.data.pin_memory()
-        self.backoff, self.autocast = backoff, autocast
+                parameter.data = parameter.data.cpu().pin_memory()
 
     @torch.no_grad()
     def logp(self, completions: Completions, temperature: float) -> Tensor:
@@ -58,27 +45,58 @@ class FrozenModel:
 
         Prompts and common beginnings of a group run once, as for the policy.
         """
-        lengths = completions.prompt_len + completions.completion_len.amax(-1)
-        longest = int(lengths.max()) - 1  # the last token predicts nothing
-        if longest > self.model.shape.context:  # no embedding, or one that was never trained
-            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
         weights = {
             name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()
         }
 
         def in_parts(size: int) -> Tensor:
             logps = []
-            for prompts in torch.arange(len(completions)).split(size):
-                packing = self.packing(completions.select(prompts)).to(self.device)
-                inputs = packing, temperature
+            for part in completions.split(size):
+                inputs = self._pack(part), temperature
                 with self.autocast():
                     logp, _ = functional_call(self.model, weights, inputs)
                 logps.append(logp.cpu())
             return torch.cat(logps)
 
-        logp: Tensor = self.backoff.run(in_parts, len(completions))
-        return logp
+        return self.backoff.run(in_parts, len(completions))
+
+    @torch.no_grad()
+    def predictors(self, completions: Completions) -> tuple[Tensor, Tensor]:
+        """What `Transformer.forward` takes as `other`, for the same completions."""
+        model = self.model.to(self.device)  # and there it stays: it is asked again and again
+        with self.autocast():
+            hidden, head = model.predictors(self._pack(completions))
+        return hidden, head.detach()
+
+    def _pack(self, completions: Completions) -> Packing:
+        lengths = completions.prompt_len + completions.completion_len.amax(-1)
+        longest = int(lengths.max()) - 1  # the last token predicts nothing
+        if longest > self.model.shape.context:  # no embedding, or one that was never trained
+            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
+        return self.packing(completions, self.device)
+
+    def reads(self, batch: RolloutBatch, field: str) -> Completions:
+        """A batch's completions, after prompts that have a field of the examples too; "": none."""
+        if not field:
+            return batch.completions
+        examples = [with_context(self.tokenizer, example, field) for example in batch.examples]
+        ids, lengths = pad([self.encode_prompt(example) for example in examples])
+        return replace(batch.completions, prompt_ids=ids, prompt_len=lengths)
 
     def encode_prompt(self, example: Example) -> list[int]:
         """The tokens of an example's prompt, or of its messages by the model's own template."""
         return encode_prompt(self.tokenizer, example)
+
+
+def with_context(tokenizer: Tokenizer, example: Example, field: str) -> Example:
+    """An example whose prompt has the text of one of its fields too, for --teacher-context.
+
+    The text follows the last message, after an empty line. A plain prompt follows the text, because
+    its end is where the completion goes on. Raises ConfigError for an example without the field.
+    """
+    if (text := example.fields.get(field)) is None:
+        raise ConfigError(f"--teacher-context: {example.prompt[:60]!r} has no {field}")
+    if not (messages := messages_of(tokenizer, example)):
+        return replace(example, prompt=f"{text}\n\n{example.prompt}")
+    last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{text}"}
+    return replace(example, messages=(*messages[:-1], last))

@@ -6,19 +6,20 @@ loading it anyway would give a model that runs but writes nonsense.
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..types import ConfigError
-from .shape import ModelShape, RopeScaling
+from .shape import ModelShape
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
 INDEX = "model.safetensors.index.json"  # which shard holds a tensor
@@ -36,59 +37,53 @@ def read_json(file: Path) -> dict[str, Any]:
 
 # --- families -------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of model. Those after Llama differ in their settings alone."""
-
-    architecture: str  # the class in transformers
-    names: tuple[tuple[str, str], ...] = (  # a pattern in a parameter's name here -> in files
-        (r"^wte\.", "model.embed_tokens."),
-        (r"^h\.", "model.layers."),
-        (r"\.attn\.", ".self_attn."),
-        (r"\.ln_1\.", ".input_layernorm."),
-        (r"\.ln_2\.", ".post_attention_layernorm."),
-        (r"^ln_f\.", "model.norm."),
-        (r"^head\.", "lm_head."),
-    )
-    prefix: str = ""  # that names in files may have
-    transposed: tuple[str, ...] = ()  # ends of names whose weights are stored as [in, out]
-
-    def stored_name(self, name: str) -> str:
-        """The name in files of a parameter here, without the prefix."""
-        for pattern, stored in self.names:
-            name = re.sub(pattern, stored, name)
-        return name
-
-
+# model_type in config.json -> the class in transformers; those after GPT-2 differ in settings alone
 FAMILIES = {
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        names=((r"^head\.", "lm_head."),),
-        prefix="transformer.",
-        transposed=("attn.c_attn.weight", "c_proj.weight", "mlp.c_fc.weight"),
-    ),
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM"),
-    "smollm3": Family("SmolLM3ForCausalLM"),
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
+# the parts of a parameter's name here -> in files, where they differ
+GPT2_NAMES = {"head": "lm_head"}
+LLAMA_NAMES = {
+    "wte": "model.embed_tokens",
+    "h": "model.layers",
+    "ln_1": "input_layernorm",
+    "attn": "self_attn",
+    "ln_2": "post_attention_layernorm",
+    "ln_f": "model.norm",
+    "head": "lm_head",
+}
+GPT2_PREFIX = "transformer."  # of names in files, but for the head's; it may be missing
+# ends of names whose weights are stored as [in, out]; only GPT-2 has them
+TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "mlp.c_fc.weight")
 # stored by older versions, and not needed
 BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
+
+
+def stored_name(shape: ModelShape, name: str) -> str:
+    """The name in files of a parameter here."""
+    names = GPT2_NAMES if shape.is_gpt2 else LLAMA_NAMES
+    return ".".join(names.get(part, part) for part in name.split("."))
+
 
 # --- config.json ----------------------------------------------------------------------------------
 
 # the fields of ModelShape -> their names in config.json
-GPT2_SIZES = {
+GPT2_FIELDS = {
     "vocab_size": "vocab_size",
     "context": "n_positions",
     "layers": "n_layer",
     "width": "n_embd",
     "heads": "n_head",
     "mlp_width": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "tied": "tie_word_embeddings",
 }
-LLAMA_SIZES = {
+LLAMA_FIELDS = {
     "vocab_size": "vocab_size",
     "context": "max_position_embeddings",
     "layers": "num_hidden_layers",
@@ -97,92 +92,71 @@ LLAMA_SIZES = {
     "mlp_width": "intermediate_size",
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tied": "tie_word_embeddings",
 }
-DERIVED = ("mlp_width", "kv_heads", "head_dim")  # may be missing
+SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
+# settings, and their values for which transformer.py computes the same; most may be missing
+SUPPORTED: dict[str, Sequence[object]] = {
+    "model_type": [*FAMILIES],
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "scale_attn_by_inverse_layer_idx": [False],
+    "rope_type": ("default", "llama3"),
+    "hidden_act": ["silu"],
+    "use_sliding_window": [False],
+}
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError."""
-    family = str(config.get("model_type"))
-    if family not in FAMILIES:
-        raise ConfigError(f"{CONFIG}: model_type {family} is not one of {', '.join(FAMILIES)}")
     try:
-        return _read_gpt2(config) if family == "gpt2" else _read_llama(config, family)
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{CONFIG}: malformed ({error!r})") from None
+        return _read_shape(config)
+    except Exception as error:  # a value may have any type
+        raise ConfigError(f"{CONFIG}: {type(error).__name__}: {error}") from None
 
 
-def _sizes(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    sizes = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
-    if min(size for ours, size in sizes.items() if size or ours not in DERIVED) < 1:
-        raise ConfigError(f"{CONFIG}: no model has these sizes: {sizes}")
-    return sizes
-
-
-def _require(config: Mapping[str, Any], name: str, *supported: object) -> None:
-    """Raise ConfigError unless a setting is missing or has a supported value."""
-    if name in config and config[name] not in supported:
-        raise ConfigError(f"{CONFIG}: {name} is {config[name]!r}, which is not supported")
-
-
-def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
-    _require(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-    _require(config, "scale_attn_by_inverse_layer_idx", False)
-    return ModelShape(
-        **_sizes(config, GPT2_SIZES),
-        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
-        tied=bool(config.get("tie_word_embeddings", True)),
-    )
-
-
-def _read_llama(config: Mapping[str, Any], family: str) -> ModelShape:
-    """Llama and its relatives; transformers 5 writes `rope_parameters`, version 4 two fields."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    config = {**config, "rope_type": rope.get("type", "default"), **rope}
-    _require(config, "rope_type", "default", "llama3")
-    _require(config, "hidden_act", "silu")
-    _require(config, "use_sliding_window", False)
+def _read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """transformers 5 writes `rope_parameters`, version 4 two fields."""
+    family = config["model_type"]
+    defaults = {
+        "layer_norm_epsilon": 1e-5,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 2e6 if family == "smollm3" else 1e4,
+        "tie_word_embeddings": family in ("gpt2", "smollm3"),
+    }
+    supported = dict(SUPPORTED)
     if family == "smollm3":  # every fourth layer does not rotate: see ModelShape.rotates
         layers = config["num_hidden_layers"]
-        _require(config, "no_rope_layers", None, ([1, 1, 1, 0] * layers)[:layers])
+        supported["no_rope_layers"] = None, ([1, 1, 1, 0] * layers)[:layers]
     if family == "mistral":  # it has a window, and no field that says whether it is used
-        _require(config, "sliding_window", None)
-    scaling = None
-    if config["rope_type"] == "llama3":
-        scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
-    return ModelShape(
-        **_sizes(config, LLAMA_SIZES),
-        family=family,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(config.get("rope_theta") or (2e6 if family == "smollm3" else 1e4)),
-        rope_scaling=scaling,
-        tied=bool(config.get("tie_word_embeddings", family == "smollm3")),
-    )
+        supported["sliding_window"] = [None]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    config = {**defaults, **config, "rope_type": rope.get("type", "default"), **rope}
+    for name, values in supported.items():
+        if name in config and config[name] not in values:
+            raise ValueError(f"{name} is {config[name]!r}, not {' or '.join(map(str, values))}")
+    names = GPT2_FIELDS if family == "gpt2" else LLAMA_FIELDS
+    found = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
+    scaling = rope if config["rope_type"] == "llama3" else None
+    return SHAPES.validate_python({**found, "family": family, "rope_scaling": scaling})
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:
     """The contents of config.json, in words that versions 4 and 5 of transformers read."""
-    sizes = GPT2_SIZES if shape.is_gpt2 else LLAMA_SIZES
+    names = GPT2_FIELDS if shape.is_gpt2 else LLAMA_FIELDS
     written = {
-        "architectures": [FAMILIES[shape.family].architecture],
+        "architectures": [FAMILIES[shape.family]],
         "model_type": shape.family,
-        **{theirs: getattr(shape, ours) for ours, theirs in sizes.items()},
-        "tie_word_embeddings": shape.tied,
+        **{theirs: getattr(shape, ours) for ours, theirs in names.items()},
         # some families have defaults beyond the vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     if shape.is_gpt2:
         # transformers would train with its default of 0.1
-        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-        return {**written, **dropout, "layer_norm_epsilon": shape.norm_eps}
-    scaling = shape.rope_scaling
-    return {
-        **written,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **asdict(scaling)} if scaling else None,
-        "sliding_window": None,
-    }
+        return {**written, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
+    scaling = shape.rope_scaling and {"rope_type": "llama3", **asdict(shape.rope_scaling)}
+    return {**written, "rope_scaling": scaling, "sliding_window": None}
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -191,15 +165,11 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
 def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
     """The shape of a model in a safetensors file or a folder, and its tensors by their names there.
 
-    The tensors are mapped into memory: a file is read where their values are used. A folder with a
-    config.json alone has none. Raises ConfigError.
+    A folder with a config.json alone has none. Raises ConfigError.
     """
     tensors: dict[str, Tensor] = {}
     for part in _weight_files(path / WEIGHTS if path.is_dir() else path):
-        try:
-            tensors |= load_file(part)
-        except SafetensorError as error:
-            raise ConfigError(f"{part}: {error}") from None
+        tensors |= read_tensors(part)[1]
     return read_model_shape(path), tensors
 
 
@@ -208,17 +178,23 @@ def read_model_shape(path: Path) -> ModelShape:
 
     The weights that config.json belongs to need not be there.
     """
-    file, header = path / WEIGHTS if path.is_dir() else path, dict[str, str]()
-    if file.is_file():
-        try:
-            with safe_open(file, framework="pt") as opened:
-                header = opened.metadata() or {}
-        except SafetensorError as error:
-            raise ConfigError(f"{file}: {error}") from None
-    if SHAPE not in header:
-        return read_shape(read_json(file.with_name(CONFIG)))
-    stored, known = json.loads(header[SHAPE]), {field.name for field in fields(ModelShape)}
-    return ModelShape(**{name: x for name, x in stored.items() if name in known})
+    file = path / WEIGHTS if path.is_dir() else path
+    header = read_tensors(file)[0] if file.is_file() else {}
+    if SHAPE in header:
+        return SHAPES.validate_json(header[SHAPE])
+    return read_shape(read_json(file.with_name(CONFIG)))
+
+
+def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header of a safetensors file, and its tensors. Raises ConfigError.
+
+    They are mapped into memory: the file is read where their values are used.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}, load_file(file)
+    except SafetensorError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def _weight_files(file: Path) -> list[Path]:
@@ -236,37 +212,26 @@ def _weight_files(file: Path) -> list[Path]:
 
 
 def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors of `read_model` into a Transformer.
+    """Make the tensors of `read_model` the weights of a Transformer, which may have been on `meta`.
 
     Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
     """
-    family, state = FAMILIES[model.shape.family], dict[str, Tensor]()
-    names = {family.stored_name(name): name for name in model.state_dict()}
-    for stored, tensor in tensors.items():
-        name = stored.removeprefix(family.prefix)
+    state: dict[str, Tensor] = {}
+    names = {stored_name(model.shape, name): name for name in model.state_dict()}
+    for stored, x in tensors.items():
+        name = stored.removeprefix(GPT2_PREFIX)
         if not BUFFERS.fullmatch(name):
-            transposed = name.endswith(family.transposed)
-            state[names.get(name, name)] = tensor.t() if transposed else tensor
+            state[names.get(name, name)] = x.t() if name.endswith(TRANSPOSED) else x
     head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state, assign=True)
     except RuntimeError as error:  # which may list thousands of names
         raise ConfigError(f"the weights do not fit config.json: {str(error)[:500]}") from None
     for name, parameter in model.named_parameters():
         if not all(bool(x.isfinite()) for x in parameter.aminmax()):
             raise ConfigError(f"{name} in the model's file has values that are not finite")
-
-
-def save_weights(model: Any, path: Path, header: Mapping[str, str] | None = None) -> None:
-    """Write a Transformer's weights as float32, by default with its shape in the header."""
-    family = FAMILIES[model.shape.family]
-    tensors = {
-        family.stored_name(name): x.t() if name.endswith(family.transposed) else x
-        for name, x in model.state_dict().items()
-    }
-    write_tensors(tensors, path, header or {SHAPE: json.dumps(asdict(model.shape))})
 
 
 def write_tensors(
@@ -287,7 +252,7 @@ def write_tensors(
 def save_model_folder(model: Any, folder: Path) -> None:
     """Write a Transformer as a folder that `from_pretrained` loads, transformers' and ours."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(model, folder / WEIGHTS, FOR_TRANSFORMERS)
+    model.save_pretrained(folder / WEIGHTS, FOR_TRANSFORMERS)
     (folder / CONFIG).write_text(json.dumps(write_config(model.shape), indent=1) + "\n")
 
 
@@ -319,6 +284,6 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     if weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")
-        if not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+        if not _weight_files(folder / WEIGHTS):
             raise ConfigError(f"{name}: has no safetensors, or they are not here")
     return folder

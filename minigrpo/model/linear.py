@@ -1,17 +1,47 @@
 """Linear layers whose frozen weights may be stored in a lower precision than their inputs."""
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# NF4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
+PAIRS = torch.cartesian_prod(NF4, NF4)  # [256, 2], the two numbers of a byte
+BLOCK = 64  # numbers with a common scale, or the largest part of that which divides a row
+
+
+def to_nf4(weight: Tensor) -> Tensor:
+    """A matrix `[out, in]` in 4.25 bits per number: `[out, blocks, 34]` uint8.
+
+    Of each block the 64 codes, two in a byte, and the scale, its largest magnitude as bfloat16.
+    """
+    blocks = weight.float().contiguous().unflatten(1, (-1, math.gcd(weight.shape[1], BLOCK)))
+    scale = blocks.abs().amax(-1, keepdim=True).bfloat16()
+    codes = torch.bucketize(blocks / scale, (NF4[1:] + NF4[:-1]).to(blocks) / 2)  # the nearest
+    pairs = codes[..., ::2] * len(NF4) + codes[..., 1::2]
+    return torch.cat([pairs.to(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+
+def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight as numbers of a type, however it is stored."""
+    if weight.is_floating_point():
+        return weight.to(dtype)
+    numbers = F.embedding(weight[..., :-2].int(), PAIRS.to(weight.device, dtype)).flatten(2)
+    return numbers.mul_(weight[..., -2:].view(torch.bfloat16)).flatten(1)
+
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed in the precision of its input or of autocast; not initialised."""
-
-    def reset_parameters(self) -> None:
-        """A Transformer initialises its weights, or loads them."""
+    """`nn.Linear`, computed in the precision of its input or of autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -19,8 +49,11 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`. A weight of another type than `x` must be frozen."""
-    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
+    kind = x.device.type
+    is_low = torch.is_autocast_enabled(kind)
+    if weight.dtype == x.dtype or (is_low and weight.is_floating_point()):
         return F.linear(x, weight, bias)
+    x = x.to(torch.get_autocast_dtype(kind)) if is_low else x
     out: Tensor = _FrozenWeight.apply(x, weight)
     return out if bias is None else out + bias.to(out.dtype)
 
@@ -36,9 +69,9 @@ class _FrozenWeight(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         assert not weight.requires_grad
         ctx.save_for_backward(weight)
-        return F.linear(x, weight.to(x.dtype))
+        return F.linear(x, dense(weight, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
-        return grad @ weight.to(grad.dtype), None
+        return grad @ dense(weight, grad.dtype), None

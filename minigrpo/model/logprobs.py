@@ -3,8 +3,8 @@
 The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 its
 error is 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
 
-The logits of M tokens are M * V floats, and autograd keeps several copies of them. Where they are
-many, they are computed in chunks, and again in the backward pass, so that at most two chunks exist.
+The logits of M tokens are M * V floats, and autograd would keep several copies of them. So they are
+computed in chunks, and again in the backward pass: at most two chunks exist.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import linear
+Other = tuple[Tensor, Tensor]  # the [M, D] hidden states and the [V, D] head of another model
 
 # Most logits in memory at once. On a CPU they should fit in its cache.
-MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
+MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26, "mps": 1 << 26}  # 16 and 256 MiB of float32
 # Fewest tokens per chunk: each chunk reads the whole output head and updates its whole gradient.
 SMALLEST_CHUNK = 128
 
@@ -35,8 +35,13 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, learn_entropy: bool = False
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    learn_entropy: bool = False,
+    other: Other | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probabilities of the next tokens, and the entropies of their distributions, in nats.
 
     Args:
@@ -44,28 +49,27 @@ def token_logprobs(
         head: `[V, D]`, the weights of the output head.
         targets: `[M]` int64, the next tokens.
         learn_entropy: whether the entropy has a gradient; otherwise it is only a metric.
+        other: a model without gradient. Then `learn_entropy` must be true.
 
     Returns:
-        `[M]` and `[M]`, float32 or wider.
+        `[M]` and `[M]`, float32 or wider; with `other` also KL(this model || other), `[M]`.
     """
     kind = hidden.device.type
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS[kind] // len(head))
-    if len(hidden) > chunk:
-        # autocast does not apply in a custom backward
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        inputs = hidden.to(low), head.to(low), targets, temperature, chunk, learn_entropy
-        return _Chunked.apply(*inputs)
-    logp = log_softmax(linear(hidden, head), temperature)
-    with torch.set_grad_enabled(learn_entropy and torch.is_grad_enabled()):
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], entropy
+    # autocast does not apply in a custom backward
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    settings = temperature, chunk, learn_entropy
+    other = other and (other[0].to(low), other[1].to(low))
+    return _Chunked.apply(hidden.to(low), head.to(low), targets, settings, other)
 
 
 class _Chunked(torch.autograd.Function):
     """`token_logprobs` chunk by chunk; the backward pass computes the logits again.
 
+    logp = log_softmax(hidden @ head.T / temperature)[target]
     d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature
-    d entropy / d (hidden @ head.T) = -softmax (log-softmax + entropy) / temperature
+    d sum(softmax u) / d (hidden @ head.T) = softmax (u - sum(softmax u)) / temperature
+        with u = -log-softmax for the entropy, log-softmax - log q for the KL
 
     Chunks share two buffers: a CPU's allocator was measured to reuse little of what they would
     free, and checkpointed chunks to take as much memory as no chunks at all.
@@ -77,53 +81,59 @@ class _Chunked(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         targets: Tensor,
-        temperature: float,
-        chunk: int,
-        learn_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        settings: tuple[float, int, bool],
+        other: Other | None,
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, head, targets)
-        ctx.learn_entropy = learn_entropy
-        ctx.temperature, ctx.chunk = temperature, chunk
-        logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
+        ctx.settings = temperature, chunk, learn_entropy = settings
+        ctx.other = other
+        logp, entropy, kl = at_least_fp32(hidden.new_empty(3, len(hidden)))
         for part, logits, logps in _logits_in_chunks(hidden, head, temperature, chunk):
             torch.log_softmax(logits, -1, out=logps)
             logp[part] = logps.gather(-1, targets[part, None])[:, 0]
+            if other:
+                log_q = log_softmax(other[0][part] @ other[1].t(), temperature)
+                kl[part] = (logps.exp() * (logps - log_q)).sum(-1)
             entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
         if not learn_entropy:
             ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        return (logp, entropy, kl) if other else (logp, entropy)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor, grad_entropy: Tensor, grad_kl: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         hidden, head, targets = ctx.saved_tensors
+        temperature, chunk, learn_entropy = ctx.settings
         learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
         grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
         grad_hidden = torch.empty_like(hidden)
-        chunks = _logits_in_chunks(hidden, head, ctx.temperature, ctx.chunk)
-        for part, logits, slope in chunks:
+        for part, logits, slope in _logits_in_chunks(hidden, head, temperature, chunk):
             torch.softmax(logits, -1, out=slope).neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
-            slope.mul_(grad[part, None] / ctx.temperature)
-            if ctx.learn_entropy:
-                terms = logits.log_softmax(-1)  # a third buffer; what follows is in place
-                probs = torch.exp(terms, out=logits)
-                minus_entropy = terms.mul_(probs).sum(-1, keepdim=True)
-                terms.addcmul_(probs, minus_entropy, value=-1)
-                slope.addcmul_(terms, grad_entropy[part, None], value=-1 / ctx.temperature)
+            slope.mul_(grad[part, None] / temperature)
+            if learn_entropy:
+                logps = logits.log_softmax(-1)  # a third buffer
+                probs, u = torch.exp(logps, out=logits), logps * -grad_entropy[part, None]
+                if grad_kl is not None:
+                    log_q = log_softmax(ctx.other[0][part] @ ctx.other[1].t(), temperature)
+                    u += grad_kl[part, None] * (logps - log_q)
+                u -= (probs * u).sum(-1, keepdim=True)
+                slope.addcmul_(probs, u, value=1 / temperature)
             low = slope.to(hidden.dtype)
-            torch.mm(low, head, out=grad_hidden[part])
+            grad_hidden[part] = low @ head
             if learns and low.dtype == grad_head.dtype:
                 grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
             elif learns:
                 grad_head += low.t() @ hidden[part]
-        return grad_hidden, grad_head.to(head.dtype) if learns else None, *[None] * 4
+        return grad_hidden, grad_head.to(head.dtype) if learns else None, None, None, None
 
 
 def _logits_in_chunks(
     hidden: Tensor, head: Tensor, temperature: float, chunk: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Which tokens, their logits, and a buffer of the same size."""
-    buffers = at_least_fp32(hidden.new_empty(2, chunk, len(head)))
+    buffers = at_least_fp32(hidden.new_empty(2, min(chunk, len(hidden)), len(head)))
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         logits, other = buffers[:, : len(hidden[part])]

@@ -13,13 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..types import ConfigError
-from .hf import FAMILIES, HUB_NAME, write_tensors
-from .linear import Linear, linear
-from .logprobs import at_least_fp32
+from .hf import GPT2_PREFIX, HUB_NAME, read_tensors, stored_name, write_tensors
+from .linear import Linear, dense, linear
 from .transformer import Transformer
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -30,19 +28,17 @@ class LoRALinear(Linear):
 
     def __init__(self, base: Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         """`base` gives its parameters to this layer. A is uniform in +-1 / sqrt(in), as in PEFT."""
-        size, has_bias = (base.in_features, base.out_features), base.bias is not None
-        super().__init__(*size, has_bias, device="meta")  # no memory for what is replaced
+        super().__init__(base.in_features, base.out_features, device="meta")  # takes no memory
         self.weight, self.bias = base.weight, base.bias
-        self.scale, self.enabled = alpha / rank, True
+        self.scale = alpha / rank
         bound = 1 / math.sqrt(base.in_features)
         drawn = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
-        wide = at_least_fp32(base.weight.new_zeros(base.out_features, rank))
-        self.lora_A = nn.Parameter(drawn.to(wide))
-        self.lora_B = nn.Parameter(wide)
+        self.lora_A = nn.Parameter(drawn)
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        if not self.enabled:
+        if self.scale == 0:
             return out
         return out + linear(linear(x, self.lora_A), self.lora_B) * self.scale
 
@@ -80,7 +76,7 @@ def layer_names(layers: Mapping[str, nn.Module]) -> list[str]:
 def disable_adapters(model: nn.Module) -> None:
     """Make a model compute what it computed before it got adapters."""
     for layer in adapters(model).values():
-        layer.enabled = False
+        layer.scale = 0.0
 
 
 @torch.no_grad()
@@ -89,34 +85,30 @@ def merge_adapters(model: Transformer) -> Transformer:
 
     Sums are in float64, so that all machines round them alike.
     """
+    for parameter in model.parameters():
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        parameter.data = dense(parameter.data, wide)
     for name, layer in adapters(model).items():
         plain = Linear(layer.in_features, layer.out_features, device="meta")
         change = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
         merged = (layer.weight.double() + change).to(layer.lora_A.dtype)
         plain.weight, plain.bias = nn.Parameter(merged), layer.bias
         model.set_submodule(name, plain)
-    for parameter in model.parameters():
-        parameter.data = at_least_fp32(parameter.data)
     return model.requires_grad_(True)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are not trained, by name; none without adapters."""
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
-
-
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """The part of the state dict that training changes: the adapters, or without them all of it."""
-    frozen = frozen_weights(model)
-    return {name: x for name, x in model.state_dict().items() if name not in frozen}
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a `trained_state`. Raises RuntimeError, which names the tensors that do not fit."""
-    model.load_state_dict({**frozen_weights(model), **state})
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    model.load_state_dict({**frozen, **state})
 
 
 # --- files of PEFT --------------------------------------------------------------------------------
@@ -124,9 +116,9 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def peft_names(model: Transformer) -> dict[str, str]:
     """The names of the adapters' tensors here -> in adapter_model.safetensors."""
-    family = FAMILIES[model.shape.family]
-    prefix = f"base_model.model.{family.prefix}"
-    return {name: f"{prefix}{family.stored_name(name)}.weight" for name in trained_state(model)}
+    prefix = f"base_model.model.{GPT2_PREFIX if model.shape.is_gpt2 else ''}"
+    names = trained_state(model)
+    return {name: f"{prefix}{stored_name(model.shape, name)}.weight" for name in names}
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
@@ -151,7 +143,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
         "r": len(first.lora_A),
         "lora_alpha": first.scale * len(first.lora_A),
         "target_modules": layer_names(layers),
-        "fan_in_fan_out": bool(FAMILIES[model.shape.family].transposed),
+        "fan_in_fan_out": model.shape.is_gpt2,
     }
     return {
         ADAPTER_FILE: partial(write_tensors, tensors),
@@ -161,5 +153,5 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
 
 def load_peft(model: Transformer, file: Path) -> None:
     """Load what `peft_files` wrote into a model with the same adapters."""
-    tensors = load_file(file)
+    _, tensors = read_tensors(file)
     load_trained(model, {name: tensors[stored] for name, stored in peft_names(model).items()})

@@ -45,23 +45,22 @@ the same predictions, and autograd sums their gradients.
 [[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 6, 7], [5, 8, 0], [9, 10, 0]]]
 
 Attention runs on padded rows. The prompts are causal rows. The tokens that a completion adds are
-the queries of another row, whose keys are the prompt and the whole completion. These rows are split
-by length if that saves padding: here into those that add two tokens, and those that add one.
+the queries of another row, whose keys are the prompt and the whole completion; `last` is the last
+key that each query attends to. These rows are split by length if that saves padding: here into
+those that add two tokens, and those that add one.
 
 >>> packing.causal_rows.tolist()
 [[0, 1, 2], [6, 7, 6]]
 >>> for part in packing.completion_rows:
-...     print(part.queries.tolist(), part.keys.tolist())
-[[3, 4], [8, 9]] [[0, 1, 2, 3, 4], [6, 7, 6, 8, 9]]
-[[5], [10]] [[0, 1, 2, 3, 5], [6, 7, 6, 10, 10]]
->>> packing.completion_rows[0].visible[1, 0].int().tolist()  # padding is the third key
-[[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
+...     print(part.queries.tolist(), part.keys.tolist(), part.last.tolist())
+[[3, 4], [8, 9]] [[0, 1, 2, 3, 4], [6, 7, 8, 9, 6]] [[3, 4], [2, 3]]
+[[5], [10]] [[0, 1, 2, 3, 5], [6, 7, 10, 6, 6]] [[4], [2]]
 >>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
 [0, 1, 2, 6, 7, 10, 3, 4, 8, 9, 11]
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -74,6 +73,9 @@ from .logprobs import at_least_fp32
 
 # Two attention calls replace one only if together they compute at most this share of its scores.
 SPLIT_AT = 0.8
+MOST_CUTS = 32  # how many splits of many rows are tried
+# the places of the tokens that a completion adds to the tree, and of its prompt and all its inputs
+AddedRow = tuple[Sequence[int], Sequence[int]]
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
@@ -96,26 +98,39 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
         mask: `[B, 1, R * T, T']`, 0 or -inf.
     """
     share = q.shape[1] // k.shape[1]
+    compute = plain_attention if q.device.type == "mps" else F.scaled_dot_product_attention
     if mask is None:
         k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return compute(q, k, v, is_causal=True)
     rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    return out.unflatten(2, (share, -1)).flatten(1, 2)
+    return compute(rows, k, v, attn_mask=mask).unflatten(2, (share, -1)).flatten(1, 2)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """F.scaled_dot_product_attention without torch's kernels, causal unless there is a mask.
+
+    On Apple GPUs these were wrong without an error: of transposed tensors, and of causal attention
+    in bfloat16 (pytorch/pytorch, issues 181133 and 195910).
+    """
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    mask = torch.full_like(scores, -torch.inf).triu(1) if attn_mask is None else attn_mask
+    return (scores + mask).softmax(-1) @ v
 
 
 @dataclass(frozen=True)
 class CompletionRows:
     """Attention of the tokens that completions add, as padded rows.
 
-    A row's keys include the shared prefix, which another row has added.
+    A row's keys include the shared prefix, which another row has added. They are in the order of
+    the text, so padding, on the right, is after the last key of every query.
     """
 
     queries: Tensor  # [C, T] places of packed tokens: C rows
-    keys: Tensor  # [C, Lp + I] places: of the prompt, then of the completion's I inputs
-    visible: Tensor  # [C, 1, T, Lp + I] bool: which keys each query may attend to
-    # `visible` as additive masks, by dtype and by how many query heads share a head of keys
-    masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
+    keys: Tensor  # [C, L] places: of the prompt and the completion's inputs
+    last: Tensor  # [C, T] up to which of the L keys each query attends
+    masks: list[Tensor] = field(default_factory=list, init=False)  # that of all layers, once run
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
@@ -126,20 +141,16 @@ class CompletionRows:
         return sdpa(rows_of(q, self.queries), k, v, mask=self._mask(q.dtype, share))
 
     def _mask(self, dtype: torch.dtype, share: int) -> Tensor:
-        """`visible` as 0 or -inf, for each of R queries of a key head: `[C, 1, R * T, Lp + I]`.
+        """0 up to a query's last key, then -inf, for R queries of a key head: `[C, 1, R * T, L]`.
 
         One mask for all layers; else autograd would keep one of each. Rows are padded in memory to
         a multiple of 8, because CUDA's attention would copy others.
         """
-        if (dtype, share) not in self.masks:
-            keys = self.visible.shape[-1]
-            hidden = ~F.pad(self.visible.repeat(1, 1, share, 1), (0, -keys % 8))
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self.masks[dtype, share] = mask.masked_fill_(hidden, -torch.inf)[..., :keys]
-        return self.masks[dtype, share]
-
-    def to(self, device: torch.device | str) -> "CompletionRows":
-        return CompletionRows(*(x.to(device) for x in (self.queries, self.keys, self.visible)))
+        if not self.masks:
+            keys, last = self.keys.shape[1], self.last.repeat(1, share)[:, None, :, None]
+            hidden = torch.arange(keys + -keys % 8, device=last.device) > last
+            self.masks.append(hidden.to(dtype).masked_fill_(hidden, -torch.inf)[..., :keys])
+        return self.masks[0]
 
 
 @dataclass(frozen=True)
@@ -164,29 +175,21 @@ class Packing:
         flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat.index_select(0, self.unpad)
 
-    def to(self, device: torch.device | str) -> "Packing":
-        rows = tuple(part.to(device) for part in self.completion_rows)
-        moved = {name: x.to(device) for name, x in vars(self).items() if name != "completion_rows"}
-        return replace(self, completion_rows=rows, **moved)
 
+def pack(
+    completions: Completions, device: torch.device | str = "cpu", share: bool = True
+) -> Packing:
+    """The packing `prefix-tree`, or without sharing `repeated`, on a device.
 
-@dataclass(frozen=True)
-class _AddedRow:
-    """The tokens that a completion adds to the tree."""
-
-    prompt: range  # places of its prompt
-    path: Sequence[int]  # places of its inputs, those that it shares with others included
-    num_new: int  # how many of them, at the end, it adds
-
-
-def pack(completions: Completions, share: bool = True) -> Packing:
-    """The packing `prefix-tree`, or without sharing `repeated`."""
+    Args:
+        completions: on the host.
+    """
     ids: list[int] = []  # of the packed tokens
     positions: list[int] = []
     child: dict[tuple[int, int], int] = {}  # (place, next token) -> place of that token
     predictions: dict[tuple[int, int], int] = {}  # (place, next token) -> number
-    causal: list[range] = []
-    added: list[_AddedRow] = []
+    causal: list[Sequence[int]] = []
+    added: list[AddedRow] = []
     mask, lengths = completions.completion_mask.numpy(), completions.completion_len.tolist()
     index = np.zeros(mask.shape, dtype=np.int64)
     prompts = zip(completions.prompt_ids.tolist(), completions.prompt_len.tolist(), strict=True)
@@ -197,94 +200,70 @@ def pack(completions: Completions, share: bool = True) -> Packing:
                 prompt = range(len(ids), len(ids) + prompt_len)
                 ids += prompt_ids[:prompt_len]
                 positions += range(prompt_len)
-            num_before, path = len(ids), [prompt[-1]]
-            for position, token in enumerate(completion[:-1], start=prompt_len):
+            num_before, path = len(ids), [*prompt]
+            for token in completion[:-1]:
                 place = child.setdefault((path[-1], token), len(ids))
                 if place == len(ids):  # a new node
                     ids.append(token)
-                    positions.append(position)
+                    positions.append(len(path))
                 path.append(place)
             for s in np.flatnonzero(mask[p, g]).tolist():
-                key = path[s], completion[s]
+                key = path[prompt_len - 1 + s], completion[s]
                 index[p, g, s] = predictions.setdefault(key, len(predictions))
             if not share:
-                causal.append(range(prompt[0], len(ids)))
+                causal.append(path)
             elif len(ids) > num_before:
-                added.append(_AddedRow(prompt, path[1:], len(ids) - num_before))
+                added.append((range(num_before, len(ids)), path))
         if share:
             causal.append(prompt)
     # if all completions are empty, the masked index still needs a valid entry
     sources, targets = zip(*predictions or [(0, 0)], strict=True)
-    causal_rows = _padded(causal)[0]
-    parts = [_completion_rows(part) for part in _split_by_length(added)]
-    return Packing(
-        ids=torch.tensor(ids),
-        positions=torch.tensor(positions),
-        sources=torch.tensor(sources),
-        targets=torch.tensor(targets),
-        index=torch.from_numpy(index),
-        mask=completions.completion_mask,
-        causal_rows=causal_rows,
-        completion_rows=tuple(parts),
-        unpad=_unpad(len(ids), [causal_rows, *(part.queries for part in parts)]),
-    )
+    depth, causal_rows, added_rows = np.array(positions), _padded(causal), []
+    for part in _split_by_length(added):
+        queries, keys = (_padded(rows) for rows in zip(*part, strict=True))
+        added_rows.append((queries, keys, depth[queries]))
+    # padding repeats the first token of its row, so the first place of a token is its own
+    places = [causal_rows.ravel(), *(queries.ravel() for queries, *_ in added_rows)]
+    with torch.device(device):
+        return Packing(
+            ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            sources=torch.tensor(sources),
+            targets=torch.tensor(targets),
+            index=torch.tensor(index),
+            mask=torch.tensor(mask),
+            causal_rows=torch.tensor(causal_rows),
+            completion_rows=tuple(CompletionRows(*map(torch.tensor, x)) for x in added_rows),
+            unpad=torch.tensor(np.unique(np.concatenate(places), return_index=True)[1]),
+        )
 
 
-PACKINGS: dict[str, Callable[[Completions], Packing]] = {
+PACKINGS: dict[str, Callable[..., Packing]] = {
     "repeated": partial(pack, share=False),
     "prefix-tree": pack,
 }
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Rows padded on the right with their first entry, `[C, T]`; and `[C]`, their lengths."""
+def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Rows padded on the right with their first entry, `[C, T]`."""
     width = max(map(len, rows))
-    padded = [[*row, *[row[0]] * (width - len(row))] for row in rows]
-    # NumPy reads nested lists several times as fast as torch
-    return torch.from_numpy(np.array(padded)), torch.tensor([len(row) for row in rows])
+    return np.array([[*row, *[row[0]] * (width - len(row))] for row in rows])
 
 
-def _unpad(num_tokens: int, padded: Sequence[Tensor]) -> Tensor:
-    """`[N]`, a place of each packed token in padded rows, flattened and concatenated.
-
-    Padding repeats the first token of its row, so the first place of a token is its own.
-    """
-    flat = torch.cat([rows.flatten() for rows in padded]).numpy()
-    unpad = np.empty(num_tokens, dtype=np.int64)
-    unpad[flat[::-1]] = np.arange(len(flat))[::-1]
-    return torch.from_numpy(unpad)
-
-
-def _completion_rows(added: Sequence[_AddedRow]) -> CompletionRows:
-    prompts, prompt_len = _padded([row.prompt for row in added])
-    paths, num_inputs = _padded([row.path for row in added])
-    queries, num_new = _padded([row.path[-row.num_new :] for row in added])
-    # a completion's column 0 follows its prompt; its first query is at this column
-    first = num_inputs - num_new
-    columns = first[:, None] + torch.arange(queries.shape[1])  # [C, T] of the queries
-    sees_prompt = (torch.arange(prompts.shape[1]) < prompt_len[:, None])[:, None]
-    sees_own = torch.arange(paths.shape[1]) <= columns[..., None]
-    visible = torch.cat([sees_prompt.expand(-1, queries.shape[1], -1), sees_own], dim=-1)
-    return CompletionRows(queries, torch.cat([prompts, paths], dim=1), visible[:, None])
-
-
-def _split_by_length(added: Sequence[_AddedRow]) -> list[Sequence[_AddedRow]]:
-    """Split rows into two sets of similar lengths, if that saves padding.
-
-    The cost of a set is the number of attention scores that it computes: rows * most tokens added *
-    (longest prompt + most inputs).
-    """
+def _split_by_length(added: list[AddedRow]) -> list[list[AddedRow]]:
+    """Split rows into two sets of similar lengths, if that saves padding."""
     if not added:
         return []
-    rows = sorted(added, key=lambda row: -row.num_new)
-    num_rows, num_new = np.arange(1, len(rows) + 1), np.array([row.num_new for row in rows])
-    inputs, width = np.array([len(row.path) for row in rows]), max(len(row.prompt) for row in rows)
-    # scores of the set rows[:i + 1], whose first row adds the most tokens
-    head = num_rows * num_new[0] * (width + np.maximum.accumulate(inputs))
-    # scores of the set rows[i:], in which row i adds the most tokens
-    tail = num_rows[::-1] * num_new * (width + np.maximum.accumulate(inputs[::-1])[::-1])
-    both = head[:-1] + tail[1:]
-    if not len(both) or both.min() > SPLIT_AT * head[-1]:
-        return [rows]
-    cut = int(both.argmin()) + 1
-    return [rows[:cut], rows[cut:]]
+    rows = sorted(added, key=lambda row: -len(row[0]))
+    best, fewest = [rows], SPLIT_AT * _num_scores(rows)
+    for cut in range(1, len(rows), 1 + len(rows) // MOST_CUTS):
+        parts = [rows[:cut], rows[cut:]]
+        if (number := sum(map(_num_scores, parts))) <= fewest:
+            best, fewest = parts, number
+    return best
+
+
+def _num_scores(rows: list[AddedRow]) -> int:
+    """The attention scores that a set of rows computes: rows * most queries * most keys."""
+    queries, keys = zip(*rows, strict=True)
+    return len(rows) * max(map(len, queries)) * max(map(len, keys))

@@ -1,7 +1,8 @@
 """What determines a Transformer's function: its family and its sizes, as plain data."""
 
-import math
 from dataclasses import dataclass
+
+from pydantic import NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -23,34 +24,31 @@ class RopeScaling:
 class ModelShape:
     """The family and the sizes of a decoder. A size of 0 follows from the others.
 
+    The types are those that pydantic demands of a file: see hf.py.
+
     GPT-2 has LayerNorm, learned positions, one projection for queries, keys and values, a GELU,
     and biases. The other families have RMSNorm, rotary positions, three projections and SwiGLU.
     """
 
-    vocab_size: int
-    context: int = 256  # number of positions
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
+    vocab_size: PositiveInt
+    context: PositiveInt = 256  # number of positions
+    layers: PositiveInt = 4
+    width: PositiveInt = 128
+    heads: PositiveInt = 4
     family: str = "gpt2"  # a row of FAMILIES in hf.py
-    kv_heads: int = 0  # grouped-query attention: query heads share these; 0: as many as heads
-    head_dim: int = 0  # 0: width / heads
-    mlp_width: int = 0  # 0: 4 * width; of SwiGLU, 8 / 3 * width rounded up to a multiple of 8
+    kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
+    head_dim: NonNegativeInt = 0  # 0: width / heads
+    mlp_width: NonNegativeInt = 0  # 0: 4 * width
     norm_eps: float = 1e-5
     rope_theta: float = 1e4  # base of the rotary positions
     rope_scaling: RopeScaling | None = None
     tied: bool = True  # the output head is the token embedding
 
     def __post_init__(self) -> None:
-        # SwiGLU has three matrices: with 2 / 3 of GPT-2's width, as many weights (arXiv 2002.05202)
-        mlp_width = 4 * self.width if self.is_gpt2 else 8 * math.ceil(self.width / 3)
-        scaling = self.rope_scaling
         derived = {
             "kv_heads": self.kv_heads or self.heads,
             "head_dim": self.head_dim or self.width // self.heads,
-            "mlp_width": self.mlp_width or mlp_width,
-            # from a checkpoint, which holds plain types
-            "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling,
+            "mlp_width": self.mlp_width or 4 * self.width,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -58,11 +56,6 @@ class ModelShape:
     @property
     def is_gpt2(self) -> bool:
         return self.family == "gpt2"
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether the query and the key of each head are normalised before they are rotated."""
-        return self.family == "qwen3"
 
     @property
     def kv_width(self) -> int:

@@ -92,10 +92,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, system: str = ""
     folder = folder.parent if folder.name == TOKENIZER else folder
     try:
         return _read(name, folder, chat_template, system)
-    except ConfigError:
-        raise
     except Exception as error:  # the package has no class of its own; values may have any type
-        raise ConfigError(f"--tokenizer {name}: {folder}: {error!r}") from None
+        raise ConfigError(f"--tokenizer {name}: {type(error).__name__}: {error}") from None
 
 
 def _read(name: str, folder: Path, chat_template: str | None, system: str) -> Tokenizer:
@@ -105,16 +103,16 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     texts = {number: text for text, number in engine.get_vocab().items()}
     if sorted(texts) != list(range(len(texts))):
         # a model could sample an id without a token, and would learn from what nobody sees
-        raise ConfigError(f"--tokenizer {name}: some ids below the largest have no token")
+        raise ValueError(f"{folder}: some ids below the largest have no token")
     settings = read_json(folder / TOKENIZER_CONFIG)
     named = {  # bos_token, eos_token, ...
         key: token["content"] if isinstance(token, dict) else token
         for key, token in settings.items()
         if key.endswith("_token") and isinstance(token, str | dict)
     }
-    ends = list[Any]()
-    for file in (GENERATION_CONFIG, CONFIG):
-        found = read_json(folder / file).get("eos_token_id")
+    ends: list[Any] = [engine.token_to_id(named.get("eos_token", END_OF_TEXT))]
+    for more in (GENERATION_CONFIG, CONFIG):
+        found = read_json(folder / more).get("eos_token_id")
         ends += found if isinstance(found, list) else [found]
     ends = [number for number in ends if number in texts]
     # a token that is named or ends a text is special, even if its entry does not say so
@@ -123,17 +121,18 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
     engine.add_special_tokens([text for text in control if text in texts.values()])
     added = engine.get_added_tokens_decoder()
     special = {token.content: number for number, token in added.items() if token.special}
-    if (named_end := engine.token_to_id(named.get("eos_token", END_OF_TEXT))) is not None:
-        ends.insert(0, named_end)
     if not ends:
-        raise ConfigError(f"--tokenizer {name}: no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
+        raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
 
-    source, where = _chat_template(folder, settings), f"the chat template of {name}"
-    if chat_template:
-        where = f"--chat-template {chat_template}"
-        source = Path(chat_template).read_text(encoding="utf-8-sig")  # some editors write a mark
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # of several
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    file = Path(chat_template or folder / CHAT_TEMPLATE)
+    if chat_template or file.is_file():
+        source = file.read_text(encoding="utf-8-sig")  # some editors write a mark
     if system and not source:
-        raise ConfigError(f"--system: --tokenizer {name} has no chat template (--chat-template)")
+        raise ValueError("--system needs a chat template, such as that of --chat-template")
+    where = f"the chat template of {chat_template or name}"
     chat = Chat(source, where, named, list(special), system) if source else None
     turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
     whole, plain = (engine.encode("a", add_special_tokens=on).ids for on in (True, False))
@@ -148,13 +147,3 @@ def _read(name: str, folder: Path, chat_template: str | None, system: str) -> To
         stops=frozenset({*ends, turn_end}),
         chat=chat,
     )
-
-
-def _chat_template(folder: Path, settings: Mapping[str, object]) -> str:
-    """A model's own chat template, or "". Of several, the one that is named default."""
-    if (folder / CHAT_TEMPLATE).is_file():
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    found = settings.get("chat_template") or ""
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default", "")
-    return str(found)

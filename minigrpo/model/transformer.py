@@ -6,8 +6,8 @@ decoder.py for decoding). So a training forward spends no linear layer on paddin
 tokens once. `ModelShape` says which variant of each part a model has.
 """
 
+import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -37,23 +37,21 @@ def attention(
     On a CPU, the backward pass of torch's attention was measured to take three times as long in
     bfloat16.
     """
-    on_cpu = q.device.type == "cpu"
-    with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
-        if on_cpu:
-            q, k, v = at_least_fp32(q), at_least_fp32(k), at_least_fp32(v)
+    with torch.autocast("cpu", enabled=False):
+        if q.device.type == "cpu":
+            q, k, v = (at_least_fp32(x) for x in (q, k, v))
         if rotate:
             q, k = rotate(q), rotate(k)
         return attend(q, k, v)
 
 
-def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotate:
+def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
     """A function that rotates `x [N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
 
     The first half of a head is rotated against the second half, as in Llama's files; in float32 or
-    wider, whatever `dtype` the model's weights have.
+    wider, whatever the model's precision.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.to(wide)[:, None, None] * frequencies(shape, positions.device)
+    angles = positions[:, None, None] * frequencies(shape, positions.device)
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [N, 1, E]
 
@@ -68,30 +66,23 @@ def rotation(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotate
 def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """Rotary frequencies `[E / 2]` float32, in radians per position."""
     numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
-    plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
-    if not (scaling := shape.rope_scaling):
-        return plain.to(device)
-    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (plain * share + plain / scaling.factor * (1 - share)).to(device)
+    found = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
+    if scaling := shape.rope_scaling:
+        turns = scaling.original_max_position_embeddings * found / (2 * torch.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        found = found * share + found / scaling.factor * (1 - share)
+    return found.to(device)
 
 
 # --- the parts of a block, with the names that parameters have in files ---------------------------
 
 
-class RMSNorm(nn.Module):
-    """Divide by the root mean square, in float32 or wider (arXiv 1910.07467)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+class RMSNorm(nn.RMSNorm):
+    """Divide by the root mean square, in the precision of the weights (arXiv 1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_fp32(x)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return super().forward(x.to(self.weight.dtype))
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
@@ -127,11 +118,9 @@ class LlamaProjections(nn.Module):
         self.k_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
         self.v_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
         self.o_proj = Linear(queries, shape.width, bias=False)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
-            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+        norm: type[nn.Module] = RMSNorm if shape.family == "qwen3" else nn.Identity
+        self.q_norm = norm(shape.head_dim, shape.norm_eps)  # of each head, before it is rotated
+        self.k_norm = norm(shape.head_dim, shape.norm_eps)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[N, D]` -> queries `[N, H, E]`, keys and values `[N, K, E]`."""
@@ -192,24 +181,20 @@ class Block(nn.Module):
 # --- the model ----------------------------------------------------------------------------------
 
 
-def _embedding(number: int, width: int) -> nn.Embedding:
-    """Without torch's own initialisation: a Transformer initialises its weights, or loads them."""
-    return nn.Embedding.from_pretrained(torch.empty(number, width), freeze=False)
-
-
 class Transformer(Weights):
     """A decoder with GPT-2's names for its parts; weights.py fills and saves it."""
 
     def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
-        """Random weights from `seed`; None leaves them uninitialised, for loading."""
-        super().__init__(shape, seed)
-        # set by device.py for gradient checkpointing: runs a block, recomputed in backward
-        self.recompute_block: Callable[..., Tensor] | None = None
-        self.wte = _embedding(shape.vocab_size, shape.width)
-        self.wpe = _embedding(shape.context, shape.width) if shape.is_gpt2 else None
-        self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.ln_f = make_norm(shape)
-        self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
+        """Random weights from `seed`; with None the model is on `meta`, without memory."""
+        super().__init__()
+        self.shape = shape
+        self.run_block: Callable[..., Tensor] = operator.call  # or with checkpoints: see device.py
+        with torch.device("meta"):  # where torch's own initialisation takes no time
+            self.wte = nn.Embedding(shape.vocab_size, shape.width)
+            self.wpe = nn.Embedding(shape.context, shape.width) if shape.is_gpt2 else None
+            self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+            self.ln_f = make_norm(shape)
+            self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
 
@@ -235,11 +220,10 @@ class Transformer(Weights):
         if self.wpe is not None:
             x = x + self.wpe(positions)
         else:
-            rotate = rotation(self.shape, positions, x.dtype)
-        recompute = self.recompute_block if torch.is_grad_enabled() else None
+            rotate = rotation(self.shape, positions)
         for layer, block in enumerate(self.h):
-            how = partial(attend, layer), rotate if self.shape.rotates(layer) else None
-            x = recompute(block, x, *how) if recompute else block(x, *how)
+            how = rotate if self.shape.rotates(layer) else None
+            x = self.run_block(block, x, partial(attend, layer), how)
         return self.ln_f(x)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -257,20 +241,29 @@ class Transformer(Weights):
         hidden = self.forward_hidden(ids.flatten(), positions.flatten(), attend)
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
+    def predictors(self, packing: Packing) -> tuple[Tensor, Tensor]:
+        """The hidden states `[M, D]` that predict a completion token, and the head `[V, D]`."""
+        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
+        return hidden.index_select(0, packing.sources), self.head_weight
+
     def forward(
-        self, packing: Packing, temperature: float = 1.0, learn_entropy: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        packing: Packing,
+        temperature: float = 1.0,
+        learn_entropy: bool = False,
+        other: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Log-probability of each completion token, and the entropy of its distribution.
 
         The output head runs only on the M packed tokens that predict a completion token.
 
+        Args:
+            learn_entropy: whether the entropy has a gradient.
+            other: `predictors` of a frozen model; then the KL to it is the third result.
+
         Returns:
-            Two tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked. The entropy has a
-            gradient if `learn_entropy`.
+            Tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked.
         """
-        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
-        hidden = hidden.index_select(0, packing.sources)
-        head, targets = self.head_weight, packing.targets
-        found = token_logprobs(hidden, head, targets, temperature, learn_entropy)
-        logp, entropy = (x[packing.index].where(packing.mask, 0) for x in found)
-        return logp, entropy
+        hidden, head = self.predictors(packing)
+        found = token_logprobs(hidden, head, packing.targets, temperature, learn_entropy, other)
+        return tuple(x[packing.index].where(packing.mask, 0) for x in found)

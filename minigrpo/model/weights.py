@@ -1,14 +1,17 @@
 """Where a model's weights come from, and where they go: random numbers, and files."""
 
+import json
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import nn
 
-from .hf import load_weights, read_model, save_weights
+from .hf import SHAPE, TRANSPOSED, load_weights, read_model, stored_name, write_tensors
+from .linear import to_nf4
 from .shape import ModelShape
 
 INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # started smaller
@@ -17,17 +20,15 @@ INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")  # starte
 class Weights(nn.Module):
     """What a Transformer does with its weights besides running them."""
 
+    shape: ModelShape
     wte: nn.Embedding
     wpe: nn.Embedding | None
     head: nn.Linear | None
 
-    def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
-        super().__init__()
-        self.shape = shape
-
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Fill with random weights."""
+        """Make room in the host's memory, and fill it with random weights."""
+        self.to_empty(device="cpu")
         # GPT-2's scheme for every family, with two departures. After 400 supervised steps of a
         # GPT-2 on chess, the loss is 37 nats per example with both, 75 with the first, 80 without.
         # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
@@ -39,6 +40,8 @@ class Weights(nn.Module):
             elif parameter.dim() == 2:
                 scale = 1 / math.sqrt(2 * shape.layers) if name.endswith(INTO_RESIDUAL) else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
+            else:
+                parameter.fill_(1.0)
         if self.wpe is None:
             return
         # 2. The learned positions start as sinusoids. A fixed offset is then a rotation of the
@@ -48,29 +51,32 @@ class Weights(nn.Module):
         self.wpe.weight.copy_(math.sqrt(2) * std * torch.cat([angles.sin(), angles.cos()], dim=1))
 
     @classmethod
-    def empty(cls, shape: ModelShape, device: torch.device | str = "cpu") -> Self:
-        """A model whose weights are uninitialised memory; on `meta`, without memory."""
-        with torch.device(device):
-            return cls(shape, seed=None)
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, matrices: torch.dtype | None = None, *, seed: int = 0
-    ) -> Self:
+    def from_pretrained(cls, path: str | Path, matrices: str = "float32", *, seed: int = 0) -> Self:
         """A model from a folder as Hugging Face writes it, or from one safetensors file.
 
-        Weights become float32, or matrices another type. A folder with a config.json alone is
-        random weights from `seed`.
+        A folder with a config.json alone is random weights from `seed`. `matrices`: see `store`.
         """
         shape, tensors = read_model(Path(path))
-        if not tensors:
-            return cls(shape, seed)
-        model = cls.empty(shape)
-        for parameter in model.parameters():
-            if matrices and parameter.dim() >= 2:
-                parameter.data = torch.empty_like(parameter, dtype=matrices)
-        load_weights(model, tensors)
+        model = cls(shape, None if tensors else seed)
+        if tensors:
+            load_weights(model, tensors)
+        model.store(matrices)
         return model
+
+    def store(self, matrices: str) -> None:
+        """Copy weights, one after the other, into float32, or matrices into bfloat16.
+
+        With `nf4` the linear layers of blocks become NF4, and are frozen; embeddings and the head
+        are bfloat16.
+        """
+        for name, parameter in self.named_parameters():
+            is_low = matrices != "float32" and parameter.dim() >= 2
+            if is_low and matrices == "nf4" and name.startswith("h."):
+                stored = to_nf4(parameter.requires_grad_(False))
+            else:
+                kind = torch.bfloat16 if is_low else torch.get_default_dtype()
+                stored = parameter.detach().to(kind, copy=True)
+            parameter.data = stored.contiguous()
 
     def trim_vocab(self, number: int) -> None:
         """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""
@@ -79,6 +85,14 @@ class Weights(nn.Module):
             if part is not None:
                 part.weight = nn.Parameter(part.weight.detach()[:number].clone())
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write a safetensors file that `from_pretrained` reads; a GPT-2's, Hugging Face's too."""
-        save_weights(self, Path(path))
+    def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
+        """Write a safetensors file in float32, which `from_pretrained` reads.
+
+        Args:
+            header: by default the shape, so that the file needs no config.json.
+        """
+        tensors = {
+            stored_name(self.shape, name): x.t() if name.endswith(TRANSPOSED) else x
+            for name, x in self.state_dict().items()
+        }
+        write_tensors(tensors, Path(path), header or {SHAPE: json.dumps(asdict(self.shape))})

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import tree_leaves
 
 from ..types import ConfigError
 
 State = dict[str, Any]
-STATE, MANIFEST = "state.pt", "manifest.json"
-ASIDE = ".partial_"  # what the name of an unfinished file or folder begins with
+STATE, MANIFEST, CHECKPOINTS = "state.pt", "manifest.json", "checkpoints"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,7 +34,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file, or make a folder, by what `write` puts into the path that it is given."""
-    aside = path.with_name(ASIDE + path.name)
+    aside = path.with_name(f".partial_{path.name}")
     try:
         write(aside)
         flush(aside)
@@ -60,15 +59,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def torch_save(path: Path, value: object) -> None:
-    """torch.save, which hides the system's error, such as a full disk, behind one of its own."""
-    with open(path, "wb") as file:
-        try:
-            torch.save(value, file)
-        except RuntimeError as error:
-            raise error.__context__ or error from None
-
-
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -88,26 +78,27 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step_*") if step_of(path) >= 0), key=step_of)
 
 
-def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int = 1) -> Path:
-    """Write a checkpoint, then keep the newest `keep_last` up to this step.
+def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
+    """Write the checkpoint of state["step"], then keep the newest `keep_last` up to it.
 
     With no room on the disk, but two older whole ones, the oldest of them is given up for it.
     Raises OSError for a full disk, and ValueError if a value is not finite; then nothing partial is
     left.
     """
-    if name := first_not_finite(state):
-        raise ValueError(f"{name} has values that are not finite")
-    target = folder / f"step_{step:06d}"
-    older = [path for path in checkpoints(folder) if step_of(path) < step]
-
-    for path in folder.glob(ASIDE + "step_*"):  # a process was killed while it wrote it
-        shutil.rmtree(path, ignore_errors=True)
+    if not is_finite(state):
+        raise ValueError("some values are not finite")
+    target = folder / f"step_{state['step']:06d}"
+    older = [path for path in checkpoints(folder) if step_of(path) < state["step"]]
 
     def write(aside: Path) -> None:
-        aside.mkdir(parents=True)
-        torch_save(aside / STATE, state)
+        aside.mkdir(parents=True, exist_ok=True)  # a process may have been killed at this step
+        with open(aside / STATE, "wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # of torch's own, which hides the system's
+                raise error.__context__ or error from None
         flush(aside / STATE)
-        manifest = {"step": step, "files": {STATE: sha256(aside / STATE)}}
+        manifest = {"step": state["step"], "files": {STATE: sha256(aside / STATE)}}
         write_text(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(target, ignore_errors=True)  # a damaged one
 
@@ -118,41 +109,39 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep_last: int = 1
         if error.errno not in NO_ROOM or len(whole) < 2:
             raise
         shutil.rmtree(whole[0])
-        return save_checkpoint(folder, step, state, keep_last=keep_last)
+        save_checkpoint(folder, state, keep_last=keep_last)
     for path in older[::-1][keep_last - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
-    return target
 
 
-def first_not_finite(state: State) -> str:
-    """The place of a tensor or number in a state that is NaN or infinite; "" if all are finite."""
-    for place, x in tree_leaves_with_path(state):
-        if isinstance(x, float | Tensor) and not torch.as_tensor(x).isfinite().all():
-            return keystr(place)
-    return ""
+def is_finite(state: State) -> bool:
+    """Whether no tensor or number in a state is NaN or infinite."""
+    numbers = (x for x in tree_leaves(state) if isinstance(x, float | Tensor))
+    return all(torch.as_tensor(x).isfinite().all() for x in numbers)
 
 
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint's manifest can be read and has the sha256 of its state."""
     try:
-        promised = json.loads((path / MANIFEST).read_bytes())["files"][STATE]
-        return bool(promised == sha256(path / STATE))
+        promised: str = json.loads((path / MANIFEST).read_bytes())["files"][STATE]
+        return promised == sha256(path / STATE)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
+def newest(path: Path, warn: Callable[[str], object]) -> Path:
+    """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one.
+
+    `warn` names those that are damaged. Raises ConfigError if there is none.
+    """
+    for found in [path] if step_of(path) >= 0 else checkpoints(path / CHECKPOINTS)[::-1]:
+        if is_whole(found):
+            return found
+        warn(f"{found}: missing or damaged, so it is no whole checkpoint")
+    raise ConfigError(f"{path}: has no whole checkpoint")
+
+
 def load_checkpoint(path: Path) -> State:
-    """The state in a checkpoint's folder, on the CPU. Raises ConfigError if it is not whole."""
-    if not is_whole(path):
-        raise ConfigError(f"{path}: not a whole checkpoint; it is missing or damaged")
+    """The state in the folder of a whole checkpoint, on the CPU."""
     state: State = torch.load(path / STATE, map_location="cpu", weights_only=True)
     return state
-
-
-def newest(folder: Path, warn: Callable[[str], object]) -> Path:
-    """The newest whole checkpoint; `warn` names those that are damaged."""
-    for path in checkpoints(folder)[::-1]:
-        if is_whole(path):
-            return path
-        warn(f"{path}: not a whole checkpoint; trying the one before it")
-    raise ConfigError(f"{folder}: has no whole checkpoint")

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any, TextIO
 
 from ..config import Config
+from ..defaults import Size
 from ..model.transformer import Transformer
 from ..task import Task
 from .stats import SAMPLED, Estimate, headline
@@ -24,15 +25,18 @@ class Console:
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
         self.quiet, self.rank = quiet or rank > 0, rank
         self.last_line = 0.0  # when the last line of progress was printed
-        self.recent: list[float] = []  # rewards or losses since then
+        self.since = list[float]()  # the reward or loss of each step since then
+        self.evaluations: dict[float, Mapping[str, Estimate]] = {}  # by step, with intervals
 
-    def say(self, text: str) -> None:
-        if not self.quiet:
-            _print(text, sys.stdout)
+    def say(self, text: str, stream: TextIO | None = None) -> None:
+        """Print a line, to stdout unless quiet. A closed terminal or pipe must not end a run."""
+        if stream or not self.quiet:
+            with suppress(OSError):
+                print(text, file=stream, flush=True)
 
     def warn(self, text: str) -> None:
         where = f" (rank {self.rank})" if self.rank else ""
-        _print(f"warning{where}: {text}", sys.stderr)
+        self.say(f"warning{where}: {text}", sys.stderr)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows under the names of their columns."""
@@ -54,13 +58,12 @@ class Console:
         processes: int,
     ) -> None:
         """Say what a step is, which layers are on, and what the reward is."""
-        group = f"{config.sampling.group_size} completions"
-        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        prompts, group = config.sampling.prompts_per_step, config.sampling.group_size
+        parameters = Size.of(Transformer(model.shape, seed=None)).parameters / 1e6
         self.say(
-            f"{config.loss.name}: {config.sampling.prompts_per_step} prompts x "
-            f"{'1 true answer' if config.supervised else group} per step, on "
-            f"{processes} x {model.device.type}; {parameters:.1f} M parameters; "
-            f"learning rate {config.optimizer.learning_rate:g}"
+            f"{config.loss.name}: {prompts} prompts x {1 if config.supervised else group} "
+            f"completions per step, on {processes} x {model.device.type}; "
+            f"{parameters:.1f} M parameters; learning rate {config.optimizer.learning_rate:g}"
         )
         self.defaults(config)
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}
@@ -73,36 +76,26 @@ class Console:
 
     def defaults(self, config: Config) -> None:
         """Say which values in force are those that the task or the model brings, and why."""
-        flat, parts = config.flat(), []
+        flat = config.flat()
         for why, brought in config.brought().items():
             if same := [f"{name} {x}" for name, x in brought.items() if flat[name] == x]:
-                parts.append(f"{', '.join(same)} {why}")
-        if parts:
-            self.say(f"defaults: {'; '.join(parts)}")
+                self.say(f"defaults {why}: {', '.join(same)}")
 
-    def update(
-        self,
-        step: int,
-        last_step: int,
-        metrics: Mapping[str, float],
-        evaluation: Mapping[str, float],
-    ) -> None:
-        """Say where a run is: its mean reward or loss since the line before, and the time left."""
+    def update(self, step: int, last_step: int, metrics: Mapping[str, float]) -> None:
+        """Say now and then where a run is: its mean reward or loss, and the time left."""
         now, name = time.monotonic(), "reward" if "reward" in metrics else "loss"
-        self.recent.append(metrics[name])
+        self.since.append(metrics[name])
         if now - self.last_line >= SECONDS_BETWEEN_LINES or step == last_step:
-            self.last_line, recent, self.recent = now, mean(self.recent), []
-            headed = headline(evaluation) + SAMPLED
-            left = int((last_step - step) * metrics["step_time"])
+            self.last_line, left = now, int((last_step - step) * metrics["step_time"])
             self.say(
-                f"step {step}/{last_step}  {name} {recent:.3f}  "
-                f"held out {headed} {evaluation.get(headed, math.nan):.3f}  "
+                f"step {step}/{last_step}  {name} {fmean(self.since):.3f}  "
                 f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
             )
+            self.since.clear()
 
     def evaluation(self, step: int, found: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""
-        success = headline(found)
+        self.evaluations[step], success = found, headline(found)
         values = [f"{name} {found[name]}" for name in (success + SAMPLED, success)]
         self.say(f"held out, step {step}: {', '.join(values)}")
 
@@ -117,13 +110,8 @@ class Console:
         title = f"held out, with 95 % intervals; NAME{SAMPLED}: at temperature 1, else greedy"
         self.table(title, ["", *evaluations], rows)
 
-    def finish(
-        self,
-        run: Path,
-        summary: Mapping[str, Any],
-        intervals: Mapping[float, Mapping[str, Estimate]],
-    ) -> None:
-        """Say how a run ended, and what to type next; `intervals`: of evaluations, by step."""
+    def finish(self, run: Path, summary: Mapping[str, Any]) -> None:
+        """Say how a run ended, and what to type next."""
         status, reason, step = (summary[name] for name in ("status", "exit_reason", "step"))
         self.say(f"{status} ({reason}) at step {step} after {summary['wall_seconds']:.0f} s: {run}")
         if status == "stopped":
@@ -133,11 +121,6 @@ class Console:
             )
         else:
             ends = summary["first_evaluation"], summary["last_evaluation"]
-            self.measures({f"step {x['step']:.0f}": x | intervals.get(x["step"], {}) for x in ends})
+            known = self.evaluations
+            self.measures({f"step {x['step']:.0f}": known.get(x["step"], x) for x in ends})
         self.say(f"next: minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}")
-
-
-def _print(text: str, stream: TextIO) -> None:
-    """Print a line. A closed terminal or pipe must not end a run."""
-    with suppress(OSError):
-        print(text, file=stream, flush=True)

@@ -5,17 +5,16 @@ Besides, what a step took: seconds per phase, peak memory, a trace.
 
 import copy
 import ctypes
+import resource
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerAction
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, RunConfig, SpeedConfig
@@ -39,6 +38,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         torch.cuda.set_device(device)  # the default for code that names no device
         # cuDNN's attention builds a plan for each new length, and lengths differ in every batch
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "mps" and (local_rank or not torch.backends.mps.is_available()):
+        raise ConfigError("--device mps: torch finds no Apple GPU, or several processes share it")
     return device
 
 
@@ -55,11 +56,9 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
         mallopt(TRIM_THRESHOLD, LARGEST_KEPT)
 
 
-def autocast(speed: SpeedConfig, device: torch.device) -> AbstractContextManager[object]:
+def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
     """--use-amp: matrix products in --amp-dtype; parameters, moments, log-softmax in float32."""
-    if not speed.use_amp:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, speed.amp_dtype))
+    return torch.autocast(device.type, getattr(torch, speed.amp_dtype), enabled=speed.use_amp)
 
 
 def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
@@ -71,34 +70,25 @@ def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScale
 
 
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
-    """With --use-amp, a copy with the linear layers of the blocks in --amp-dtype, else the model.
+    """With --use-amp, a copy with the frozen linear layers of the blocks in --amp-dtype.
 
-    It shares all other parameters. The results are those of autocast, which would cast these
-    weights again in every forward.
+    It shares all other parameters, and its results are those of autocast. That casts a trained
+    weight once for all products in its context, but a frozen one again for each.
     """
     if not speed.use_amp:
         return model
-    dtype = getattr(torch, speed.amp_dtype)
-    cast = {
-        id(parameter): nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        for module in model.h.modules()
-        if isinstance(module, nn.Linear)
-        for parameter in module.parameters()
-    }
-    return sharing_weights(model, cast)
+    low, dtype = sharing_weights(model), getattr(torch, speed.amp_dtype)
+    for module in low.h.modules():
+        if isinstance(module, nn.Linear):
+            for name, x in module.named_parameters():
+                if not x.requires_grad and x.is_floating_point():  # NF4 is cast when it is used
+                    setattr(module, name, nn.Parameter(x.to(dtype), requires_grad=False))
+    return low
 
 
-def sharing_weights(model: Transformer, replaced: Mapping[int, nn.Parameter] = {}) -> Transformer:
-    """A copy of the modules that shares their parameters, except those in `replaced`, by id."""
-    return copy.deepcopy(model, {**{id(p): p for p in model.parameters()}, **replaced})
-
-
-@torch.no_grad()
-def refresh(low: Transformer, model: Transformer) -> None:
-    """Copy the current weights into a low-precision copy."""
-    for copied, weights in zip(low.parameters(), model.parameters(), strict=True):
-        if copied.dtype != weights.dtype:  # others are shared
-            copied.copy_(weights)
+def sharing_weights(model: Transformer) -> Transformer:
+    """A copy of the modules that shares their parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def with_training_layers(config: Config, model: Transformer) -> Transformer:
@@ -108,7 +98,7 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
     """
     trained = sharing_weights(model)
     if config.memory.gradient_checkpointing:
-        trained.recompute_block = recompute
+        trained.run_block = recompute
     if config.speed.compile_model:
         # it splits graphs to overlap communication, which compiling block by block allows already
         torch._dynamo.config.optimize_ddp = False
@@ -123,41 +113,43 @@ def with_training_layers(config: Config, model: Transformer) -> Transformer:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step; on CUDA a phase ends with a device sync."""
+    """Seconds per phase of a step; on a GPU a phase ends with a device sync."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, defaultdict[str, float](float)
+        self.device, self.seconds = device, dict[str, float]()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         with torch.profiler.record_function(name):
             yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - start
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call."""
-        seconds = dict(self.seconds)
-        self.seconds.clear()
+        seconds, self.seconds = self.seconds, {}
         return seconds
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
+    """Peak memory so far: allocated on the CUDA device, else resident in the process.
+
+    Of an Apple GPU, what its driver has given out now, with torch's cache, which hardly shrinks.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource  # not on Windows
-
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
     """--profile: a trace of the 4th to 6th step of the main process, in the run's folder."""
-    steps = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
+    begin = 0 if run.profile and is_main else sys.maxsize
     return torch.profiler.profile(
-        schedule=steps if run.profile and is_main else lambda step: ProfilerAction.NONE,
+        schedule=torch.profiler.schedule(skip_first=begin, wait=2, warmup=1, active=3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder / "profile")),
     )

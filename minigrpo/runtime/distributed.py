@@ -4,30 +4,25 @@ All processes call the same methods in the same order, so the trainer hardly nee
 other module uses torch.distributed.
 """
 
-import itertools
 import os
-import pickle
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..types import ConfigError
+from .guard import RunFailed
 
 T = TypeVar("T")
 COUNTED = ("/tokens", "/failures")  # endings of metrics that are summed, not averaged
-TIMEOUT_S = 600.0  # of a collective
-POLL_SECONDS = 0.02  # between checks whether the main process is done
+TIMEOUT = timedelta(minutes=10)  # of a collective
+PATIENCE = timedelta(days=7)  # with the main process, which evaluates and saves alone
 
 
 @dataclass(frozen=True)
@@ -37,30 +32,22 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: Any = None  # torch's key-value store: messages without a collective and its timeout
-    turns: Iterator[int] = field(default_factory=itertools.count)  # numbers the calls of on_main
+    patient: Any = None  # torch's group of the same processes, with PATIENCE
 
     @classmethod
-    def from_env(cls, timeout_s: float = TIMEOUT_S) -> "DistContext":
+    def from_env(cls) -> "DistContext":
         """Join the processes that torchrun started; without torchrun, a run of one process.
 
-        CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than
-        `timeout_s` seconds is an error.
+        CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than TIMEOUT
+        is an error.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        store, rank, world_size = next(rendezvous("env://"))
-        # after a restart the store may still hold messages of the previous attempt
-        store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return cls(rank, local_rank, world_size, PrefixStore("notes", store))
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return cls(dist.get_rank(), local_rank, dist.get_world_size(), patient)
 
     @property
     def is_main(self) -> bool:
@@ -77,18 +64,12 @@ class DistContext:
     # --- collectives: every process calls them, in the same order ---------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over processes."""
-        return self._reduce(x, dist.ReduceOp.SUM)
+        """The sum over processes, the same in all of them to the bit."""
+        return self.gather(x[None]).sum(0)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest over processes, element by element."""
-        return self._reduce(x, dist.ReduceOp.MAX)
-
-    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.world_size > 1:
-            x = x.clone()
-            dist.all_reduce(x, operation)
-        return x
+        return self.gather(x[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Metrics over all processes: the mean of the values, or their sum for names of COUNTED.
@@ -111,34 +92,24 @@ class DistContext:
     # --- the main process -------------------------------------------------------------------------
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Run a function in the main process; all return its result, or raise its exception.
+        """Run a function in the main process; the others wait, and return its result too.
 
-        The others poll the store. A collective could time out while the main process evaluates.
+        If it raises, so do all: the main process the exception itself, the others RunFailed.
         """
         if self.world_size == 1:
             return function()
-        key = f"main/{next(self.turns)}"
-        outcome: tuple[Any, Exception | None]
-        if self.is_main:
-            try:
-                outcome = function(), None
-            except Exception as error:
-                outcome = None, error
-            self.store.set(key, _pickled(outcome))
-        else:
-            while not self.store.check([key]):
-                time.sleep(POLL_SECONDS)
-            outcome = pickle.loads(self.store.get(key))
-        result, raised = outcome
-        if raised is not None:
-            raise raised
-        return cast(T, result)
-
-    def on_main_first(self, function: Callable[[], T]) -> T:
-        """Run a function in every process, in the main one first: others find what it downloads."""
-        made = list[T]()
-        self.on_main(lambda: made.append(function()))
-        return made[0] if made else function()
+        outcome: list[Any] = [None, ""]  # the result; the error
+        try:
+            if self.is_main:
+                outcome[0] = function()
+        except BaseException as error:
+            outcome[1] = f"{type(error).__name__} in rank 0: {error}"
+            raise
+        finally:
+            dist.broadcast_object_list(outcome, group=self.patient)
+        if outcome[1]:
+            raise RunFailed(outcome[1])
+        return outcome[0]
 
     # --- the model --------------------------------------------------------------------------------
 
@@ -151,19 +122,6 @@ class DistContext:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def accumulating(self, model: nn.Module, more: bool = True) -> AbstractContextManager[object]:
-        """While there is `more`, backward passes only add to the gradient, and DDP reduces none."""
-        if more and isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return nullcontext()
-
     def close(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _pickled(outcome: tuple[Any, Exception | None]) -> bytes:
-    try:
-        return pickle.dumps(outcome)
-    except Exception:  # for instance an exception class from a user's file: send its name instead
-        return pickle.dumps((None, RuntimeError(f"{type(outcome[1]).__name__} in rank 0")))

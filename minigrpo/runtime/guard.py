@@ -57,28 +57,23 @@ class NonFiniteGuard:
                 "a smaller --learning-rate, or no --use-amp, may help"
             )
 
-    def update_scale(
-        self, scaler: torch.amp.GradScaler, loss: Tensor, step: int, warn: Say
-    ) -> bool:
+    def update_scale(self, scaler: torch.amp.GradScaler, loss: Tensor) -> bool:
         """Update the loss scale; return whether the update was skipped only to lower it.
 
         A float16 overflow does not explain a loss that is not finite.
         """
         before = scaler.get_scale()
         scaler.update()
-        after = scaler.get_scale()
-        lowered = SCALE_FLOOR <= after < before and bool(torch.isfinite(loss))
-        if lowered:
-            self.overflows += 1
-            warn(f"step {step + 1}: float16 overflow, no update; the loss scale is now {after:g}")
+        lowered = SCALE_FLOOR <= scaler.get_scale() < before and bool(torch.isfinite(loss))
+        self.overflows += lowered
         return lowered
 
     def metrics(self, scaler: torch.amp.GradScaler) -> dict[str, float]:
         """Counts since the beginning of the run, and the scale of a scaler that is in use."""
         counts = {"skipped_steps": float(self.skipped)}
         if scaler.is_enabled():
-            counts["scaler/scale"] = scaler.get_scale()
-            counts["scaler/skipped_steps"] = float(self.overflows)
+            overflows = float(self.overflows)
+            counts |= {"scaler/scale": scaler.get_scale(), "scaler/skipped_steps": overflows}
         return counts
 
 
@@ -88,27 +83,22 @@ def largest_weight(model: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm(trained, norm_type=math.inf)
 
 
-def check_weights(largest: float, step: int) -> None:
-    """Raise Diverged, before anything is saved, if weights are not finite after a step.
-
-    A large learning rate can do that to a finite gradient.
-    """
-    if not math.isfinite(largest):
-        said = "the update made weights that are not finite"
-        raise Diverged(f"step {step + 1}: {said}; a smaller --learning-rate may help")
-
-
 # --- out of memory --------------------------------------------------------------------------------
 
 # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
-OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+OUT_OF_MEMORY = (
+    "allocate memory",
+    "not enough memory",
+    "out of memory",
+    "ALLOC_FAILED",
+    "Invalid buffer size",  # on an Apple GPU, of a single tensor
+)
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that memory ran out, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 class OOMBackoff:
@@ -136,3 +126,5 @@ class OOMBackoff:
             self.warn(f"{self.what}: out of memory; {self.size} prompts at a time ({self.flag})")
             gc.collect()  # a failed backward pass may leave tensors in reference cycles
             torch.cuda.empty_cache()
+            if torch.backends.mps.is_available():
+                torch.mps.empty_cache()

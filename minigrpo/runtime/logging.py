@@ -16,7 +16,6 @@ from uuid import uuid4
 from torch.utils.tensorboard import SummaryWriter
 
 from ..config import Config
-from ..types import ConfigError
 from .checkpoint import write_text
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
@@ -65,22 +64,18 @@ class RunLog:
         self.evaluated: list[dict[str, Any]] = []  # the lines of eval.jsonl at the start
         self.charts: dict[str, Any] = {}  # by name; they have the methods of a tracker's run
 
-    def open(self, folder: Path, step: int, base: Path, tracker: Any = None) -> None:
+    def open(self, folder: Path, step: int, base: Path, trackers: Mapping[str, Any]) -> None:
         """Continue the logs of the run in `base` after `step`, in `folder`: drop later lines."""
-        kept = {name: _up_to(step, base / name, self.warn) for name in LOGS}
-        for record in kept[EVALUATIONS]:
-            self.evaluated.append({k: math.nan if x is None else x for k, x in record.items()})
-        # samples of an evaluation that was killed before its own line are made again
-        steps = [record["step"] for record in self.evaluated]
-        kept[SAMPLES] = [
-            x for x in kept[SAMPLES] if x.get("source") == "train" or x["step"] in steps
-        ]
-        for name, records in kept.items():
-            write_text(folder / name, "".join(map(to_json, records)))
+        for name in LOGS:
+            records = read_jsonl(base / name, self.warn)
+            kept = [x for x in records if x.get("step", math.inf) <= step]
+            write_text(folder / name, "".join(map(to_json, kept)))
+            if name == EVALUATIONS:
+                known = [{k: math.nan if x is None else x for k, x in r.items()} for r in kept]
+                self.evaluated = known
         self.folder = folder
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
-        if tracker:
-            self.charts["--track"] = tracker
+        self.charts |= trackers
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -94,14 +89,14 @@ class RunLog:
         named = {f"eval/{name}": x for name, x in values.items()}
         self._charts(lambda chart: chart.log(named, step=step))
 
-    def write(self, name: str, step: int, records: Iterable[Record], mode: str = "ab") -> None:
+    def write(self, name: str, step: int, records: Iterable[Record], mode: str = "a") -> None:
         """Write lines to a log; warn of the first that cannot be written."""
         if self.folder is None:
             return
         lines = "".join(to_json({"step": step, **record}) for record in records)
         try:
             with open(self.folder / name, mode) as file:
-                file.write(lines.encode())
+                file.write(lines)
         except OSError as error:
             if not self.has_warned:
                 self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
@@ -120,12 +115,6 @@ class RunLog:
                 self.warn(f"{name} failed, training continues without it ({error})")
 
 
-def _up_to(step: int, path: Path, warn: Warn) -> list[dict[str, Any]]:
-    """The records of a log up to a step."""
-    records = read_jsonl(path, warn)
-    return [x for x in records if isinstance(x.get("step"), int) and x["step"] <= step]
-
-
 class Board(SummaryWriter):
     """TensorBoard, with the methods of a tracker's run."""
 
@@ -137,23 +126,19 @@ class Board(SummaryWriter):
         self.flush()
 
 
-def start_tracker(config: Config, folder: Path) -> Any:
-    """The run of --track in wandb or trackio, which have the same interface; None without one.
+def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
+    """The run of --track in wandb or trackio, by its name; they have the same interface.
 
-    A second start in the folder continues it. Raises ConfigError, for instance without a login.
+    A second start in the folder continues it. Raises what the package does, if it does not start.
     """
     name, file = config.run.track, folder / TRACK_ID
     if name == "none":
-        return None
+        return {}
     known = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": known, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
-    try:
-        run = import_module(name).init(
-            project=project, name=known, config=config.flat(), resume="allow", **options
-        )
-    except Exception as error:
-        needs = f"it needs a login, and pip install 'minigrpo[{name}]'"
-        raise ConfigError(f"--track {name} does not start ({error}); {needs}") from None
+    run = import_module(name).init(
+        project=project, name=known, config=config.flat(), resume="allow", **options
+    )
     file.write_text(known)
-    return run
+    return {name: run}

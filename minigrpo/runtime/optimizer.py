@@ -25,7 +25,7 @@ def learning_rate_at(step: int, config: Config) -> float:
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW over the parameters that are not frozen. Biases and norms have no weight decay.
 
-    --offload-optimizer is without effect for a model in host memory.
+    --offload-optimizer is without effect for a model in host memory, which Apple's GPUs share.
     """
     parameters, settings = [p for p in model.parameters() if p.requires_grad], config.optimizer
     decay, offload = settings.weight_decay, config.memory.offload_optimizer
@@ -33,7 +33,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    kind = OffloadedAdamW if offload and parameters[0].device.type != "cpu" else torch.optim.AdamW
+    kind = OffloadedAdamW if offload and parameters[0].is_cuda else torch.optim.AdamW
     return kind(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
 
 

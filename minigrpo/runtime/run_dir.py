@@ -2,7 +2,7 @@
 
     config.toml  metrics.jsonl  eval.jsonl  held_out.jsonl  samples.jsonl  summary.json
     model.safetensors (with --lora-rank: adapter_model.safetensors, adapter_config.json)
-    checkpoints/step_NNNNNN/  trained_on.npy  tensorboard/  bad_batches/  profile/  track_id
+    checkpoints/step_NNNNNN/  trained_on.npy  tensorboard/  profile/  track_id
 
 A folder holds one run for good: `--resume auto` goes on in it, and whoever goes back to an earlier
 step takes another folder. So starting a run removes and renames nothing, except for log lines of
@@ -13,8 +13,8 @@ but no whole checkpoint has lost what was saved.
 import fcntl
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,21 @@ import torch
 from ..config import Config, places
 from ..model.lora import ADAPTER_FILE, adapters, peft_files
 from ..model.transformer import Transformer
-from ..types import ConfigError, RolloutBatch
+from ..types import ConfigError
 from .checkpoint import (
+    CHECKPOINTS,
     State,
     checkpoints,
     load_checkpoint,
     newest,
     save_checkpoint,
     sha256,
-    step_of,
-    torch_save,
     write_atomically,
     write_text,
 )
 from .console import Console
 from .distributed import DistContext
-from .guard import RunFailed
+from .guard import RunFailed, Say
 from .logging import LOGS, RunLog, start_tracker, to_json
 
 RECORD, SUMMARY, TRAINED_ON = "config.toml", "summary.json", "trained_on.npy"
@@ -49,10 +48,11 @@ WEIGHTS = "model.safetensors"
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 # the groups of settings that may differ when a run goes on, except for the seed
 MAY_DIFFER = ("speed", "memory", "run")
+Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
 
 
 class RunDir:
-    """The folder of a run. The main process reads and writes; only `dump` is for all of them."""
+    """The folder of a run, which the main process alone reads and writes."""
 
     def __init__(self, config: Config, dist: DistContext, console: Console) -> None:
         self.config, self.dist, self.console = config, dist, console
@@ -60,47 +60,40 @@ class RunDir:
         loss = config.loss.name.rpartition(":")[2]
         name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{loss}")
         self.path = dist.on_main(Path(name).absolute)  # users' code may change the current folder
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / CHECKPOINTS
         self.saved_step = -1  # of the newest checkpoint in this folder
-        self.base = self.path  # the folder of the run that this one branches from
+        self.base = self.path  # the folder of the run that this one continues
         self._lock = ExitStack()
 
     # --- open -----------------------------------------------------------------------------------
 
     def open(
-        self,
-        load: Callable[[State], object],
-        facts: Mapping[str, Any],
-        questions: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> int:
-        """Make or reopen the folder, lock it, load a checkpoint; return the number of steps done.
+        self, load: Callable[[State], object], facts: Mapping[str, Any], questions: Questions = None
+    ) -> None:
+        """Find and lock the folder, and load the checkpoint to go on from, if there is one.
 
         Args:
-            load: gets the state to go on from, if there is one.
+            load: gets the state in that checkpoint.
             facts: plain values that must be the same when the run goes on, such as the tokenizer's
                 fingerprint and the model's shape.
-            questions: see `Task.questions`.
 
         Raises ConfigError, after unlocking the folder.
         """
-        self.facts, self.questions = facts, questions
+        self.questions = questions
         self.versions = versions(self.config, self.dist.world_size)
+        self.run = {**self.settings.flat(), **self.versions, **facts}
         try:
-            source, step = self.dist.on_main(self._find), 0
-            if source:
+            if source := self.dist.on_main(self._find):
                 state = load_checkpoint(source)
-                self._compare(state)
+                self._compare(state["run"])
                 load(state)
-                step = state["step"]
-                if source.parent == self.checkpoints:
-                    self.saved_step = step
-                else:
-                    self.base = source.parent.parent
-                self.console.say(f"resumed from step {step} of {source}")
+                self.base = source.parent.parent
+                if self.base == self.path:
+                    self.saved_step = state["step"]
+                self.console.say(f"resumed from step {state['step']} of {source}")
         except BaseException:
             self.close()
             raise
-        return step
 
     def _find(self) -> Path | None:
         """Lock the folder; return the checkpoint to go on from, or None to start afresh."""
@@ -121,45 +114,33 @@ class RunDir:
         except OSError:  # a file system without locks
             pass
         if resume in ("", "auto"):
-            return newest(self.checkpoints, self.console.warn) if there else None
-        base = Path(resume).absolute()
-        return base if step_of(base) >= 0 else newest(base / "checkpoints", self.console.warn)
+            return newest(path, self.console.warn) if there else None
+        return newest(Path(resume).absolute(), self.console.warn)
 
-    def _compare(self, state: State) -> None:
+    def _compare(self, then: Mapping[str, Any]) -> None:
         """Raise ConfigError for another run's checkpoint; warn of what may change bits."""
-        then = state["run"]
-        changes = {
-            name: f"{name} was {then.get(name)!r}, is {x!r}"
-            for name, x in self._run.items()
-            if then.get(name) != x
-        }
         free = {name for name, (group, _) in places().items() if group in MAY_DIFFER} - {"seed"}
-        if refused := changes.keys() - free - self.versions.keys():
-            raise ConfigError(f"--resume: {'; '.join(changes[name] for name in refused)}")
-        if changes and self.dist.is_main:
-            self.console.warn(f"bits may differ: {'; '.join(changes.values())}")
+        for name, x in self.run.items():
+            said = f"--resume: {name} was {then.get(name)!r}, is {x!r}"
+            if then.get(name) != x and name not in free | self.versions.keys():
+                raise ConfigError(said)
+            if then.get(name) != x and self.dist.is_main:
+                self.console.warn(f"{said}: bits may differ")
 
-    @property
-    def _run(self) -> dict[str, Any]:
-        """What makes this run: its settings, versions and facts."""
-        return {**self.settings.flat(), **self.versions, **self.facts}
-
-    def open_log(self, step: int, state: State) -> RunLog:
+    def open_log(self, state: State) -> RunLog:
         """Start the tracker, save a new run or branch, write config.toml, and open the logs.
 
-        Raises ConfigError if the tracker does not start; then nothing is written.
+        If the tracker does not start, nothing is written.
         """
         log = RunLog(self.console.warn)
 
         def start() -> None:
-            tracker = start_tracker(self.config, self.path)
-            self.save_here(step, state, required=True)
+            trackers = start_tracker(self.config, self.path)
+            self.save(state, required=True)
             # every setting, which --config reads, and the software and files of the run
-            found = {name: x for name, x in self.facts.items() if isinstance(x, str)}
             settings = self.settings.model_dump(exclude_none=True)
-            record = tomli_w.dumps({**settings, "versions": found | self.versions})
-            write_text(self.path / RECORD, record)
-            log.open(self.path, step, self.base, tracker)
+            write_text(self.path / RECORD, tomli_w.dumps({**settings, "versions": self.versions}))
+            log.open(self.path, state["step"], self.base, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
             self._write_trained_on()
 
@@ -170,12 +151,8 @@ class RunDir:
         """Keep what this run and the run of --model are trained on, for honest evaluations."""
         name = self.config.model.name
         before = trained_on(Path(name))
-        own, held_out = self.questions or (before[:0], before[:0])
-        if overlap := len(np.intersect1d(before, held_out)):
-            self.console.warn(
-                f"--model {name} was trained on {overlap} of the questions that this run holds "
-                "out, so its evaluations are too good"
-            )
+        own, _ = self.questions or (before, before)
+        warn_of_known_questions(name, self.questions, self.console.warn)
         if len(both := np.union1d(before, own)):
             write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, both))
 
@@ -185,61 +162,38 @@ class RunDir:
 
     # --- checkpoints and other files ------------------------------------------------------------
 
-    def save(self, step: int, state: State, *, required: bool = True) -> None:
-        """Write a checkpoint, unless this step has one. All processes call it.
+    def save(self, state: State, *, required: bool = False) -> None:
+        """Write a checkpoint, unless its step has one."""
+        if self.dist.is_main and self.saved_step != state["step"]:
+            with self._writing(f"step {state['step']}", required=required):
+                whole = state | {"run": self.run}
+                save_checkpoint(self.checkpoints, whole, keep_last=self.config.run.keep_last)
+                self.saved_step = state["step"]
 
-        If that is not possible, raise RunFailed if it is required; else warn and train on.
+    def save_end(self, model: Transformer, state: State) -> None:
+        """Write `model.safetensors`, or adapters as PEFT does, and a checkpoint. Raises RunFailed.
+
+        First the weights: with little room they matter most.
         """
-        self.dist.on_main(lambda: self.save_here(step, state, required=required))
-
-    def save_here(self, step: int, state: State, *, required: bool = False) -> None:
-        """`save` without the other processes, which may be gone when an error ends the run."""
-        if not self.dist.is_main or self.saved_step == step:
-            return
-
-        def write() -> None:
-            whole = state | {"step": step, "run": self._run}
-            save_checkpoint(self.checkpoints, step, whole, keep_last=self.config.run.keep_last)
-            self.saved_step = step
-
-        self._write(f"step {step}", write, required=required)
-
-    def save_weights(self, model: Transformer) -> None:
-        """Write `model.safetensors`, or adapters as PEFT does. Raises RunFailed."""
         files: dict[str, Callable[[Path], object]] = {WEIGHTS: model.save_pretrained}
         if adapters(model):
             files = peft_files(model, base=self.config.model.name)
-
-        def write() -> None:
-            for name, write_file in files.items():
-                write_atomically(self.path / name, write_file)
-
-        self.dist.on_main(lambda: self._write(", ".join(files), write, required=True))
+        for name, write in files.items():
+            with self._writing(name, required=True):
+                write_atomically(self.path / name, write)
+        self.save(state, required=True)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; if that is not possible, warn."""
+        """Write `summary.json`."""
         if self.dist.is_main:
-            text = to_json(summary, indent=1)
-            self._write(SUMMARY, lambda: write_text(self.path / SUMMARY, text))
+            with self._writing(SUMMARY):
+                write_text(self.path / SUMMARY, to_json(summary, indent=1))
 
-    def dump(self, batch: RolloutBatch, step: int) -> Path:
-        """Save a process's share of a batch whose step was skipped; return its file.
-
-        `torch.load(..., weights_only=False)` reads it.
-        """
-        path = self.path / "bad_batches" / f"step_{step + 1:06d}_rank_{self.dist.rank}.pt"
-
-        def write() -> None:
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, lambda aside: torch_save(aside, batch))
-
-        self._write(path.name, write)
-        return path
-
-    def _write(self, what: str, write: Callable[[], object], *, required: bool = False) -> None:
-        """Write something. If that fails, for instance on a full disk, warn or raise RunFailed."""
+    @contextmanager
+    def _writing(self, what: str, *, required: bool = False) -> Iterator[None]:
+        """If it fails, for instance on a full disk, warn and go on; raise RunFailed if required."""
         try:
-            write()
+            yield
         except Exception as error:  # safetensors has errors of its own
             said = f"{what}: NOT SAVED in {self.path} ({error})"
             if required:
@@ -266,3 +220,11 @@ def trained_on(run: Path) -> np.ndarray:
     """Sorted 64-bit hashes of the questions that a run's model has seen; empty if not known."""
     file = run / TRAINED_ON
     return np.load(file) if file.is_file() else np.zeros(0, dtype=np.uint64)
+
+
+def warn_of_known_questions(model: str, questions: Questions, warn: Say) -> None:
+    """Say how many held-out questions a run, or the one that it began from, was trained on."""
+    _, held_out = questions or ((), ())
+    if known := int(np.isin(held_out, trained_on(Path(model))).sum()):
+        said = f"trained on {known} of {len(held_out)} held-out questions"
+        warn(f"{model} was {said}, so its evaluations are too good")

@@ -1,27 +1,27 @@
 """What is measured of completions and evaluations: means, intervals, tests, calibration.
 
 Intervals are 95 %. Examples are independent of each other; the K completions of one example are
-not, so an interval is always over examples. Shares have Wilson's interval, all other measures the
-percentile bootstrap.
+not, so an interval is always over examples. Shares have Wilson's interval, all other measures that
+of Student's t.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, RolloutBatch
-from .rng import stream
 
 SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
-PASS_AT = "pass@"  # what the keys of pass@k begin with
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
-STUDENT_T = (12.706, 4.303, 3.182, 2.776)  # the same of Student's t with 1, 2, ... degrees
-RESAMPLES = 1000  # bootstrap samples per interval
+# the same of Student's t, as a polynomial in 1 / degrees of freedom: within 1 % from 2 degrees on
+# (Abramowitz and Stegun, 26.7.5)
+STUDENT_T = (1.590, 2.556, 2.822, 2.372, Z)
 ALPHA = 0.05
 NUM_BINS = 10  # of the calibration error
 
@@ -38,7 +38,8 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
     values: dict[str, Any] = {**batch.metrics, "completions/mean_length": mask.sum(-1)}
     if (rewards := batch.rewards) is not None:
         values["reward"] = rewards.total
-        values["reward_std"] = rewards.total.std(axis=1, ddof=1)
+        several = rewards.total.shape[1] > 1  # one alone may have a teacher
+        values["reward_std"] = rewards.total.std(axis=1, ddof=int(several))
         values["frac_reward_zero_std"] = has_zero_variance(rewards)
         values |= {f"rewards/{name}/mean": x for name, x in rewards.parts.items()}
         values |= {f"rewards/{name}/failures": n for name, n in rewards.failures.items()}
@@ -88,18 +89,18 @@ class Graded:
         same = [[text == example.answer for text in group] for example, group in pairs]
         return np.array(same, dtype=float)
 
-    @property
+    @cached_property
     def measures(self) -> dict[str, np.ndarray]:
-        """The `[n, K]` values of all measures that are means; the headline comes first."""
+        """Each measure of the `[n]` examples, a mean over their completions; the headline first."""
         parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        return {self.success: self.right, **parts} | {REWARD: self.rewards.total}
+        values = {self.success: self.right, **parts} | {REWARD: self.rewards.total}
+        return {name: means(x) for name, x in values.items()}
 
 
 # --- intervals ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A measure with its 95 % confidence interval; the bounds are NaN without one."""
 
     value: float
@@ -107,7 +108,7 @@ class Estimate:
     high: float = math.nan
 
     def __str__(self) -> str:
-        value, low, high = (f"{x:.3f}" for x in astuple(self))
+        value, low, high = (f"{x:.3f}" for x in self)
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
@@ -117,14 +118,13 @@ def means(values: np.ndarray) -> np.ndarray:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean over the examples that have one."""
-    each = means(values)
-    each = each[~np.isnan(each)]
+    """The mean of `[n]` values, one of each example; NaN is left out."""
+    each = values[~np.isnan(values)]
     if not len(each):
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():
         return wilson(float(each.mean()), len(each))
-    return Estimate(float(each.mean()), *bootstrap(each))
+    return Estimate(float(each.mean()), *students_t(each))
 
 
 def wilson(share: float, n: float) -> Estimate:
@@ -138,27 +138,13 @@ def wilson(share: float, n: float) -> Estimate:
     return Estimate(share, max(0.0, center - half), min(1.0, center + half))
 
 
-def bootstrap(values: np.ndarray) -> tuple[float, float]:
-    """The percentile interval of the mean of `[n]` values; NaN for one value."""
+def students_t(values: np.ndarray) -> tuple[float, float]:
+    """The interval of the mean of `[n]` values; NaN for one value."""
     if len(values) < 2:
         return math.nan, math.nan
-    rng, n = stream(0, "bootstrap"), len(values)  # all measures have the same draws
-    means = [values[rng.integers(n, size=n)].mean() for _ in range(RESAMPLES)]
-    low, high = np.percentile(means, (2.5, 97.5))
-    return float(low), float(high)
-
-
-def over_seeds(values: Sequence[float]) -> Estimate:
-    """The mean of one value per seed, by Student's t; without an interval for a single seed."""
-    x = np.asarray(values, dtype=float)
-    degrees = len(x) - 1
-    if not degrees:
-        return Estimate(float(x[0]))
-    known = degrees <= len(STUDENT_T)
-    # else its expansion in powers of 1 / degrees (Abramowitz and Stegun, 26.7.5), within 1 %
-    t = STUDENT_T[degrees - 1] if known else Z + 2.37 / degrees + 2.82 / degrees**2
-    half = t * float(x.std(ddof=1)) / math.sqrt(len(x))
-    return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half)
+    t = np.polyval(STUDENT_T, 1 / (len(values) - 1))
+    mean, half = values.mean(), t * values.std(ddof=1) / math.sqrt(len(values))
+    return float(mean - half), float(mean + half)
 
 
 # --- pass@k and the headline ----------------------------------------------------------------------
@@ -183,60 +169,52 @@ def passes(right: np.ndarray) -> dict[str, Estimate]:
     if num_samples < 2:
         return {}
     ks = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
-    counts = [int(row.sum()) for row in right if not np.isnan(row).any()]
+    counts = right.sum(1)
     found = {}
     for k in (*ks, num_samples):
-        each = [pass_at_k(num_samples, count, k) for count in counts]
-        found[f"{PASS_AT}{k}"] = estimate(np.array(each).reshape(-1, 1))
+        each = [pass_at_k(num_samples, int(x), k) for x in counts[~np.isnan(counts)]]
+        found[f"pass@{k}"] = estimate(np.array(each))
     return found
 
 
 def headline(record: Mapping[str, object]) -> str:
     """The name of an evaluation's first measure, greedy; with SAMPLED, it is the sampled one."""
-    found = (name for name in record if name.endswith(SAMPLED))
-    return next(found, EXACT + SAMPLED).removesuffix(SAMPLED)
+    return next((x for x in record if x.endswith(SAMPLED)), EXACT).removesuffix(SAMPLED)
 
 
 # --- two models on the same examples --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Second minus first, over the examples that the measure concerns in both."""
+class Difference(NamedTuple):
+    """How two models differ on n examples."""
 
     n: int
     first: float  # mean
     second: float
-    low: float  # 95 % interval of the difference; NaN if there is none
-    high: float
-    p: float = math.nan  # NaN where the interval alone decides
-
-    @property
-    def change(self) -> float:
-        return self.second - self.first
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether these examples show a difference, at the 5 % level."""
-        return self.low > 0 or self.high < 0 if math.isnan(self.p) else self.p < ALPHA
+    change: Estimate  # second minus first
+    p: float  # NaN where the interval alone decides
+    is_shown: bool  # whether there is a difference, at the 5 % level
 
 
-def difference(first: np.ndarray, second: np.ndarray) -> Difference | None:
-    """Compare `[n]` or `[seeds, n]` values of the same n examples; None if none has both.
+def difference(first: np.ndarray, second: np.ndarray, by_seed: np.ndarray) -> Difference:
+    """Compare `[n]` values of the same n examples.
 
-    The interval is the bootstrap's; what is right or wrong also has McNemar's exact test. Seeds are
-    averaged first: an example that is hard for one is hard for the other, so the same n examples
-    are no more than n. McNemar's test is then the sign test.
+    The interval is that of the mean; what is right or wrong also has McNemar's exact test.
+
+    Args:
+        by_seed: `[seeds]`, the change in each. Three or more decide, not the examples. The interval
+            stays at least as wide as that over the examples: seeds may agree by chance.
     """
-    both = np.stack([np.atleast_2d(first), np.atleast_2d(second)])  # [2, seeds, n]
-    known = both[..., ~np.isnan(both).any(axis=(0, 1))]
-    if not known.size:
-        return None
-    x, y = known.mean(axis=1)
-    found = Difference(len(x), float(x.mean()), float(y.mean()), *bootstrap(y - x))
-    if not np.isin(known, (0, 1)).all():
-        return found
-    return replace(found, p=mcnemar(int((x > y).sum()), int((x < y).sum())))
+    low, high = students_t(second - first)
+    p = math.nan
+    if len(by_seed) > 2:
+        low_by_seed, high_by_seed = students_t(by_seed)
+        low, high = min(low, low_by_seed), max(high, high_by_seed)
+    elif np.isin([first, second], (0, 1)).all():
+        p = mcnemar(int((first > second).sum()), int((first < second).sum()))
+    is_shown = low > 0 or high < 0 if math.isnan(p) else p < ALPHA
+    x, y = float(first.mean()), float(second.mean())
+    return Difference(len(first), x, y, Estimate(y - x, low, high), p, is_shown)
 
 
 def mcnemar(lost: int, won: int) -> float:
@@ -264,17 +242,14 @@ def calibration(
             equal ones count one half. Left out if all answers are right, or all wrong.
     """
     q, c = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
-    if q.ndim != 1 or q.shape != c.shape or not q.size:
-        raise ValueError(f"confidence and correct must be [n], got {q.shape} and {c.shape}")
-    if not (((q >= 0) & (q <= 1)).all() and np.isin(c, (0, 1)).all()):
-        raise ValueError("confidence must be in [0, 1], and correct 0 or 1")
+    if q.shape != c.shape or not q.size or not (np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)).all():
+        raise ValueError("confidence must be in [0, 1], correct 0 or 1, and both [n], n > 0")
     # rounded, because 0.7 in float32 is 0.69999999, which would fall into the bin below
-    bins = np.minimum(np.floor(np.round(q * NUM_BINS, 6)), NUM_BINS - 1).astype(int)
-    gaps = np.bincount(bins, weights=q - c)
+    places = np.round(q * NUM_BINS, 6)
+    gaps, _ = np.histogram(places, NUM_BINS, (0, NUM_BINS), weights=q - c)
     measures = {"brier": float(np.mean((q - c) ** 2)), "ece": float(np.abs(gaps).sum() / len(q))}
     if c.min() == c.max():
         return measures
     wrong, right = np.sort(q[c == 0]), q[c == 1]
-    below = np.searchsorted(wrong, right, side="left")
-    up_to = np.searchsorted(wrong, right, side="right")
-    return measures | {"auroc": float((below + up_to).mean() / (2 * len(wrong)))}
+    wins_twice = np.searchsorted(wrong, right, "left") + np.searchsorted(wrong, right, "right")
+    return measures | {"auroc": float(wins_twice.mean() / (2 * len(wrong)))}

@@ -1,9 +1,8 @@
 """Decoding with a KV cache that stores each prompt once, for all of its completions.
 
-A decoder runs *slots*: sequences that each continue one prompt, at their own column. It neither
-picks tokens nor decides which completions a slot stands for: generate.py does. All slots of a
-prompt attend to it in one matrix product, and one softmax covers the prompt and the slot's own
-tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
+A decoder runs *slots*: sequences that each continue one prompt, at their own column; generate.py
+picks their tokens. All slots of a prompt attend to it in one matrix product, and one softmax covers
+the prompt and the slot's own tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
 
 Shapes: P prompts, B slots, W tokens per slot and round, K heads of keys and values, each shared by
 R heads of queries (H = K * R), heads of size E.
@@ -32,40 +31,33 @@ class Decoder:
         self.prompt_kv: list[Tensor] = []
         self.own_kv: list[Tensor] = []
         self.most_slots = 0  # before the next prompts
-        self.prompt_len = self.prompt_of_slot = np.zeros(0, dtype=np.int64)  # [P], [B]
-        self._arrange()
+        none = np.zeros(0, dtype=np.int64)
+        self._arrange(none, none)
 
-    def _arrange(self, slots: np.ndarray | None = None) -> None:
-        """Prepare to run all slots, or some of them.
+    def _arrange(self, prompt_len: np.ndarray, prompt_of_slot: np.ndarray) -> None:
+        """Set the length of each prompt, `[P]`, and the prompt of each slot, `[B]`.
 
         Attention to prompts takes the slots as a grid with one row per prompt. Slots of the prompts
         [0, 1, 0] have the grid [[0, 2], [1, 0]], filled up with slot 0, and places [0, 2, 1] in it.
         """
-        prompt_of_slot = self.prompt_of_slot if slots is None else self.prompt_of_slot[slots]
-        counts = np.bincount(prompt_of_slot, minlength=len(self.prompt_len))
+        self.prompt_len, self.prompt_of_slot = prompt_len, prompt_of_slot
+        counts = np.bincount(prompt_of_slot, minlength=len(prompt_len))
         self.grid_width = int(counts.max(initial=0))  # G'
         used = np.arange(self.grid_width) < counts[:, None]
         grid = np.zeros(used.shape, dtype=np.int64)
         grid[used] = order = np.argsort(prompt_of_slot, kind="stable")
         place = np.empty_like(order)
         place[order] = np.flatnonzero(used)
-        some = np.arange(len(prompt_of_slot)) if slots is None else slots
-        self.grid, self.place, self.starts, self.slots = (
+        self.grid, self.place, self.starts = (
             torch.from_numpy(x).to(self.model.device)
-            for x in (grid.ravel(), place, self.prompt_len[prompt_of_slot], some)
+            for x in (grid.ravel(), place, prompt_len[prompt_of_slot])
         )
-        self.runs_all = slots is None
 
     def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int = 1) -> Tensor:
         """Run new prompts, and add a slot for each, after the others.
 
-        Args:
-            prompt_ids: `[P', Lp]` int64, right-padded.
-            prompt_len: `[P']` int64.
-            num_samples: most slots that a prompt will have.
-
-        Returns:
-            `[P', V]`, the logits of the first new tokens.
+        `prompt_ids` `[P', Lp]` int64 and `prompt_len` `[P']` -> `[P', V]`, the logits of the first
+        new tokens. A prompt will have at most `num_samples` slots.
         """
         lengths = prompt_len.cpu().numpy()
         positions = torch.arange(lengths.max(), device=self.model.device)
@@ -77,9 +69,7 @@ class Decoder:
         hidden = self.model.forward_hidden(ids, positions.expand_as(real)[real], attend)
 
         new = len(self.prompt_len) + np.arange(len(lengths))
-        self.prompt_len = np.append(self.prompt_len, lengths)
-        self.prompt_of_slot = np.append(self.prompt_of_slot, new)
-        self._arrange()
+        self._arrange(np.append(self.prompt_len, lengths), np.append(self.prompt_of_slot, new))
         self.most_slots += len(lengths) * num_samples
         self._resize(self.own_kv[0].shape[3])
         return self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
@@ -101,28 +91,16 @@ class Decoder:
         return sdpa(q, k, v).transpose(1, 2)[real]
 
     def step(
-        self,
-        tokens: Tensor,
-        columns: Tensor,
-        num_columns: int,
-        slots: np.ndarray | None = None,
-        last: Tensor | None = None,
+        self, tokens: Tensor, columns: Tensor, num_columns: int, last: Tensor | None = None
     ) -> Tensor:
-        """Run W tokens of every slot.
+        """Run W tokens of every slot, `[B, W]` -> `[B, W, V]`, the logits that follow them.
 
         Args:
-            tokens: `[B, W]`.
-            columns: `[B]`, the column of each slot's first token. Columns may differ between slots;
-                what a slot wrote there before (a rejected proposal) is overwritten.
+            columns: `[B]`, the column of each slot's first token. What a slot wrote there before (a
+                rejected proposal) is overwritten.
             num_columns: how many columns the slots use after this step, at most.
-            slots: `[B]`, which slots run; None: all.
-            last: `[B]`, which of a slot's tokens are its last, in `tokens`; the others are padding.
-
-        Returns:
-            `[B, W, V]`, the logits that follow each token; `[B, 1, V]`, those after the last ones.
+            last: `[B]`, the only token of a slot after which it needs logits: `[B, 1, V]`.
         """
-        if slots is not None:
-            self._arrange(slots)
         if num_columns > self.own_kv[0].shape[3]:
             self._resize(num_columns + BLOCK)
         width, device = tokens.shape[1], tokens.device
@@ -137,9 +115,7 @@ class Decoder:
         hidden = self.model.forward_hidden(tokens.flatten(), positions.flatten(), attend)
         hidden = hidden.unflatten(0, tokens.shape)
         if last is not None:
-            hidden = hidden[torch.arange(len(last), device=device), last][:, None]
-        if slots is not None:
-            self._arrange()
+            hidden = hidden.take_along_dim(last[:, None, None], dim=1)
         return self.model.lm_head(hidden)
 
     def _attend(
@@ -148,11 +124,11 @@ class Decoder:
         """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
         (num_slots, width), heads = columns.shape, k.shape[1]
         prompt_k, prompt_v = self.prompt_kv[layer]
+        slots = torch.arange(num_slots, device=q.device)[:, None]
         for cache, new in zip(self.own_kv[layer], (k, v), strict=True):
-            cache[self.slots[:, None], :, columns] = new.unflatten(0, (-1, width))
+            cache[slots, :, columns] = new.unflatten(0, (-1, width))
         num_columns = masked.shape[-1] - prompt_k.shape[2]
-        own = self.own_kv[layer][..., :num_columns, :]
-        own_k, own_v = own[:, :num_slots] if self.runs_all else own.index_select(1, self.slots)
+        own_k, own_v = self.own_kv[layer][:, :num_slots, :, :num_columns]
 
         q = (q * q.shape[-1] ** -0.5).unflatten(0, (-1, width)).unflatten(2, (heads, -1))
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, R * W, E]
@@ -188,12 +164,11 @@ class Decoder:
             # all sources are read before any slot is overwritten
             layer.index_copy_(1, to, layer.index_select(1, source))
         alive, prompt_of_slot = np.unique(self.prompt_of_slot[sources], return_inverse=True)
+        prompt_len = self.prompt_len[alive]
         if len(alive) < len(self.prompt_len):  # drop prompts without slots
-            self.prompt_len, prompts = self.prompt_len[alive], torch.from_numpy(alive).to(to.device)
-            width = self.prompt_len.max(initial=0)
+            prompts, width = torch.from_numpy(alive).to(source.device), prompt_len.max(initial=0)
             self.prompt_kv = [x[:, :, :, :width].index_select(2, prompts) for x in self.prompt_kv]
-        self.prompt_of_slot = prompt_of_slot
-        self._arrange()
+        self._arrange(prompt_len, prompt_of_slot)
 
     def _resize(self, columns: int) -> None:
         """Give the cache of new tokens so many columns, and `most_slots` rows.

@@ -1,24 +1,21 @@
 """From prompts to completions: the loop of decoding, its running state, and the Sampler.
 
 A token is a pure function of its logits and of one uniform number that was drawn beforehand. So a
-completion depends neither on what else is in the batch nor on when other completions finish. And
-speculative decoding is exact: a proposed token is kept only if it would have been picked anyway.
+completion does not depend on what else is in the batch. And speculative decoding is exact: a
+proposed token is kept only if it would have been picked anyway.
 
-Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch,
-because the model would compute the same logits for all of them. Once they differ, they get slots of
-their own.
-
-In a dialogue, a sequence whose turn has ended waits in its slot, while others are decoded, until
-the environment answers. The answer is appended, run in one forward pass, and decoding goes on.
+Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch: their
+logits are the same. In a dialogue, a sequence whose turn has ended keeps its slot while it waits
+for an answer. The next rounds then run the tokens of the answer, and decoding goes on.
 
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,28 +27,19 @@ from ..model.encoding import decode, encode_answer, encode_prompts, pad
 from ..model.logprobs import log_softmax
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..runtime.device import low_precision_copy, refresh
+from ..runtime.device import low_precision_copy
 from ..runtime.guard import OOMBackoff
 from ..task import Task
 from ..types import Completions, Example
 from .decoder import Decoder
-from .drafts import propose
-from .pick import pick_token, truncate
+from .pick import pick_token, propose, truncate
 
-# Waiting prompts enter when there is room for this share of the prompts that are decoded together,
-# because an entry costs a forward pass of its own.
+# Waiting prompts enter when there is room for this share of those that are decoded together: an
+# entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
+MOST_READ = 16  # tokens of an answer per round; in such a round, all slots run as many
+WAITS = -1  # in Generation.unread
 PLAIN = SamplingConfig()  # the model's own distribution
-
-
-class Part(NamedTuple):
-    """Slots that run together in a round."""
-
-    sequences: Tensor  # [N']
-    slot: Tensor  # [N'] the slot of each, by its place in this part
-    representatives: Tensor  # [B'] one sequence of each slot
-    slots: np.ndarray | None = None  # [B'] the decoder's numbers of the slots; None: all
-    answers: Tensor | None = None  # [B'] tokens of the environment that have not been run
 
 
 class Generation:
@@ -67,7 +55,7 @@ class Generation:
         max_new_tokens: int,
         num_samples: int = 1,
         prompts_at_once: int = 0,
-        u: Tensor | None = None,
+        u: Tensor | np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         drafts: Tensor | None = None,
         num_speculative_tokens: int = 4,
@@ -79,13 +67,11 @@ class Generation:
             prompt_ids: `[P, Lp]` int64, right-padded.
             prompt_len: `[P]` int64.
             stops: the tokens that end a completion; others end after `max_new_tokens`.
-            prompts_at_once: there are never more completions side by side than those of so many
-                prompts, 0: of all. It changes no token.
+            prompts_at_once: the most prompts whose completions are side by side, 0: all.
             u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
                 likely token each time.
             sampling: its temperature, top-k, top-p and min-p.
-            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble, such
-                as the known answer. It changes the number of rounds, not the tokens.
+            drafts: `[P, L]` int64, a text that completions of each prompt probably resemble.
             work: a counter to add to: `rounds` after the prompts, and `tokens` that the model ran.
             dialogues: answers turns (environments.Dialogues); None: a completion is one turn.
         """
@@ -106,40 +92,39 @@ class Generation:
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
         self.u = None
         if u is not None:
-            u = u.flatten(0, 1)[:, :max_new_tokens].to(device)
-            self.u = torch.nn.functional.pad(u, (0, self.window))
+            given = torch.as_tensor(u).flatten(0, 1)[:, :max_new_tokens].to(device)
+            self.u = torch.nn.functional.pad(given, (0, self.window))
         self.lengths = self.ids.new_zeros(len(self.ids))  # [P * G] tokens of each completion
+        # [P * G] tokens of an answer that are in `ids` and have not been run; or WAITS
+        self.dialogues, self.unread, self.most_unread = dialogues, self.lengths.clone(), 0
         self.decoder = Decoder(model)
         self.running = self.lengths[:0]  # [N] unfinished sequences, in ascending order
         self.slot = self.lengths[:0]  # [N] the slot of each
-        self.num_slots = 0  # B
-        self.parts_of_round: list[Part] = []
+        self.representatives = self.lengths[:0]  # [B] one running sequence of each slot
         self.longest = 0  # length of the longest running sequence
-        self.dialogues = dialogues
-        self.waiting = set[int]()  # sequences whose turn has ended and has no answer yet
-        self.unread: dict[int, int] = {}  # sequence -> tokens of an answer that have not been run
         self.num_entered = 0  # prompts that have been run
-        self.num_finished = 0  # prompts before the first that has a running sequence
 
     @torch.no_grad()
-    def parts(self) -> Iterator[Completions]:
-        """Yield the prompts in order as they finish, with their completions on the model's device.
+    def run(self) -> Completions:
+        """Complete all prompts, on the model's device.
 
         Waiting prompts enter as completions end and make room (continuous batching, as in Orca, Yu
         et al., OSDI 2022). A prompt enters with all of its completions.
         """
-        total, size, done = len(self.prompt_ids), self.prompts_at_once, 0
-        while done < total:
-            waiting = total - self.num_entered
+        total, size = len(self.prompt_ids), self.prompts_at_once
+        while (waiting := total - self.num_entered) or len(self.running):
             room = min(waiting, size - -(-len(self.running) // self.num_samples))
             if waiting and room >= min(waiting, max(1, int(size * SHARE_THAT_ENTERS))):
                 self._enter(self.num_entered, self.num_entered + room)
-            else:
+            elif self.most_unread != WAITS:
                 self._run_round()
             self._update_slots()
-            if done < self.num_finished:
-                yield self._part(done, self.num_finished)
-                done = self.num_finished
+        tables = [self.ids, self.sampled, self.logp]
+        if self.log_kept_mass is not None:
+            tables.append(self.log_kept_mass)
+        longest = int(self.lengths.max())
+        grouped = [x[:, :longest].unflatten(0, (total, -1)) for x in tables]
+        return Completions(self.prompt_ids, self.prompt_len, *grouped)
 
     def _enter(self, first: int, last: int) -> None:
         """Run waiting prompts, and pick the first token of each of their completions."""
@@ -148,31 +133,31 @@ class Generation:
         sequences = torch.arange(first * samples, last * samples, device=logits.device)
         slot = sequences // samples - first
         self._accept(logits[:, None], sequences, slot, self.ids[: len(logits), :0])
-        self.slot = torch.cat([self.slot, slot + self.num_slots])
+        self.slot = torch.cat([self.slot, slot + len(self.representatives)])
         self.running = torch.cat([self.running, sequences])
         self.num_entered = last
         self.work["tokens"] += int(lengths.sum())
 
     def _run_round(self) -> None:
         """Run the last token of each slot, and the tokens that are proposed after it."""
-        for part in self.parts_of_round:
-            ids, lengths = self.ids[part.representatives], self.lengths[part.representatives]
-            if part.answers is None:
-                tokens, first, last = ids.gather(1, lengths[:, None] - 1), lengths - 1, None
-                if self.drafts is not None:
-                    drafts = self.drafts[part.representatives // self.num_samples]
-                    following = propose(drafts, ids, lengths, self.window - 1)
-                    tokens = torch.cat([tokens, following], dim=1)
-            else:  # the end of the turn has not been run either
-                first, last = lengths - 1 - part.answers, part.answers
-                columns = first[:, None] + torch.arange(int(last.max()) + 1, device=ids.device)
-                tokens = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))
-            num_columns = self.longest - 1 + tokens.shape[1]
-            logits = self.decoder.step(tokens, first, num_columns, part.slots, last)
-            self._accept(logits, part.sequences, part.slot, tokens[:, 1 : logits.shape[1]])
-            self.work["tokens"] += tokens.numel()
-        self.unread.clear()
-        self.work["rounds"] += 1
+        ids, lengths = self.ids[self.representatives], self.lengths[self.representatives]
+        tokens = ids.gather(1, lengths[:, None] - 1)
+        if self.drafts is not None:
+            drafts = self.drafts[self.representatives // self.num_samples]
+            tokens = torch.cat([tokens, propose(drafts, ids, lengths, self.window - 1)], dim=1)
+        last = None
+        if self.most_unread > 0:
+            columns = torch.arange(min(self.most_unread, MOST_READ) + 1, device=ids.device)
+            columns = (lengths[:, None] - 1 + columns).clamp(max=ids.shape[1] - 1)
+            tokens, read = ids.gather(1, columns), self.unread.clamp(0, columns.shape[1] - 1)
+            last = read[self.representatives]
+        num_columns = self.longest - 1 + tokens.shape[1]
+        logits = self.decoder.step(tokens, lengths - 1, num_columns, last)
+        if last is not None:
+            self.lengths[self.running] += read[self.running]
+            self.unread -= read
+        self._accept(logits, self.running, self.slot, tokens[:, 1 : logits.shape[1]])
+        self.work.update(rounds=1, tokens=tokens.numel())
 
     def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
@@ -188,6 +173,7 @@ class Generation:
         goes_on = (picks[:, :-1] == proposals[slot]) & ~torch.isin(picks[:, :-1], self.stops)
         goes_on = torch.cat([torch.ones_like(rows, dtype=torch.bool), goes_on], dim=1)
         kept = goes_on.cumprod(1).bool() & (columns < self.max_new_tokens)
+        kept &= self.unread[rows] == 0
 
         def store(table: Tensor, values: Tensor) -> None:
             table[rows, columns] = torch.where(kept, values, 0).to(table.dtype)
@@ -201,87 +187,46 @@ class Generation:
 
     def _update_slots(self) -> None:
         """Drop finished sequences, and separate those of a slot that now differ."""
-        lengths = self.lengths[self.running]
+        lengths, unread = self.lengths[self.running], self.unread[self.running]
         last = self.ids[self.running, lengths - 1]
         ended = torch.isin(last, self.stops)
         # a single copy to the host and back, because each makes the host wait for the device
-        numbers = torch.stack([ended.long(), self.running, self.slot, lengths, last])
-        ended, *state = numbers.cpu().numpy()
-        unfinished = (ended == 0) & (state[2] < self.max_new_tokens)
+        numbers = torch.stack([ended.long(), unread, self.running, self.slot, lengths, last])
+        state = numbers.cpu().numpy()
+        ended, unread, _, _, lengths, _ = state
+        unfinished = (unread != 0) | ((ended == 0) & (lengths < self.max_new_tokens))
         if self.dialogues is not None:
-            unfinished = self._talk(unfinished, ended, *state)
-        running, slot, running_lengths, running_last = (x[unfinished] for x in state)
+            self._talk(unfinished, state)
+        running, slot, running_lengths, running_last = state[2:, unfinished]
         # Sequences of a slot were equal before this round and got the same proposals. So they are
-        # equal now if they have the same length and the same last token, or the same answer.
+        # equal now if they have the same length and the same last token, or the same new answer.
         sources, slot, chosen = assign_slots(slot, running_lengths, running_last)
         joined = torch.from_numpy(np.concatenate([running, slot, running[chosen]]))
         sizes = [len(running), len(running), len(chosen)]
-        self.running, self.slot, representatives = joined.to(last.device).split(sizes)
-        self.num_slots, self.longest = len(chosen), int(running_lengths.max(initial=0))
-        self.num_finished = (
-            int(running[0]) // self.num_samples if len(running) else self.num_entered
-        )
+        self.running, self.slot, self.representatives = joined.to(last.device).split(sizes)
+        self.longest = int(running_lengths.max(initial=0))
         self.decoder.reorder(sources, len(running))
-        self.parts_of_round = [Part(self.running, self.slot, representatives)]
-        if self.waiting or self.unread:
-            self.parts_of_round = list(self._parts(running, slot, chosen))
 
-    def _talk(
-        self,
-        unfinished: np.ndarray,
-        ended: np.ndarray,
-        running: np.ndarray,
-        slot: np.ndarray,
-        lengths: np.ndarray,
-        last: np.ndarray,
-    ) -> np.ndarray:
-        """Have ended turns answered, append the answers that have come; return which go on.
+    def _talk(self, unfinished: np.ndarray, state: np.ndarray) -> None:
+        """Have ended turns answered, and append the answers that have come.
 
-        All arrays are `[N]`. Lengths of answers are added to `lengths`, and `last` gets a number
-        for each different answer.
+        `unfinished` `[N]` and `state` `[6, N]`, see `_update_slots`, are changed. An answer gets a
+        number in place of the last token, which tells it from others.
         """
-        turns = np.flatnonzero((ended > 0) & (lengths < self.max_new_tokens))
-        new = [i for i in turns.tolist() if int(running[i]) not in self.waiting]
-        rows = self.ids[torch.from_numpy(running[new]).to(self.ids.device)] if new else self.ids[:0]
-        for i, ids in zip(new, rows.tolist(), strict=True):
-            room = self.max_new_tokens - 1 - int(lengths[i])
-            self.dialogues.submit(int(running[i]), ids[: lengths[i]], room)
-            self.waiting.add(int(running[i]))
-        different = dict[tuple[int, ...], int]()
-        beyond = last.max(initial=0) + 1
-        for sequence, answer in self.dialogues.replies(wait=not unfinished.any()).items():
-            self.waiting.remove(sequence)
-            if answer:
-                i, n = int(np.searchsorted(running, sequence)), len(answer)
-                self.ids[sequence, lengths[i] : lengths[i] + n] = self.ids.new_tensor(answer)
-                self.lengths[sequence] += n
-                self.unread[sequence] = n
-                unfinished[i], lengths[i] = True, lengths[i] + n
-                last[i] = beyond + different.setdefault(tuple(answer), len(different))
-        return unfinished | np.isin(running, [*self.waiting])
-
-    def _parts(self, running: np.ndarray, slot: np.ndarray, chosen: np.ndarray) -> Iterator[Part]:
-        """The slots that decode, and those that read an answer; the others wait."""
-        unread = np.array([self.unread.get(s, 0) for s in running.tolist()], dtype=np.int64)
-        decodes = (unread == 0) & ~np.isin(running, [*self.waiting])
-        for members in map(np.flatnonzero, (decodes, unread)):
-            if len(members):
-                slots, place = np.unique(slot[members], return_inverse=True)
-                arrays = running[members], place, running[chosen[slots]], unread[chosen[slots]]
-                sequences, own, first, answers = (
-                    torch.from_numpy(x).to(self.ids.device) for x in arrays
-                )
-                yield Part(sequences, own, first, slots, answers if unread[members[0]] else None)
-
-    def _part(self, first: int, last: int) -> Completions:
-        """The completions of some prompts that have finished, as long as the longest of them."""
-        rows = slice(first * self.num_samples, last * self.num_samples)
-        longest = int(self.lengths[rows].max())
-        tables = [self.ids, self.sampled, self.logp]
-        if self.log_kept_mass is not None:
-            tables.append(self.log_kept_mass)
-        grouped = [x[rows, :longest].unflatten(0, (-1, self.num_samples)) for x in tables]
-        return Completions(self.prompt_ids[first:last], self.prompt_len[first:last], *grouped)
+        ended, unread, running, _, lengths, last = state
+        for i in np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens)):
+            ids = self.ids[running[i], : lengths[i]].tolist()
+            self.dialogues.submit(int(running[i]), ids)
+            unread[i], unfinished[i] = WAITS, True
+        answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
+        others = (unfinished & (unread != WAITS)).any()
+        for sequence, answer in self.dialogues.replies(wait=not others).items():
+            i, n = np.searchsorted(running, sequence), len(answer)
+            self.ids[sequence, lengths[i] : lengths[i] + n] = self.ids.new_tensor(answer)
+            unread[i], unfinished[i] = n, n > 0
+            last[i] = beyond + answers.setdefault(tuple(answer), len(answers))
+        self.unread[self.running] = torch.from_numpy(unread).to(self.unread.device)
+        self.most_unread = int(unread[unfinished].max(initial=WAITS))
 
 
 def assign_slots(
@@ -289,11 +234,9 @@ def assign_slots(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Assign one slot to the sequences that agree in their slot, length and last token, `[N]` each.
 
-    Slots keep their place where possible, so that little of the cache is copied.
-
-    Returns:
-        `[B]`, the old slot that each new slot continues; `[N]`, the new slot of each sequence;
-        `[B]`, one sequence of each new slot, as an index into the N sequences.
+    Slots keep their place where possible, so that little of the cache is copied. Returns the old
+    slot that each new slot continues, `[B]`, the new slot of each sequence, `[N]`, and one of the N
+    sequences for each new slot, `[B]`.
     """
     # one number per (slot, length, last token), ordered by slot first
     key = (slot * (lengths.max(initial=0) + 1) + lengths) * (last.max(initial=0) + 1) + last
@@ -321,20 +264,13 @@ class Sampler:
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding.
 
-        Args:
-            task: says whether completions resemble the true answers, whose tokens are proposed, and
-                in which environments they are dialogues.
+        `task` says whether completions resemble the true answers, and names their environments.
         """
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.stops: Collection[int] = tokenizer.stops
-        speculates = task is not None and task.speculate
-        self.num_speculative_tokens = config.speed.num_speculative_tokens if speculates else 0
-        self.dialogues: Dialogues | None = None
-        if task is not None and task.world is not None:
-            turns, workers = config.sampling.max_turns, config.speed.num_reward_workers
-            self.dialogues = Dialogues(
-                task.world, tokenizer, max_turns=turns, workers=workers, warn=warn
-            )
+        task = task or Task()
+        self.num_speculative_tokens = config.speed.num_speculative_tokens * task.speculate
+        self.dialogues = task.world and Dialogues(config, task.world, tokenizer, warn)
         self.low_precision = low_precision_copy(config.speed, model)
         # by number of samples per prompt: training and evaluation fit different numbers of prompts
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
@@ -350,54 +286,44 @@ class Sampler:
         u: np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         batch_size: int = 0,
-    ) -> Iterator[Completions]:
-        """Complete each example `num_samples` times; yield parts of the batch, on the host.
+    ) -> Completions:
+        """Complete each example `num_samples` times; return the completions on the host.
 
-        Args:
-            u, sampling: see Generation; S >= --max-new-tokens.
-            batch_size: prompts decoded together, 0: all. It affects memory and time only.
+        `u` and `sampling`: see `Generation`. `batch_size`: prompts decoded together, 0: all.
         """
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
-        tensors = {"prompt_ids": prompt_ids, "prompt_len": prompt_len}  # one row per example
-        if u is not None:
-            tensors["u"] = torch.from_numpy(u)
+        drafts = None
         if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
-            tensors["drafts"] = pad(answers)[0][:, : 2 * longest]
-        refresh(self.low_precision, self.model)
-        done, total = 0, len(examples)
-        parts: Iterator[Completions] = iter(())  # of the examples from `done` on
+            drafts = pad(answers)[0][:, : 2 * longest]
 
-        def next_part(size: int) -> Completions:
-            """The next part; after an error, the rest begins again with `size` prompts at once."""
-            nonlocal parts
+        def completed(size: int) -> Completions:
+            """With so many prompts at once; after an error, all begin again with fewer."""
+            if self.dialogues:
+                self.dialogues.begin(examples, num_samples)
             with self.autocast():
-                if (part := next(parts, None)) is not None:
-                    return part
                 low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
-                if self.dialogues:
-                    self.dialogues.begin(examples, num_samples, done)
-                parts = Generation(
+                return Generation(
                     self.low_precision if low else self.model,
-                    **{name: x[done:] for name, x in tensors.items()},
+                    prompt_ids,
+                    prompt_len,
                     stops=self.stops,
                     max_new_tokens=longest,
                     num_samples=num_samples,
                     prompts_at_once=size,
+                    u=u,
                     sampling=sampling,
+                    drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
                     dialogues=self.dialogues,
-                ).parts()
-                return next(parts)
+                ).run()
 
-        while done < total:
-            part = self.backoffs[num_samples].run(next_part, min(batch_size or total, total))
-            done += len(part)
-            yield part.to("cpu")
+        most = min(batch_size or len(examples), len(examples))
+        return self.backoffs[num_samples].run(completed, most).to("cpu")
 
     def texts(self, completions: Completions) -> list[list[str]]:
         """The texts of the completions of the last `complete`, `[P][G]`; see `types.Dialogue`."""

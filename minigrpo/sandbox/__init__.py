@@ -3,12 +3,11 @@
     client.py   in the trainer: starts workers, asks programs, decides
     worker.py   a worker: forks a process per program, confines it, and ends it
 
-**Who decides.** Of `assert f(2) == 5` the process of a program gets the expression `f(2)` and
-answers with a plain value, which is compared in the trainer. A right side that is no literal is
-evaluated before the program is loaded. So prints, exits, patched builtins and objects that equal
-everything decide nothing: the only way to pass is to return the right value. A test of another
-form, or one that compares what is no plain value (dates, say), runs in the program's process and
-trusts it.
+**Who decides.** Of `assert f(2) == 5` the process of a program evaluates the right side before it
+loads the program, and `f(2)` after that. It answers with plain values, which are compared in the
+trainer. So prints, exits, patched builtins and objects that equal everything decide nothing: the
+only way to pass is to return the right value. A test of another form, or one that compares what is
+no plain value (dates, say), runs in the program's process and trusts it.
 
 **What is held.** Each program has a process and a session of its own, an empty environment, and
 limits on CPU time, memory and open files. Wall time is generous, because a pause of the machine

@@ -7,7 +7,6 @@ in its process has to be safe from it.
 """
 
 import builtins
-import gc
 import json
 import math
 import os
@@ -25,10 +24,9 @@ from typing import Any, NoReturn
 
 globals()["__builtins__"] = vars(builtins).copy()  # a program may replace those of the module
 
-MIB = 2**20
-LARGEST = 2 * MIB  # bytes of a message
-LIMITS = {"AS": 512 * MIB, "FSIZE": 0, "NOFILE": 64, "CORE": 0}
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+LARGEST = 2 << 20  # bytes of a message
+LIMITS = {"AS": 512 << 20, "FSIZE": 0, "NOFILE": 64, "CORE": 0}
+READS = os.O_RDONLY | os.O_CLOEXEC  # as `open` does
 # whose audit events are refused: processes and signals, C code, the network, files apart from
 # opening and listing them, and the objects of this process
 REFUSED = "ctypes fcntl gc os pty resource signal socket sqlite3 subprocess"
@@ -37,36 +35,28 @@ WARM = "array bisect calendar cmath collections copy datetime decimal fractions 
 WARM += " itertools operator re statistics string textwrap typing"
 
 
-# --- messages -----------------------------------------------------------------------------------
-
-# name -> the type of a value, and of its copy
-CONTAINERS: dict[str, tuple[Any, Any]] = {
-    "dict": (dict, dict),
-    "list": (list, list),
-    "tuple": (tuple, tuple),
-    "set": (Set, frozenset),
-}
-
-
 def encode(value: Any) -> Any:
     """A plain value as JSON; one of a subclass (a Counter, a named tuple) as its base.
 
     Raises TypeError for what is not plain.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int | float | str | None):
         return value
-    for name, (kind, _) in CONTAINERS.items():
-        if isinstance(value, kind):
-            return [name, [encode(x) for x in (value.items() if kind is dict else value)]]
+    if isinstance(value, list):
+        return [encode(x) for x in value]
+    if isinstance(value, tuple):
+        return {"tuple": encode([*value])}
+    if isinstance(value, dict):
+        return {"dict": encode([*value.items()])}
+    if isinstance(value, Set):  # and the views of a dict
+        return {"frozenset": encode([*value])}
     raise TypeError("not a plain value")
 
 
-def decode(form: Any) -> Any:
-    """The value that `encode` made JSON of."""
-    if not isinstance(form, list):
-        return form
-    name, contents = form
-    return CONTAINERS[name][1](map(decode, contents))
+def decode(form: dict[str, Any]) -> Any:
+    """The container that `encode` made an object of, whose contents are decoded already."""
+    [(name, contents)] = form.items()
+    return {"tuple": tuple, "dict": dict, "frozenset": frozenset}[name](contents)
 
 
 def frame(message: Any) -> bytes:
@@ -76,19 +66,17 @@ def frame(message: Any) -> bytes:
 
 def receive(stream: BufferedIOBase) -> Any:
     """Read a message. Raises an error of some kind if none comes, or a wrong one."""
-    return decode(json.loads(stream.readline(LARGEST)))
-
-
-# --- the process of a program -------------------------------------------------------------------
+    return json.loads(stream.readline(LARGEST), object_hook=decode)
 
 
 def serve(stream: BufferedIOBase) -> NoReturn:
     """Run or evaluate one piece of Python after another, until this process is killed.
 
-    The key that shows that an answer is one is read after the work: a program that looks at the
-    frames of its callers does not find it.
+    A program that looks at the frames of its callers finds no earlier answer there, and not the key
+    that shows that an answer is one: it is read after the work.
     """
-    limit("CPU", math.ceil(receive(stream)))
+    seconds = math.ceil(receive(stream))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     # dataclasses with annotations as texts look for the module of their class
     module = sys.modules["program"] = ModuleType("program")
     namespace = vars(module)
@@ -99,8 +87,7 @@ def serve(stream: BufferedIOBase) -> NoReturn:
         kind, source = receive(stream)
         answer = frame([])
         with suppress(BaseException):
-            value = eval(compile(source, "<program>", kind), namespace)
-            answer = frame([True if kind == "exec" else value])
+            answer = frame([eval(compile(source, "<program>", kind), namespace)])
         stream.write(frame(receive(stream)) + answer)
         stream.flush()
 
@@ -112,19 +99,17 @@ def refuse_harm() -> None:
     library, refused = tuple(path + "/" for path in sys.path), set(REFUSED.split())
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        harmless = event.partition(".")[0] not in refused
-        if event in ("open", "os.listdir", "os.scandir"):  # imports read the library
-            harmless = (os.path.abspath(os.fsdecode(args[0])) + "/").startswith(library)
-            harmless = harmless and not (event == "open" and args[2] & WRITES)
+        if event in ("open", "os.listdir"):  # imports read the library
+            path = os.path.abspath(os.fsdecode(args[0])) + "/"
+            harmless = path.startswith(library) and (event != "open" or args[2] == READS)
         elif event == "import":
             harmless = args[0] != "_posixsubprocess"  # starts processes without an event
+        else:
+            harmless = event.partition(".")[0] not in refused
         if not harmless:
             raise PermissionError("a program may not do this")
 
     sys.addaudithook(hook)
-
-
-# --- the worker ---------------------------------------------------------------------------------
 
 
 def main(control: socket.socket) -> None:
@@ -136,9 +121,8 @@ def main(control: socket.socket) -> None:
     for name in WARM.split():
         __import__(name)
     for name, most in LIMITS.items():
-        limit(name, most)
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     os.environ.clear()
-    gc.freeze()  # collections in the programs then copy no memory
     done = b"e"
     while done:
         ours, theirs = socket.socketpair()
@@ -146,8 +130,8 @@ def main(control: socket.socket) -> None:
         if not pid:
             try:
                 os.setsid()
+                os.dup2(1, 0)  # in place of the worker's connection
                 os.dup2(1, 2)
-                control.close()
                 theirs.close()
                 serve(ours.makefile("rwb"))
             finally:
@@ -163,10 +147,5 @@ def main(control: socket.socket) -> None:
         os.waitpid(pid, 0)
 
 
-def limit(name: str, most: int) -> None:
-    """Limit this process and those that it forks; the limit cannot be raised again."""
-    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-
-
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=0))

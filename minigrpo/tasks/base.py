@@ -6,14 +6,14 @@ a row in task_table.py.
 
 import copy
 import hashlib
-import importlib
 import inspect
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from pkgutil import resolve_name
+from typing import Any
 
 from ..model.chat import INSTRUCTIONS
 from ..task import Task
@@ -24,7 +24,7 @@ Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows t
 
 
 def load_task(
-    task: str | type | object,
+    task: Any,
     *,
     seed: int,
     data: Data = "",
@@ -51,17 +51,14 @@ def load_task(
             raise ConfigError(f"--task: an object takes no arguments, got {', '.join(given)}")
         made = copy.copy(task)
         made.__class__ = with_defaults(type(task))
-        return cast(Task, made)
+        return made
     cls = class_of(task)
-    cls = cls if task in TASKS else with_defaults(cls)
     named = inspect.signature(cls).parameters
     known = {"seed": seed, "chat": chat, "environment": environment}
     own = {name: x for name, x in known.items() if name in named}
     try:
-        return cast(Task, cls(**own, **given))
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:  # an argument that it does not take
+        return cls(**own, **given)
+    except (TypeError, ValueError) as error:  # such as an argument that it does not take
         raise ConfigError(f"--task {task}: {error}") from error
 
 
@@ -73,12 +70,14 @@ def sources(data: Data) -> list[Any]:
 
 
 def class_of(task: str | type) -> type:
-    """The class that --task names. A Python file is run: use only files that you trust."""
+    """The class that --task names, one of the user's with all members of `Task`.
+
+    A Python file is run: use only files that you trust.
+    """
     if isinstance(task, type):
-        return task
+        return with_defaults(task)
     if task in TASKS:
-        module, name = TASKS[task].path.split(":")
-        return cast(type, getattr(importlib.import_module(f"{__package__}.{module}"), name))
+        return resolve_name(f"{__package__}.{TASKS[task].path}")
     if not task.endswith(".py"):
         raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
     name = f"minigrpo_{Path(task).stem}"
@@ -86,7 +85,7 @@ def class_of(task: str | type) -> type:
     found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
     if len(found) != 1:
         raise ConfigError(f"--task {task}: needs one class with a method train, has {len(found)}")
-    return cast(type, found[0])
+    return with_defaults(found[0])
 
 
 def with_defaults(cls: type) -> type:
@@ -187,6 +186,7 @@ class SourceTask(Task):
         """`source`: a generator, or the rows of files (data.py); it scores nothing."""
         self.source, self.about = source, source.about
         self.num_held_out, self.questions = source.num_held_out, source.questions
+        self.num_train = source.num_train
 
     def train(self, number: int) -> Example:
         return self.ask(self.source.train(number))

@@ -37,15 +37,17 @@ REQUEST = (
     "the probability that the answer is right, a number from 0 to 1 such as 0.7</confidence>"
 )
 
-# --- the form -------------------------------------------------------------------------------------
+HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
+NUM_POSSIBLE = (1, 2, 5, 10)  # digits, of each question in turn
+LENGTH = 4  # of the number, the hidden digit included
 
 TAGS = ("think", "answer", "analysis", "confidence")
-# a number without sign, exponent or percent
-CONFIDENCE = r"<confidence>\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*</confidence>\s*"
+# 0, 1 or a fraction, without sign, exponent or percent
+CONFIDENCE = r"<confidence>\s*([01](?:\.0*)?|0?\.[0-9]+)\s*</confidence>\s*"
 PLAIN_FORM = re.compile(f"(.*){CONFIDENCE}", re.DOTALL)
 # without <think>, which some chat templates write at the end of the prompt
 CHAT_FORM = re.compile(
-    rf".*</think>\s*<answer>(.*)</answer>\s*<analysis>.*</analysis>\s*{CONFIDENCE}", re.DOTALL
+    rf".*</think>\s*<answer>\s*+(.*)</answer>\s*<analysis>.*</analysis>\s*{CONFIDENCE}", re.DOTALL
 )
 
 
@@ -60,64 +62,9 @@ def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
     if any(text.count(f"</{tag}>") != 1 or text.count(f"<{tag}>") > 1 for tag in tags):
         return None  # so there is only one way to match, and time grows with the text only
     found = form.fullmatch(text)
-    if not found or float(found[2]) > 1:
+    if not found:
         return None
-    return found[1].strip() if chat else found[1].rstrip(), float(found[2])
-
-
-def write(answer: str, confidence: float, *, chat: bool) -> str:
-    """A completion that `parse` reads; in the chat form without reasoning and analysis."""
-    stated = f"<confidence>{confidence:.1f}</confidence>"
-    if not chat:
-        return answer + stated
-    return f"<think></think> <answer>{answer}</answer> <analysis></analysis> {stated}"
-
-
-# --- questions whose chances are known ------------------------------------------------------------
-
-DIGITS = "0123456789"
-HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
-NUM_POSSIBLE = (1, 2, 5, 10)  # of each question in turn
-LENGTH = 4  # of the number, the hidden digit included
-
-
-class HiddenDigit(Generated):
-    """Questions without end; `kind` is the chance of the best answer."""
-
-    parts: Mapping[str, float] = {"exact": 1.0}
-    speculate = True
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        super().__init__(self._made, "digits that can only be guessed")
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return {"exact": float(text == example.answer)}
-
-    def _made(self, number: int, held_out: bool) -> Example:
-        rng = stream(self.seed, "hidden digit", number, int(held_out))
-        size = NUM_POSSIBLE[number % len(NUM_POSSIBLE)]
-        while True:
-            prompt, possible = _question(rng, size)
-            if is_held_out(prompt) == held_out:
-                break
-        answer, fields = possible[int(rng.integers(size))], {"possible": possible}
-        return Example(prompt, answer, number, kind=f"1 of {size}", fields=fields)
-
-
-def _question(rng: np.random.Generator, size: int) -> tuple[str, str]:
-    """A prompt with `size` possible digits, and these digits."""
-    shown = [DIGITS[place] for place in rng.integers(10, size=LENGTH)]
-    shown[int(rng.integers(LENGTH))] = "_"
-    if size == 5:
-        hint, possible = list(HALVES.items())[int(rng.integers(len(HALVES)))]
-    else:
-        possible = "".join(DIGITS[place] for place in sorted(rng.permutation(10)[:size]))
-        hint = " or ".join(possible) if size < 10 else "any digit"
-    return f"{''.join(shown)}, {hint}: ", possible
-
-
-# --- the task -------------------------------------------------------------------------------------
+    return found[1].rstrip(), float(found[2])
 
 
 class Calibration(SourceTask):
@@ -147,11 +94,11 @@ class Calibration(SourceTask):
         """`judge` is that of `--task prompts`, or `math`; `chat`: plain prompts become messages."""
         self.seed, self.chat = seed, chat
         if not (data or eval_data):
-            super().__init__(HiddenDigit(seed))
-        elif judge == "math":
-            super().__init__(Math(seed, data, eval_data, chat))
-        else:
-            super().__init__(Prompts(seed, data, eval_data, chat, judge))
+            super().__init__(Generated(self._digit, "digits that can only be guessed"))
+            self.speculate = True
+            return
+        others = (seed, data, eval_data, chat)
+        super().__init__(Math(*others) if judge == "math" else Prompts(*others, judge))
         self.speculate = self.source.speculate
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
@@ -161,8 +108,12 @@ class Calibration(SourceTask):
         answer, confidence = stated
         if isinstance(self.source, Math) and not final_answer(answer, HASHES):
             answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
-        alone = replace(example, answer=example.fields["true_answer"])
-        correct = float(self.source.score(alone, answer)[self.source.success] == 1)
+        truth = example.fields["true_answer"]
+        if isinstance(self.source, Generated):
+            correct = float(answer == truth)
+        else:
+            scores = self.source.score(replace(example, answer=truth), answer)
+            correct = scores[self.source.success]
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
 
@@ -177,20 +128,40 @@ class Calibration(SourceTask):
             return {}
         confidence = parts["confidence"][valid]
         found = calibration(confidence, parts["correct"][valid])
-        mean = float(confidence.mean())
+        mean = confidence.mean()
         return {"brier_score": found.pop("brier"), **found, "mean_confidence": mean}
 
     def ask(self, example: Example) -> Example:
         """The example with the request for the form, and with a true answer in that form."""
+        confidence = stream(self.seed, "confidence", example.index).integers(11) / 10
         messages = [*example.messages]
         if self.chat and not messages:
             messages = [{"role": "user", "content": example.prompt}]
+        answer = example.answer
         if messages:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + REQUEST}
-        confidence = int(stream(self.seed, "confidence", example.index).integers(11)) / 10
+            answer = f"<think></think> <answer>{answer}</answer> <analysis></analysis> "
         return replace(
             example,
-            answer=write(example.answer, confidence, chat=bool(messages)),
+            answer=f"{answer}<confidence>{confidence:.1f}</confidence>",
             messages=tuple(messages),
             fields={**example.fields, "true_answer": example.answer},
         )
+
+    def _digit(self, number: int, held_out: bool) -> Example:
+        """A question about a hidden digit; `kind` is the chance of the best answer."""
+        rng = stream(self.seed, "hidden digit", number, held_out)
+        size = NUM_POSSIBLE[number % len(NUM_POSSIBLE)]
+        while True:
+            shown = [*map(str, rng.integers(10, size=LENGTH))]
+            shown[rng.integers(LENGTH)] = "_"
+            if size == 5:
+                hint, possible = list(HALVES.items())[rng.integers(len(HALVES))]
+            else:
+                possible = "".join(map(str, sorted(rng.permutation(10)[:size])))
+                hint = " or ".join(possible) if size < 10 else "any digit"
+            prompt = f"{''.join(shown)}, {hint}: "
+            if is_held_out(prompt) == held_out:
+                break
+        answer, fields = possible[rng.integers(size)], {"possible": possible}
+        return Example(prompt, answer, number, f"1 of {size}", fields=fields)

@@ -65,10 +65,11 @@ class Code(SourceTask):
         if sys.platform != "linux":
             raise ConfigError("--task code runs what a model writes, which needs Linux")
         self.seed, self.timeout_s = seed, float(timeout)
-        has_files = bool(data or eval_data)
-        made = Generated(self._one_liner, "one-line functions")
-        super().__init__(Problems(seed, data, eval_data, parse_problem) if has_files else made)
-        self.speculate = not has_files
+        if data or eval_data:
+            super().__init__(Problems(seed, data, eval_data, parse_problem))
+            return
+        super().__init__(Generated(self._one_liner, "one-line functions"))
+        self.speculate = True
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         fields = example.fields
@@ -92,7 +93,7 @@ class Code(SourceTask):
 
 def draw(rng: np.random.Generator, term: int | None = None) -> tuple[str, str, int]:
     """A random function of x, of this term if one is given: its kind, expression and term."""
-    kind = list(KINDS)[rng.integers(len(KINDS))]
+    kind = str(rng.choice([*KINDS]))
     factor, drawn = rng.integers(LOWEST, BEYOND).tolist()
     term = drawn if term is None else term
     return kind, KINDS[kind].format(factor=factor, term=term), term
@@ -113,9 +114,6 @@ def setup_of(fields: Mapping[str, Any]) -> str:
     return "\n".join([*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""])
 
 
-# --- MBPP -----------------------------------------------------------------------------------------
-
-
 class Problems(Rows):
     """Problems of files, of which MBPP's test split is held out, if they have both sides of it."""
 
@@ -127,10 +125,10 @@ class Problems(Rows):
 def parse_problem(record: dict[str, Any]) -> Row:
     """The row of a line, whose tests are Python."""
     text, code = text_of(record, ("text", "prompt")), text_of(record, ("code",))
-    tests = record.get("test_list") or []
-    for source in (*tests, setup_of(record)):
-        ast.parse(source)
+    tests = record["test_list"]
     if not (isinstance(tests, list) and tests):
         raise ValueError("test_list must be a list of tests, such as assert f(1) == 2")
+    for source in (*tests, setup_of(record)):
+        ast.parse(source)
     prompt = PROMPT.format(text=text.strip(), tests="\n".join(tests)).replace("\r\n", "\n")
     return Row(text, Example(prompt, code.replace("\r\n", "\n"), fields=record))

@@ -13,13 +13,13 @@ and to compare, not to choose: which attempts to make is learnt from the reward.
 """
 
 import ast
-import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, cast
+from operator import add, index, mul, neg, sub, truediv
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from ..types import ConfigError, Example
 from .base import Generated, SourceTask, is_held_out, tagged_answer
 from .data import Files, Row, Rows
 
-FORMS = ("search", "chat")
 PROBLEMS_PER_HELD_OUT = 4  # one generated problem in 4 is held out
 MAX_CHARS = 400  # of an answer; the fractions in it then have at most as many digits
 SMALLEST = 6  # limit of a level; with smaller numbers hardly any problem is held out
@@ -38,22 +37,13 @@ STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8
 
 # --- the verifier ---------------------------------------------------------------------------------
 
-OPERATORS: dict[type, Callable[..., Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
+OPERATORS: Any = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.USub: neg}
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
 FORMULA = re.compile(r"\$|\\[()\[\]]")  # marks of a formula in TeX
 
 
 def solves(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether a text, which may be any whatsoever, reaches the target.
-
-    Each of the numbers must be used exactly once.
-    """
+    """Whether a text, which may be any whatsoever, reaches the target with the numbers."""
     return result(final_answer(text), numbers) == target
 
 
@@ -98,10 +88,8 @@ def evaluate(text: str) -> Fraction:
         raise ValueError("only numbers, + - * / and parentheses")
 
     def value(tree: Any) -> Fraction:
-        if isinstance(tree, ast.Constant):
-            return Fraction(cast(int, tree.value))
-        operands = [tree.operand] if isinstance(tree, ast.UnaryOp) else [tree.left, tree.right]
-        return OPERATORS[type(tree.op)](*map(value, operands))
+        operands = [value(x) for x in ast.iter_child_nodes(tree) if isinstance(x, ast.expr)]
+        return OPERATORS[type(tree.op)](*operands) if operands else Fraction(tree.value)
 
     return value(ast.parse(" ".join(text.split()), mode="eval").body)
 
@@ -119,10 +107,10 @@ def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[in
     """
     pool, steps = [(number, str(number)) for number in numbers], list[str]()
     while len(pool) > 1:
-        (b, right), (a, left) = sorted(pool.pop(int(rng.integers(len(pool)))) for _ in range(2))
+        (b, right), (a, left) = sorted(pool.pop(rng.integers(len(pool))) for _ in range(2))
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else 0}
         allowed = [sign for sign, value in results.items() if 0 < value <= LARGEST] or ["+"]
-        sign = allowed[int(rng.integers(len(allowed)))]
+        sign = allowed[rng.integers(len(allowed))]
         steps.append(f"{a}{sign}{b}={results[sign]}")
         pool.append((results[sign], f"({left}{sign}{right})"))
     return pool[0][0], ",".join(steps), pool[0][1][1:-1]
@@ -155,11 +143,6 @@ SPELLED = (
 )
 
 
-def short_question(numbers: Sequence[int], target: int) -> str:
-    """The question for a small model of its own, numbers from the largest down."""
-    return f"{' '.join(map(str, sorted(numbers, reverse=True)))} -> {target}\n"
-
-
 class Countdown(SourceTask):
     """Problems made by a seed, or lines of files such as {"nums": [12, 7, 3], "target": 9}.
 
@@ -182,12 +165,11 @@ class Countdown(SourceTask):
         difficulty: str = "2x12,3x12",
     ) -> None:
         """`difficulty` is of made problems: how many numbers x the largest, equally often each."""
-        from_files = bool(data or eval_data)
-        self.seed, self.form = seed, form or ("chat" if from_files else "search")
-        if self.form not in FORMS:
-            raise ConfigError(f"--task-args form must be {', '.join(FORMS)}, got {form}")
-        if from_files:
-            super().__init__(Rows(seed, data, eval_data, self._row))
+        self.seed, self.form = seed, form or ("chat" if data or eval_data else "search")
+        if self.form not in ("search", "chat"):
+            raise ConfigError(f"--task-args form must be search or chat, got {form}")
+        if data or eval_data:
+            super().__init__(Rows(seed, data, eval_data, parse_problem))
             return
         self.levels = [tuple(map(int, level.split("x"))) for level in difficulty.split(",")]
         if any(largest < SMALLEST for _, largest in self.levels):
@@ -196,38 +178,45 @@ class Countdown(SourceTask):
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         value = result(final_answer(text), example.fields["nums"])
-        solved = value == example.fields["target"]
-        return {"solved": float(solved), "format": float(value is not None)}
+        solved = float(value == example.fields["target"])
+        return {"solved": solved, "format": float(value is not None)}
+
+    def ask(self, example: Example) -> Example:
+        """A problem in its form; only that of a search has a text to learn from."""
+        if self.form == "search":
+            return example
+        *numbers, last = example.fields["nums"]
+        listed = f"{', '.join(map(str, numbers))} and {last}"
+        question = SPELLED.format(target=example.fields["target"], numbers=listed)
+        messages = ({"role": "user", "content": question},)
+        return replace(example, prompt=question, answer="", messages=messages)
 
     def _made(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"countdown/{'held-out' if held_out else 'train'}", number)
         while True:
-            size, largest = self.levels[int(rng.integers(len(self.levels)))]
+            size, largest = rng.choice(self.levels)
             numbers = rng.integers(1, largest + 1, size).tolist()
             target, *_ = random_attempt(rng, numbers)
             problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
             if is_held_out(problem, PROBLEMS_PER_HELD_OUT) == held_out:
-                fields = {"nums": numbers, "target": target}
-                kind = f"{size} numbers up to {largest}"
-                return self._example(fields, kind, number, random_search(rng, numbers, target))
+                break
+        question, search = short_question(numbers, target), random_search(rng, numbers, target)
+        kind, fields = f"{size} numbers up to {largest}", {"nums": numbers, "target": target}
+        return Example(question, search, number, kind, fields=fields)
 
-    def _row(self, record: dict[str, Any]) -> Row:
-        numbers, target = record["nums"], operator.index(record["target"])
-        if len(numbers) < 2 or min(map(operator.index, numbers)) < 0:
-            raise ValueError("nums must be two or more whole numbers from 0")
-        example = self._example(record, f"{len(numbers)} numbers")
-        return Row(short_question(numbers, target), example)
 
-    def _example(
-        self, fields: Mapping[str, Any], kind: str, index: int = 0, search: str = ""
-    ) -> Example:
-        """The example of a problem. `search`, for supervised fine-tuning, need not solve it."""
-        numbers, target = fields["nums"], fields["target"]
-        if self.form == "search":
-            return Example(short_question(numbers, target), search, index, kind, fields=fields)
-        listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-        question = SPELLED.format(target=target, numbers=listed)
-        return Example(question, "", index, kind, ({"role": "user", "content": question},), fields)
+def parse_problem(record: dict[str, Any]) -> Row:
+    """The row of a line."""
+    numbers, target = record["nums"], index(record["target"])
+    if len(numbers) < 2 or min(map(index, numbers)) < 0:
+        raise ValueError("nums must be two or more whole numbers from 0")
+    question = short_question(numbers, target)
+    return Row(question, Example(question, kind=f"{len(numbers)} numbers", fields=record))
+
+
+def short_question(numbers: Sequence[int], target: int) -> str:
+    """The question for a small model of its own, numbers from the largest down."""
+    return f"{' '.join(map(str, sorted(numbers, reverse=True)))} -> {target}\n"
 
 
 # --- with a calculator ----------------------------------------------------------------------------

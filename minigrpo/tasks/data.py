@@ -8,13 +8,12 @@ evaluation, however often it is in a file and whatever else its lines say.
 import copy
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -50,25 +49,20 @@ def question_key(text: str) -> str:
 def read_rows(files: Files, parse: Parse) -> list[Row]:
     """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
     rows = []
-    for place, given in chain.from_iterable(map(records_of, files)):
-        try:
-            record = json.loads(given.decode("utf-8-sig")) if isinstance(given, bytes) else given
-            question, example = parse(record)
-            rows.append(Row(question_key(question), example))
-        except Exception as error:  # KeyError, RecursionError: a line may hold anything
-            raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+    for source in files:
+        records, place = cast(Any, source), "the data, row"
+        if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
+            records, place = source.read_bytes().splitlines(), f"{source}, line"
+        for number, record in enumerate(records, 1):
+            is_line = isinstance(record, bytes)
+            if is_line and not record.strip():
+                continue
+            try:
+                question, example = parse(json.loads(record) if is_line else record)
+                rows.append(Row(question_key(question), example))
+            except Exception as error:  # KeyError, RecursionError: a line may hold anything
+                raise ConfigError(f"{place} {number}: {type(error).__name__}: {error}") from error
     return rows
-
-
-def records_of(source: Path | Sequence[Record]) -> Iterator[tuple[str, Any]]:
-    """Rows as they were given, lines of a file as bytes, each with the place that errors name."""
-    if not isinstance(source, Path):
-        yield from ((f"row {number} of the data", row) for number, row in enumerate(source))
-        return
-    with open(source, "rb") as file:  # as bytes: only a newline ends a line, and all are counted
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{source}, line {number}", line
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -78,10 +72,11 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
     """
     for key in keys:
         value = record.get(key)
-        if isinstance(value, str) or (isinstance(value, Real) and value == value):
-            return str(value)
-        if not (value is None or isinstance(value, Real)):
+        if value is None or value != value:
+            continue
+        if not isinstance(value, str | Real):
             raise ValueError(f"{key} must be a text or a number, got {value!r:.60}")
+        return str(value)
     if default is None:
         raise ValueError(f"needs a text under {' or '.join(keys)}")
     return default
@@ -89,9 +84,15 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
 
 def parse_pair(record: Record, default: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are."""
+    messages, said = chat_of(record)
+    question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
-    said = chat_of(record)[1]
-    return parse_question(record, text_of(record, keys, default if said is None else said))
+    answer = text_of(record, keys, default if said is None else said)
+    tools = record.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = tools if isinstance(tools, list) else None
+    example = Example(question, answer, messages=tuple(messages), fields=record, tools=tools)
+    return Row(question, example)
 
 
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
@@ -102,16 +103,6 @@ def parse_begun(record: Record) -> Row:
     if not any(key in record for key in (*QUESTIONS, *CHATS)):
         return Row(json.dumps(record, sort_keys=True, default=str), Example("", fields=record))
     return parse_any(record)
-
-
-def parse_question(record: Record, answer: str) -> Row:
-    """The row of a line whose answer is known."""
-    messages, _ = chat_of(record)
-    question = question_of(messages) or text_of(record, QUESTIONS)
-    tools = record.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    example = Example(question, answer, messages=tuple(messages), fields=record)
-    return Row(question, replace(example, tools=tools if isinstance(tools, list) else None))
 
 
 def chat_of(record: Record) -> tuple[list[dict[str, Any]], str | None]:
@@ -136,7 +127,7 @@ def as_templates_write(message: Record) -> dict[str, Any]:
 
     OpenAI's form has a list of parts, or null, as a content, and JSON as arguments.
     """
-    found = copy.deepcopy(dict(message))
+    found = copy.deepcopy(message)
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
@@ -159,7 +150,7 @@ class Rows(Task):
             first.setdefault(row.question, row.example)
         train = [row for row in rows if row.question not in first]
         self._train, self._held_out = [row.example for row in train], list(first.values())
-        self.num_held_out = len(first)
+        self.num_train, self.num_held_out = len(train), len(first)
         self.about = f"{len(train)} of {len(rows)} rows, {len(first)} questions held out"
         if not first or (data and not train):
             said = "two different questions at least, or --eval-data, are needed"

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,15 @@ class Math(SourceTask):
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         form, truth = truth_of(example.answer)
-        answer = final_answer(text, form) or ""
-        right = 0 < len(answer) <= MAX_ANSWER_CHARS and self._same(truth, answer, form)
-        return {"correct": float(right), "format": float(is_in_form(text, form))}
-
-    def _same(self, truth: str, answer: str, form: str) -> bool:
-        expected, value = number(truth, BOXED), number(answer, form)
-        if expected is not None and (value is not None or form == HASHES):
-            return value == expected
-        return truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
+        answer = final_answer(text, form)
+        right = 0 < len(answer) <= MAX_ANSWER_CHARS
+        if right:
+            expected, value = number(truth, BOXED), number(answer, form)
+            if expected is not None and (value is not None or form == HASHES):
+                right = value == expected
+            else:
+                right = truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
+        return {"correct": float(right), "format": float(answer_in_form(text, form) != "")}
 
     def _row(self, record: dict[str, Any]) -> Row:
         question, solution = text_of(record, QUESTIONS).strip(), solution_of(record)
@@ -87,21 +87,18 @@ class Math(SourceTask):
         prompt = f"Question: {question}\n{request}\nAnswer:\n"
         if self.chat:
             prompt = f"{question}\n\n{request}"
-        kind = str(record.get("type") or record.get("subject") or "")
+        kind = text_of(record, ("type", "subject"), "")
         return Row(question, Example(prompt, solution, kind=kind, fields=record))
 
     def _sum(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"sums/{'held-out' if held_out else 'train'}", number)
         while True:
-            terms = rng.integers(1, LARGEST + 1, int(rng.integers(FEWEST, MOST + 1)))
+            terms = rng.integers(1, LARGEST + 1, rng.integers(FEWEST, MOST + 1))
             prompt = "+".join(map(str, terms)) + "="
             if is_held_out(prompt) == held_out:
                 break
         answer = f"{','.join(map(str, np.cumsum(terms)[1:]))}{HASHES}{terms.sum()}"
         return Example(prompt, answer, number, f"{len(terms)} numbers")
-
-
-# --- answers --------------------------------------------------------------------------------------
 
 
 def solution_of(record: dict[str, Any]) -> str:
@@ -112,43 +109,43 @@ def solution_of(record: dict[str, Any]) -> str:
 def truth_of(solution: str) -> tuple[str, str]:
     """The form of a true solution, and its final answer. Raises ValueError if it has none."""
     for form in (HASHES, BOXED):
-        if is_in_form(solution, form) and (truth := final_answer(solution, form)):
+        if truth := answer_in_form(solution, form):
             return form, truth
     if solution and "\n" not in solution:
         return BOXED, solution  # nothing but the answer
     raise ValueError(f"the solution has no final answer after {HASHES} or in {BOXED}")
 
 
-def is_in_form(text: str, form: str) -> bool:
-    """Whether a text gives its answer as asked: once after ####, in the last line; or in a box."""
+def answer_in_form(text: str, form: str) -> str:
+    """The answer of a text in the form asked for: in a box, or in its last line, after one ####."""
     if form == BOXED:
-        return boxed(text) is not None
-    _, *after = text.split(HASHES)
-    return len(after) == 1 and len(after[0].strip().splitlines()) == 1
+        return boxed(text)
+    answer = after_hashes(text)
+    return answer if answer == text.partition(HASHES)[2].strip() else ""
 
 
-def final_answer(text: str, form: str) -> str | None:
-    """The answer that a text gives in the form that was asked for, else in the other one."""
+def final_answer(text: str, form: str) -> str:
+    """The answer that a text gives in the form that was asked for, else in the other one, or ""."""
     if form == HASHES:
         return after_hashes(text) or boxed(text)
     return boxed(text) or after_hashes(text)
 
 
-def after_hashes(text: str) -> str | None:
+def after_hashes(text: str) -> str:
     """The rest of the line after the last `####`."""
     _, mark, rest = text.rpartition(HASHES)
-    return rest.strip().partition("\n")[0].strip() or None if mark else None
+    return rest.strip().partition("\n")[0].strip() if mark else ""
 
 
-def boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`; None if it is empty or never closed."""
+def boxed(text: str) -> str:
+    r"""The content of the last `\boxed{...}`; nothing if it is never closed."""
     _, mark, rest = text.rpartition(r"\boxed{")
     depth = 1
-    for found in re.finditer(r"\\.|[{}]", rest if mark else "", re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
+    for place, character in enumerate(rest if mark else ""):
+        depth += (character == "{") - (character == "}")
         if not depth:
-            return rest[: found.start()].strip() or None
-    return None
+            return rest[:place].strip()
+    return ""
 
 
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -171,26 +168,26 @@ def number(text: str, form: str) -> Fraction | None:
     return Fraction(re.sub("[ ,]", "", found[1])) if found else None
 
 
-# --- math-verify ----------------------------------------------------------------------------------
-
-
 class MathVerify:
     """Compares formulas in a process that is started again when the system has ended it."""
 
-    def __init__(self, limit_s: float = 3.0) -> None:
-        """`limit_s`: of CPU time, per pair of answers."""
+    def __init__(self) -> None:
         worker = str(Path(__file__).with_name("math_verify_worker.py"))
-        # -P: the folder of the script would hide modules of the standard library behind ours
-        self.command = [sys.executable, "-P", worker, str(limit_s)]
-        self.lock, self.process = threading.Lock(), self._start()
+        self.start = partial(
+            subprocess.Popen,
+            # -P: the folder of the script would hide modules of the standard library behind ours
+            [sys.executable, "-P", worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the run, which ends the input
+        )
+        self.lock, self.process = threading.Lock(), self.start()
         # a group has many completions and few answers
         self.same = lru_cache(maxsize=1 << 14)(self._ask)
         if not self._ask("1", "1"):
             raise ConfigError("--task math: math-verify is installed, but does not work")
-
-    def _start(self) -> subprocess.Popen[str]:
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        return subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
 
     def _ask(self, truth: str, answer: str) -> bool:
         """Whether two formulas are equal; False for one that takes too long or too much memory."""
@@ -199,5 +196,5 @@ class MathVerify:
             print(json.dumps([truth, answer]), file=self.process.stdin, flush=True)
             verdict = self.process.stdout.readline()
             if not verdict:  # the system has ended it
-                self.process = self._start()
+                self.process = self.start()
             return verdict == "1\n"

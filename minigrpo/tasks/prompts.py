@@ -12,22 +12,13 @@
 import re
 import string
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..rewards import similarity
 from ..types import REWARD, ConfigError, Example
 from .base import Generated, SourceTask, tagged_answer
-from .data import (
-    ANSWERS,
-    Files,
-    Parse,
-    Row,
-    Rows,
-    parse_any,
-    parse_begun,
-    parse_pair,
-    parse_question,
-)
+from .data import ANSWERS, Files, Parse, Row, Rows, parse_any, parse_begun, parse_pair
 
 REQUEST = (
     "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
@@ -50,17 +41,15 @@ class Prompts(SourceTask):
         environment: bool = False,
     ) -> None:
         """`environment`: it may say what is asked, so that no row needs to."""
-        if not (data or eval_data or environment):
-            raise ConfigError("--task prompts needs --data FILE.jsonl")
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
         self.success = next(iter(self.parts), REWARD)
-        if data or eval_data:
+        if environment and not (data or eval_data):
+            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
+        else:
             parse = parse_begun if environment and judge == "none" else parse
             super().__init__(Rows(seed, data, eval_data, parse))
-        else:
-            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
 
@@ -87,14 +76,15 @@ def parse_qa(record: dict[str, Any]) -> Row:
     answers = answers if isinstance(answers, list) else [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
-    question, example = parse_question({**record, "answers": answers}, answers[0])
+    question, example = parse_pair({**record, "answer": answers[0]})
     context = record.get("context") or ""
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)
         context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in paragraphs)
     content = f"{context}\n\n{question}\n\n{REQUEST}".strip()
     messages = example.messages or ({"role": "user", "content": content},)
-    return Row(question, Example(question, answers[0], messages=messages, fields=example.fields))
+    fields = {**record, "answers": answers}
+    return Row(question, replace(example, messages=messages, fields=fields))
 
 
 def normalized(text: str) -> str:

@@ -24,15 +24,16 @@ one pass. With the carries before it, each digit is a sum of three numbers in it
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..model.encoding import to_completions, token_texts
+from ..model.frozen_model import FrozenModel
 from ..runtime.rng import stream
 from ..task import TokenBatch
 from ..types import ConfigError, Example
@@ -40,14 +41,11 @@ from .base import Generated, SourceTask, is_held_out
 from .data import QUESTIONS, Files, Row, Rows, text_of
 from .math import solution_of
 
-if TYPE_CHECKING:
-    from ..model.frozen_model import FrozenModel
-
-A = (1.0, 0.01)  # of the mean and the minimum over the solution's tokens
-B = (3.0, 0.03)  # of the mean and the maximum over the explanation's tokens
+A_MEAN, A_MIN = 1.0, 0.01  # over the solution's tokens
+B_MEAN, B_MAX = 3.0, 0.03  # over the explanation's tokens
 MISSING_TAGS = -1.0  # each term of a completion without tags
-HALF = float(np.log(0.5))
 DIGITS = 6
+PLACES = 10 ** np.arange(DIGITS)[::-1]  # what a digit is worth
 CHAINED = 0.4  # share of the columns whose digits are made to add up to 9: carries pass through
 EXPLANATION = re.compile("<think>(.*?)</think>", re.DOTALL)
 TEACHERS_PROMPT = """\
@@ -74,13 +72,7 @@ class RLT(SourceTask):
         unaided: the same with an empty explanation.
     """
 
-    parts: Mapping[str, float] = {
-        "likelihood": 1.0,
-        "kl": 1.0,
-        "match": 1.0,
-        "solved": 0.0,
-        "unaided": 0.0,
-    }
+    parts: Mapping[str, float] = {"likelihood": 1, "kl": 1, "match": 1, "solved": 0, "unaided": 0}
     token_parts = tuple(parts)
     success = "solved"
 
@@ -101,54 +93,44 @@ class RLT(SourceTask):
 
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
-        student = batch.model(self.student)
-        encode, teacher = student.tokenizer.encode, batch.completions.sampler_logp
+        student, sampled = batch.model(self.student), batch.completions
+        encode, teacher = student.tokenizer.encode, sampled.sampler_logp
         assert teacher is not None
-        shown, inside = self._spans(student, batch)
-        prompts, solutions, rows = [], [], []
-        for example, ids, tagged in zip(
-            batch.examples, batch.completions.completion_ids, shown, strict=True
-        ):
+        prompts, solutions, spans, rows = [], [], {}, []
+        for p, example in enumerate(batch.examples):
             prompts.append(self._prompt(student, example))
             solutions.append(encode(example.fields["solution"]))
-            read = [row[kept].tolist() for row, kept in zip(ids, tagged, strict=True)]
-            read.append(encode("<think></think>"))
-            rows.append([[*row, *encode("<solution>"), *solutions[-1]] for row in read])
-        completions = to_completions(prompts, rows)
-        logp = student.logp(completions, batch.temperature).double()  # [P, G + 1, S]
+            read = [encode("<think></think>")]
+            for g, text in enumerate(batch.texts[p]):
+                ids = sampled.completion_ids[p, g][sampled.completion_mask[p, g]].tolist()
+                # the student may not know the last one, which ends the text
+                if not student.tokenizer.decode(ids).startswith(text):
+                    said = "its vocabulary differs from the model's"
+                    raise ConfigError(f"--task-args student={self.student}: {said}")
+                spans[p, g] = shown, _ = find_span(token_texts(student.tokenizer, ids))
+                read.append(ids[shown])
+            rows.append([[*ids, *encode("<solution>"), *solutions[p]] for ids in read])
+        # [P, 1 + G, S]: without an explanation, and with each
+        logp = student.logp(to_completions(prompts, rows), batch.temperature).double()
         values = {name: np.zeros(teacher.shape[:2]) for name in self.parts}
-        for p, group in enumerate(rows):
-            ends = [(len(row) - len(solutions[p]), len(row)) for row in group]
-            *aided, alone = [logp[p, g, a:b] for g, (a, b) in enumerate(ends)]
-            values["unaided"][p] = (alone > HALF).all()
-            for g, solution in enumerate(aided):
-                if not shown[p, g].any():
-                    for name in ("likelihood", "kl", "match"):
-                        values[name][p, g] = MISSING_TAGS
-                    continue
-                values["solved"][p, g] = (solution > HALF).all()
-                values["likelihood"][p, g] = A[0] * solution.mean() + A[1] * solution.min()
-                own = inside[p, g][shown[p, g]]
-                ratio = teacher[p, g][inside[p, g]].double() - logp[p, g, : len(own)][own]
-                if len(ratio):
-                    values["kl"][p, g] = -B[0] * ratio.mean() - B[1] * ratio.max()
+        for (p, g), (shown, inside) in spans.items():
+            alone, aided = (
+                logp[p, row, : len(rows[p][row])][-len(solutions[p]) :] for row in (0, 1 + g)
+            )
+            values["unaided"][p, g] = (alone.exp() > 0.5).all()
+            if shown.start == shown.stop:
+                for name in ("likelihood", "kl", "match"):
+                    values[name][p, g] = MISSING_TAGS
+                continue
+            values["solved"][p, g] = (aided.exp() > 0.5).all()
+            values["likelihood"][p, g] = A_MEAN * aided.mean() + A_MIN * aided.min()
+            own = logp[p, 1 + g, inside.start - shown.start : inside.stop - shown.start]
+            ratio = teacher[p, g, inside].double() - own
+            if len(ratio):
+                values["kl"][p, g] = -B_MEAN * ratio.mean() - B_MAX * ratio.max()
         return values
 
-    def _spans(self, student: "FrozenModel", batch: TokenBatch) -> Tensor:
-        """`find_span` of all completions, `[2, P, G, S]`."""
-        tokenizer, mask = student.tokenizer, batch.completions.completion_mask
-        spans = torch.zeros(2, *mask.shape, dtype=torch.bool)
-        for p, g in np.ndindex(*mask.shape[:2]):
-            ids = batch.completions.completion_ids[p, g][mask[p, g]].tolist()
-            # it may not know the last one, which ends the text
-            if not tokenizer.decode(ids).startswith(batch.texts[p][g]):
-                raise ConfigError(
-                    f"--task-args student={self.student}: its vocabulary differs from the model's"
-                )
-            spans[:, p, g, : len(ids)] = find_span(token_texts(tokenizer, ids))
-        return spans
-
-    def _prompt(self, student: "FrozenModel", example: Example) -> list[int]:
+    def _prompt(self, student: FrozenModel, example: Example) -> list[int]:
         """The question by the student's chat template, if it has one, else as a plain line."""
         text = self.student_prompt.format(question=example.fields["question"])
         if not student.tokenizer.chat:
@@ -160,13 +142,13 @@ class RLT(SourceTask):
         while True:
             x, y = rng.integers(10, size=(2, DIGITS))
             y = np.where(rng.random(DIGITS) < CHAINED, 9 - x, y)
-            a, b = ("".join(map(str, digits)) for digits in (x, y))
-            question = f"{a}+{b}"
+            a, b = x @ PLACES, y @ PLACES
+            question = f"{a:0{DIGITS}d}+{b:0{DIGITS}d}"
             if is_held_out(question) == held_out:
                 break
-        solution = f"{int(a) + int(b):0{DIGITS + 1}d}"
-        sums = [int(a[-n:]) + int(b[-n:]) for n in range(1, DIGITS + 1)]  # of the last n columns
-        carries = "".join(str(total // 10**n) for n, total in enumerate(sums, 1))
+        solution = f"{a + b:0{DIGITS + 1}d}"
+        above = 10 * PLACES[::-1]  # what a carry out of each column is worth
+        carries = "".join(map(str, (a % above + b % above) // above))
         prompt = f"{question}\n<solution>{solution}</solution>\n"
         fields = {"question": question, "solution": solution}
         return Example(prompt, f"<think>{carries}</think>", number, fields=fields)
@@ -180,21 +162,19 @@ def parse_lesson(record: dict[str, Any]) -> Row:
     return Row(question, Example(prompt, fields=fields))
 
 
-def find_span(pieces: Sequence[str]) -> Tensor:
-    """Which of n tokens are an explanation, `[2, n]`: with its tags, and between them.
+def find_span(pieces: Sequence[str]) -> tuple[slice, slice]:
+    """Which tokens are an explanation: with its tags, and between them.
 
     It reaches from the first <think> to the next </think>; without these nothing is one. Tags are
     looked for in the texts of the tokens, because a tokenizer may merge a tag's last character with
     the text that follows. A token that holds part of a tag belongs to the tag.
 
-    >>> find_span(["<thi", "nk>a", "b", "c</think>", "."]).int().tolist()
-    [[1, 1, 1, 1, 0], [0, 0, 1, 0, 0]]
+    >>> find_span(["<thi", "nk>a", "b", "c</think>", "."])
+    (slice(0, 4, None), slice(2, 3, None))
     """
     found = EXPLANATION.search("".join(pieces))
     if not found:
-        return torch.zeros(2, len(pieces), dtype=torch.bool)
-    sizes = torch.tensor([len(piece) for piece in pieces])
-    ends = sizes.cumsum(0)
-    starts = ends - sizes
-    shown = (ends > found.start()) & (starts < found.end())
-    return torch.stack([shown, (starts >= found.start(1)) & (ends <= found.end(1))])
+        return slice(0, 0), slice(0, 0)
+    bounds = [*accumulate(map(len, pieces), initial=0)]  # where tokens begin, and the last one ends
+    shown = slice(bisect_right(bounds, found.start()) - 1, bisect_left(bounds, found.end()))
+    return shown, slice(bisect_left(bounds, found.start(1)), bisect_right(bounds, found.end(1)) - 1)

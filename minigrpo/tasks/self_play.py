@@ -14,9 +14,8 @@ import numpy as np
 
 from ..fen import move_kind, position_key, push, render, transition
 from ..runtime.rng import stream
-from ..task import Task
 from ..types import Example
-from .base import fingerprint
+from .base import Generated, fingerprint
 
 POSITIONS_PER_HELD_OUT = 4  # one position in 4 is held out
 PLIES_PER_GAME = 16  # examples per game
@@ -78,7 +77,8 @@ def play(seed: int, split: str, game: int, attempt: int) -> list[Ply]:
         pick = np.searchsorted(weights, rng.random() * weights[-1], side="right")
         move = moves[int(pick)]
         if rng.random() < MATE_IF_POSSIBLE:
-            move = mating_move(board, moves) or move
+            checks = filter(board.gives_check, moves)
+            move = next((x for x in checks if board.lan(x).endswith("#")), move)
         fen = render(board)
         kind, _ = push(board, move)
         plies.append(Ply(fen, move.uci(), kind, [ply.uci for ply in plies]))
@@ -103,18 +103,6 @@ def sparse_board(rng: np.random.Generator) -> chess.Board:
             return board
 
 
-def mating_move(board: chess.Board, moves: list[chess.Move]) -> chess.Move | None:
-    """The first of the moves that mates, None if there is none."""
-    for move in moves:
-        if board.gives_check(move):
-            board.push(move)
-            mate = board.is_checkmate()
-            board.pop()
-            if mate:
-                return move
-    return None
-
-
 def illegal_move(fen: str, rng: np.random.Generator) -> str:
     """An illegal move that mostly looks plausible: it leaves the king in check, or starts from a
     square of the side to move.
@@ -124,37 +112,33 @@ def illegal_move(fen: str, rng: np.random.Generator) -> str:
     if pinned and rng.random() < 0.5:
         return pinned[int(rng.integers(len(pinned)))].uci()
     own = chess.SquareSet(board.occupied_co[board.turn])
-    origins = list(own) if rng.random() < 0.8 else list(range(64))
+    origins = list(own) if rng.random() < 0.8 else chess.SQUARES
     while True:
         move = chess.Move(origins[int(rng.integers(len(origins)))], int(rng.integers(64)))
         if move.from_square != move.to_square and not board.is_legal(move):
             return move.uci()
 
 
-class SelfPlay(Task):
+class SelfPlay(Generated):
     """Endless examples, each a pure function of the seed, the split and its number."""
-
-    about = "positions of self-play, answers by python-chess"
 
     def __init__(self, seed: int, history: int = 0) -> None:
         """`history`: how many earlier moves the prompt contains."""
         self.seed, self.history = seed, history
         self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
+        super().__init__(self._example, "positions of self-play, answers by python-chess")
 
-    def train(self, number: int) -> Example:
-        """Consecutive examples are unrelated, and no example comes twice.
+    def _example(self, number: int, held_out: bool) -> Example:
+        """Consecutive training examples are unrelated, and no example comes twice.
 
         `PLIES_PER_GAME` consecutive ones come from as many different games. The games are
         staggered: every `PLIES_PER_GAME` examples need one new game, so the cost of self-play is
-        spread evenly over the steps.
+        spread evenly over the steps. Held-out ones come game by game.
         """
-        turn, slot = divmod(number, PLIES_PER_GAME)
-        game = turn + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
-        return self.game("train", game)[slot]
-
-    def held_out(self, number: int) -> Example:
         game, slot = divmod(number, PLIES_PER_GAME)
-        return self.game("held-out", game)[slot]
+        if held_out:
+            return self.game("held-out", game)[slot]
+        return self.game("train", game + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS)[slot]
 
     def _game(self, split: str, game: int) -> list[Example]:
         """The examples of one game."""

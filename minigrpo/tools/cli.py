@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..errors import ConfigError
+
 BAD_INPUT, CTRL_C = 2, 130  # exit codes; 130 is 128 + SIGINT
 COMMANDS = {
     "train": "train a model with GRPO, or supervised on true answers",
@@ -63,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         lines = [f"  {command:<10}  {summary}" for command, summary in COMMANDS.items()]
-        usage = "usage: minigrpo COMMAND [flags]; minigrpo COMMAND --help lists them\n"
-        print(usage, *lines, sep="\n")
+        print("usage: minigrpo COMMAND [flags]; minigrpo COMMAND --help lists them\n")
+        print(*lines, sep="\n")
     elif name in COMMANDS:
         run_command(name, rest, prog=f"minigrpo {name}")
     else:
@@ -86,11 +88,7 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
         _module(name).main(list(argv), prog)
     except KeyboardInterrupt:
         sys.exit(CTRL_C)
-    except Exception as error:
-        from ..types import ConfigError
-
-        if not isinstance(error, ConfigError | OSError):
-            raise
+    except (ConfigError, OSError) as error:
         fail(" ".join(str(error).split()) or type(error).__name__)
 
 
@@ -116,14 +114,11 @@ def printable(text: str) -> str:
 
 
 def _module(name: str) -> Any:
-    """The module of a command."""
-    return import_module(f"{_benchmarks()}.cli" if name == "benchmark" else f"{__package__}.{name}")
-
-
-def _benchmarks() -> str:
-    """The package of the benchmarks: the checkout's folder, else what a wheel installs it as."""
+    """The module of a command; that of the benchmarks is in the checkout, or a wheel has it."""
+    if name != "benchmark":
+        return import_module(f"{__package__}.{name}")
     checkout = Path(__file__).parents[2]
     if not (checkout / "pyproject.toml").is_file():
-        return "minigrpo_benchmarks"
+        return import_module("minigrpo_benchmarks.cli")
     sys.path.insert(0, str(checkout))  # the command may be started from another folder
-    return "benchmarks"
+    return import_module("benchmarks.cli")

@@ -10,25 +10,22 @@ runs that differ in their seed alone are one setting, and three seeds or more de
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from ..runtime.logging import HELD_OUT, read_jsonl
-from ..runtime.stats import SAMPLED, Difference, Estimate, difference, over_seeds
-from .runs import ENDS, Run, RunArguments, differing, draw, is_number, runs_of
+from ..runtime.stats import SAMPLED, Difference, difference
+from ..types import REWARD
+from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, numbers, runs_of
 
-Setting = Sequence[Run]  # runs of one setting, by seed
-# of a run: measure -> place in the file and digest of the example -> value
-Answers = dict[str, dict[tuple[int, str], float]]
-HOWS = {"sampled": SAMPLED, "greedy": ""}
-LEAST_SEEDS = 3  # from which the seeds decide
+Setting = Sequence[Run]  # runs that differ in their seed at most
+Answer = tuple[str, int, str]  # a measure, an example's place in the file and its digest
 # settings that a comparison of results is not about
 BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
 # settings that say what the reward is
-REWARD = ("task", "task_args", "rewards", "reward_weights")
+OF_REWARD = ("task", "task_args", "rewards", "reward_weights")
 COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
@@ -37,11 +34,7 @@ def settings_of(runs: Sequence[Run], pool: bool) -> Mapping[str, Setting]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(str(flat(run)) if pool else run.name, []).append(run)
-    found = {}
-    for group in groups.values():
-        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        found[group[0].name + more] = sorted(group, key=lambda run: run.config.run.seed)
-    return found
+    return {f"{x[0].name} x {len(x)}" if pool else x[0].name: x for x in groups.values()}
 
 
 def flat(run: Run) -> dict[str, Any]:
@@ -55,55 +48,43 @@ def flat(run: Run) -> dict[str, Any]:
 def differences(first: Setting, second: Setting) -> dict[str, Difference]:
     """Each measure that both settings have, tested on the held-out examples that they share.
 
-    Runs of equal seeds are paired, or if there are none, in the order of their seeds. Seeds that
-    were asked the same examples are averaged example by example, others are joined. The names are
-    those of eval.jsonl.
+    Runs of equal seeds are paired, or if there are none, in their order. An example that several
+    pairs were asked counts once, with its means. The names are those of eval.jsonl.
     """
     both = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
-    both = both or list(zip(first, second, strict=False))
-    pairs = [(answers_of(x), answers_of(y)) for x, y in both]
-    asked_alike = len({frozenset[Any]().union(*x.values()) for x, _ in pairs}) == 1
-    join = np.stack if asked_alike else np.concatenate
-    same_reward = all(flat(first[0])[name] == flat(second[0])[name] for name in REWARD)
+    rows = defaultdict(list)  # measure -> of each answer: its pair, and its values
+    for pair, runs in enumerate(both or zip(first, second, strict=False)):
+        old, new = map(answers_of, runs)
+        for answer, x in old.items():
+            if answer in new:
+                rows[answer[0]].append((answer, pair, x, new[answer]))
+    if any(flat(first[0])[name] != flat(second[0])[name] for name in OF_REWARD):
+        for measure in (REWARD, REWARD + SAMPLED):
+            rows.pop(measure, None)
     tests = {}
-    for measure in pairs[0][0]:
-        shared = [x[measure].keys() & y[measure].keys() for x, y in pairs]
-        if asked_alike:
-            shared = [set.intersection(*shared)] * len(pairs)
-        if not all(shared) or (measure.removesuffix(SAMPLED) == "reward" and not same_reward):
-            continue
-        values = [
-            np.array([[answers[measure][x] for x in sorted(examples)] for answers in pair])
-            for pair, examples in zip(pairs, shared, strict=True)
-        ]
-        if found := difference(*join(values, axis=1)):
-            tests[measure] = decided(found, [x for each in values if (x := difference(*each))])
+    for measure, columns in rows.items():
+        answers, pairs, xs, ys = zip(*columns, strict=True)
+        by_seed = mean_by(pairs, ys) - mean_by(pairs, xs)
+        tests[measure] = difference(mean_by(answers, xs), mean_by(answers, ys), by_seed)
     return tests
 
 
-def answers_of(run: Run) -> Answers:
+def answers_of(run: Run) -> dict[Answer, float]:
     """The last answers of a run."""
-    found: Answers = defaultdict(dict)
-    for place, answer in enumerate(read_jsonl(run.folder / HELD_OUT)):
-        for how, ending in HOWS.items():
-            measures = answer.get(how)
-            for measure, x in measures.items() if isinstance(measures, dict) else ():
-                if is_number(x):
-                    found[measure + ending][place, str(answer.get("example"))] = x
+    found = {}
+    for place, line in enumerate(read_jsonl(run.folder / HELD_OUT)):
+        for how, ending in (("sampled", SAMPLED), ("greedy", "")):
+            for measure, value in numbers(line.get(how)).items():
+                found[measure + ending, place, str(line.get("example"))] = value
     return found
 
 
-def decided(found: Difference, seeds: Sequence[Difference]) -> Difference:
-    """With three seeds or more, the difference over seeds, each of which counts alike.
-
-    Its interval is never narrower than that over the examples: seeds may agree by chance.
-    """
-    if len(seeds) < LEAST_SEEDS:
-        return found
-    change = over_seeds([seed.change for seed in seeds])
-    low, high = min(change.low, found.low), max(change.high, found.high)
-    first, second = np.mean([(seed.first, seed.second) for seed in seeds], axis=0)
-    return replace(found, first=first, second=second, low=low, high=high, p=math.nan)
+def mean_by(keys: Sequence[object], values: Sequence[float]) -> np.ndarray:
+    """The mean of the values of each distinct key, in order."""
+    groups = defaultdict(list)
+    for key, value in zip(keys, values, strict=True):
+        groups[key].append(value)
+    return np.array([np.mean(group) for group in groups.values()])
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -111,23 +92,22 @@ def decided(found: Difference, seeds: Sequence[Difference]) -> Difference:
 
 def row_of(name: str, x: Difference) -> list[str]:
     """The cells of COLUMNS."""
-    change = str(Estimate(x.change, x.low, x.high))
     p = "" if math.isnan(x.p) else f"{x.p:.2g}"
     shown = "yes" if x.is_shown else ""
-    return [name, str(x.n), f"{x.first:.3f}", f"{x.second:.3f}", change, p, shown]
+    return [name, str(x.n), f"{x.first:.3f}", f"{x.second:.3f}", str(x.change), p, shown]
 
 
 class Arguments(RunArguments):
     pool: bool = False
     """Take runs that differ in their seed alone as one setting."""
-    plot: Path | None = None
+    plot: str = Field("", pattern=r"^$|\.(png|svg|pdf)$")
     """Draw the held-out success of all settings here (PNG, SVG or PDF); needs matplotlib."""
 
 
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
     settings = settings_of(runs, arguments.pool)
-    sides = [flat(runs[0]) | dict(runs[0].versions) for runs in settings.values()]
+    sides = [flat(runs[0]) | runs[0].versions for runs in settings.values()]
     console.table("settings and software that differ", ("", *settings), differing(sides))
     console.table("held out, sampled; medians of cost", ENDS, [run.ends() for run in runs])
     (first, base), *others = settings.items()
@@ -136,5 +116,5 @@ def main(argv: Sequence[str], prog: str) -> None:
         found = "example by example, 95 % intervals" if rows else "no held-out examples in common"
         console.table(f"{second} against {first}: {found}", COLUMNS, rows)
     if arguments.plot:
-        draw(settings, base[0].success + SAMPLED, arguments.plot, held_out=True)
+        draw(settings, EVAL + base[0].success + SAMPLED, arguments.plot)
         console.say(f"wrote {arguments.plot}")

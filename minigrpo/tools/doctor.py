@@ -6,13 +6,12 @@ how often chance alone finds something in a healthy run.
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from ..config import LOSS_NAMES
 from ..runtime.console import Console
-from ..runtime.stats import SAMPLED
 from .runs import Run, runs_of
 from .runs import RunArguments as Arguments
 
@@ -24,7 +23,6 @@ Values = np.ndarray  # [n], of one series, by step
 class Rule(NamedTuple):
     """What may be wrong with a run."""
 
-    name: str
     series: str  # metrics of this name, in which * is any text, or HELD_OUT
     test: Callable[[Values, Run], bool | np.bool]
     sentence: str
@@ -42,48 +40,20 @@ def end(values: Values) -> float:
     return float(np.median(values[-1 - len(values) // 5 :]))
 
 
-def sampler_gap(values: Values, run: Run) -> bool:
-    return end(values) > (0.05 if run.config.speed.use_amp else 0.001)
-
-
-def silent(values: Values, run: Run) -> bool:
-    """Always 0; where rewards are negative, 0 may be the best."""
-    return not values.any() and min(run.curve("reward").values(), default=0) >= 0
-
-
 def solved(run: Run) -> bool:
-    """Nine of ten held-out answers are right, so equal rewards and a low entropy are expected."""
-    return max((x.value for x in run.shares(run.success + SAMPLED).values()), default=0) > 0.9
+    """Over 85 % of held-out answers are right, so equal rewards and a low entropy are expected."""
+    return any(share.low > 0.85 for share in run.shares)  # NaN for what is no share
 
 
-def unpaid(run: Run) -> bool:
-    """No completion ever got a reward, and a KL or a loss of the user's has a gradient without."""
-    teaches = run.config.loss.kl_coef or run.config.loss.name not in LOSS_NAMES
-    return bool(teaches) and not any(run.curve("reward").values())
-
-
-def collapses(values: Values, run: Run) -> bool:
-    return end(values) < 0.2 * start(values) and not (run.config.supervised or solved(run))
-
-
-def falls(values: Values, run: Run) -> bool:
-    """The last evaluation is some 4 standard errors below the best one."""
-    shares = list(run.shares(run.success + SAMPLED).values())
-    best, last = max(shares, key=lambda share: share.value), shares[-1]
-    half_widths = best.value - best.low + last.high - last.value
-    return best.value - last.value > 1.5 * half_widths
-
-
-def flat(values: Values, run: Run) -> bool:
+def flat(values: Values, run: Run) -> bool | np.bool:
     """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
     first, _, last = np.array_split(values, 3)
-    error = np.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
-    return bool(values.any() and last.mean() - first.mean() <= 2 * error and not solved(run))
+    error = np.sqrt((first.var() + last.var()) / len(last))
+    return values.any() and last.mean() - first.mean() <= 2 * error and not solved(run)
 
 
 RULES = (
     Rule(
-        "failing reward",
         "rewards/*/failures",
         lambda values, run: values.any(),
         "A reward function fails on some completions, which then get 0 from it.",
@@ -91,23 +61,24 @@ RULES = (
         fewest=1,
     ),
     Rule(
-        "no signal",
         "frac_reward_zero_std",
-        lambda values, run: end(values) > 0.8 and not (solved(run) or unpaid(run)),
-        "Most groups teach nothing, because all of their completions have equal rewards.",
+        # a KL or a teacher has a gradient, whatever the rewards are
+        lambda values, run: (
+            end(values) > 0.8
+            and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
+        ),
+        "In most groups all completions have equal rewards, which teach nothing.",
         "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
         "with partial credit; --loss nll first if the model never gets anything right.",
         fewest=1,
     ),
     Rule(
-        "silent reward",
         "rewards/*/mean",
-        silent,
+        lambda values, run: not values.any(),
         "A reward function has been 0 for every completion.",
         "Try it on a right answer. If it works, the model needs --loss nll on true answers first.",
     ),
     Rule(
-        "flat reward",
         "reward",
         flat,
         "The reward has not risen.",
@@ -116,7 +87,6 @@ RULES = (
         fewest=100,
     ),
     Rule(
-        "cut off",
         "completions/clipped_ratio",
         lambda values, run: end(values) > 0.25,
         "Many completions are cut off before they end, and are scored by half a text.",
@@ -124,15 +94,15 @@ RULES = (
         "are those of the chat template; --loss nll on true answers teaches the end.",
     ),
     Rule(
-        "entropy collapse",
         "entropy",
-        collapses,
+        lambda values, run: (
+            end(values) < 0.2 * start(values) and not (run.config.supervised or solved(run))
+        ),
         "Entropy has collapsed: the model writes nearly the same text each time.",
         "Lower --learning-rate, raise --clip-high (0.28, DAPO) with several --num-iterations, or "
         "stop at the best evaluation.",
     ),
     Rule(
-        "entropy explosion",
         "entropy",
         lambda values, run: end(values) > 2 * start(values) and not run.config.supervised,
         "Entropy grows: the model becomes random instead of better.",
@@ -140,40 +110,37 @@ RULES = (
         "lower --learning-rate, or add --kl-coef 0.01.",
     ),
     Rule(
-        "KL runs away",
         "kl",
         lambda values, run: end(values) > max(0.1, 4 * start(values)),
         "The KL to the initial model has grown fourfold, beyond 0.1 nats per token.",
         "Lower --learning-rate or raise --kl-coef, unless the held-out measure still rises.",
     ),
     Rule(
-        "clipped ratios",
         "clip_ratio/*_mean",
         lambda values, run: end(values) > 0.2,
         "Many ratios are clipped, so these tokens have no gradient.",
         "Lower --learning-rate or --num-iterations.",
     ),
     Rule(
-        "sampler gap",
         "sampling/logp_difference_mean",
-        sampler_gap,
+        lambda values, run: end(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
-        "Run without --use-amp to see whether that is the cause, or use --sampler-correction 2.",
+        "Run without --use-amp to see whether that is the cause, or use --sampler-correction "
+        "token-truncate.",
     ),
     Rule(
-        "falls",
         HELD_OUT,
-        falls,
+        # three points or more between the intervals of the best evaluation and of the last
+        lambda values, run: max(x.low for x in run.shares) > run.shares[-1].high + 0.03,
         "The model has got worse: the learning rate is too high, or the reward pays for something "
         "else.",
         "Lower --learning-rate to a third, and keep the checkpoint nearest to the best evaluation.",
     ),
     Rule(
-        "skipped steps",
         "skipped_steps",
         lambda values, run: values.any(),
         "Steps were skipped, because their loss or gradient was not finite.",
-        "The batches are in bad_batches/. Lower --learning-rate, or use --no-use-amp.",
+        "Lower --learning-rate, or use --no-use-amp.",
         fewest=1,
     ),
 )
@@ -181,15 +148,13 @@ RULES = (
 
 def diagnose(run: Run) -> list[tuple[Rule, str]]:
     """The rules that find something, in the order of the table, with the numbers they saw."""
-    logged = dict.fromkeys(name for record in run.metrics for name in record)
-    series = {name: np.array([*run.curve(name).values()]) for name in logged}
-    if shares := run.shares(run.success + SAMPLED):
-        series[HELD_OUT] = np.array([share.value for share in shares.values()])
+    series = {name: [*run.curve(name).values()] for name in sorted({*chain(*run.metrics)})}
+    series[HELD_OUT] = [share.value for share in run.shares]
     found = []
-    for rule in (rule for rule in RULES if len(run.metrics) >= rule.fewest):
+    for rule in RULES:
         for name in fnmatch.filter(series, rule.series):
-            values = series[name]
-            if rule.test(values, run):
+            values = np.array(series[name])
+            if values.size and len(run.metrics) >= rule.fewest and rule.test(values, run):
                 numbers = f"{start(values):.3g} at first, {end(values):.3g} at last"
                 found.append((rule, f"{name}: {numbers}, at most {values.max():.3g}"))
     return found
@@ -201,8 +166,9 @@ def show(console: Console, run: Run) -> None:
     for rule, numbers in found:
         console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")
     if not found:
-        steps = len(run.metrics)
-        console.say(f"doctor: nothing wrong in {steps} steps; trends need {FEWEST_STEPS}")
+        console.say(
+            f"doctor: nothing wrong in {len(run.metrics)} steps; trends need {FEWEST_STEPS}"
+        )
 
 
 def main(argv: Sequence[str], prog: str) -> None:

@@ -7,25 +7,19 @@ unless flags change them. Intervals are 95 %, over examples.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 from pydantic import Field
 
-from ..build import Objects, Say, make_model, make_scorer, make_task, make_tokenizer, resolve_task
+from ..build import Parts, resolve
 from ..config import Config, Group
 from ..evaluate import measure
-from ..rewards import RewardScorer
 from ..runtime.console import Console
-from ..runtime.device import autocast, pick_device, set_up_process
+from ..runtime.device import pick_device, set_up_process
 from ..runtime.logging import to_json
-from ..runtime.run_dir import RECORD, trained_on
-from ..sampling.generate import Sampler
-from ..task import Task
+from ..runtime.run_dir import RECORD, warn_of_known_questions
 
 
 class ModelArguments(Group):
@@ -51,38 +45,18 @@ def parse(
     of_run += ["--model", arguments.run, "--lora-rank", "0", "--device", "auto"]
     if arguments.data:
         of_run += ["--data", arguments.data, "--eval-data", ""]
-    return arguments, resolve_task(Config.from_cli([*of_run, *flags], prog=prog))
+    return arguments, resolve(Config.from_cli([*of_run, *flags], prog=prog))
 
 
-def load(config: Config, data: str, warn: Say) -> tuple[Task, Sampler, RewardScorer]:
-    """The task of a config, with the files of --data held out whole, its model and its scorer."""
-    if data:
-        task = make_task(config.replace(data="", eval_data=""), Objects(eval_data=data))
-    else:
-        task = make_task(config)
-    sampler = load_sampler(config, warn, task)
-    return task, sampler, make_scorer(config, task, sampler.tokenizer, sampler.model.device, warn)
-
-
-def load_sampler(config: Config, warn: Say, task: Task | None = None) -> Sampler:
-    """The model of a config, ready to sample from. Raises ConfigError."""
+def load(config: Config, console: Console, data: str = "") -> Parts:
+    """The parts of a config, with the files of --data held out whole."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
-    tokenizer = make_tokenizer(config)
-    model = make_model(config, tokenizer, device, warn)
-    low = partial(autocast, config.speed, device)
-    return Sampler(config, model, tokenizer, low, warn, task)
-
-
-def warn_of_known_questions(run: str, task: Task, warn: Say) -> None:
-    """Say how many held-out questions the run, or the one that it began from, was trained on."""
-    held_out = () if task.questions is None else task.questions[1]
-    if known := int(np.isin(held_out, trained_on(Path(run))).sum()):
-        warn(f"{known} of {len(held_out)} held-out questions are among its training data")
+    return Parts(config, device, console, {"data": "", "eval_data": data} if data else {})
 
 
 class Arguments(ModelArguments):
-    n: Annotated[int, Field(ge=1)] = 2000
+    n: int = Field(2000, ge=1)
     """Held-out examples, or as many as there are."""
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write the figures here, as JSON."""
@@ -91,14 +65,14 @@ class Arguments(ModelArguments):
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
-    task, sampler, scorer = load(config, arguments.data, console.warn)
-    warn_of_known_questions(arguments.run, task, console.warn)
-    run = config.replace(eval_size=arguments.n).run
-    record, *_ = measure(sampler, task, scorer, run)
+    parts = load(config.replace(eval_size=arguments.n), console, arguments.data)
+    warn_of_known_questions(arguments.run, parts.task.questions, console.warn)
+    record, *_ = measure(parts.sampler, parts.scorer)
+    run = config.run
     console.say(f"{arguments.run}: {record['n'].value:.0f} held-out examples, seed {run.seed}")
     console.measures({"": record})
     if arguments.json_file:
-        measures = {name: asdict(x) for name, x in record.items()}
+        measures = {name: x._asdict() for name, x in record.items()}
         made = {"model": arguments.run, "seed": run.seed, "samples": run.eval_samples}
         arguments.json_file.write_text(to_json({**made, "measures": measures}, indent=1))
         console.say(f"wrote {arguments.json_file}")

@@ -11,12 +11,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..build import make_model, make_tokenizer
+from ..build import Parts
 from ..model.hf import read_json, save_model_folder
 from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG, Tokenizer
 from ..runtime.console import Console
 from ..runtime.run_dir import TRAINED_ON
-from ..types import ConfigError
 from .evaluate import ModelArguments, parse
 
 
@@ -41,13 +40,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console, out = Console(), arguments.out
-    tokenizer = make_tokenizer(config)
-    model = make_model(config, tokenizer, say=console.warn)
-    if out.exists():
-        raise ConfigError(f"--out {out}: is there already; name a new folder")
-    out.mkdir(parents=True)
+    parts = Parts(config, console=console)
+    model = parts.model
+    out.mkdir(parents=True)  # an error if it is there
     save_model_folder(model, out)
-    write_tokenizer(tokenizer, out)
+    write_tokenizer(parts.tokenizer, out)
     trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model
     if trained_on.is_file():
         shutil.copyfile(trained_on, out / TRAINED_ON)

@@ -1,19 +1,22 @@
 """Does a training step fit my card? `minigrpo plan [flags of train]`.
 
-Every part is a closed form of the model's shape and of the tokens in a step, so no weights are
-fetched. It is the worst case: completions share nothing but their prompt, and are as long as
---max-new-tokens allows. The step is that of one process on a GPU. Not counted: models that rewards
-ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading moves there.
+Every part is a closed form of the model's shape and of the tokens in a step. So no weights are
+read, only the tokenizer and the data, to measure prompts; those of a published model without --data
+are taken to have 256 tokens. It is the worst case: completions share nothing but their prompt, and
+are as long as --max-new-tokens allows. The step is that of one process on a GPU. Not counted:
+models that rewards ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading
+moves there.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
-from ..build import add_lora, config_of_run, make_task, make_tokenizer
+from ..build import INITIAL, SELF, Parts, add_lora, config_of_run, resolve
 from ..config import Config
-from ..defaults import Size
-from ..model.encoding import encode_prompts
-from ..model.hf import hub_folder, read_model_shape
+from ..defaults import size_of
+from ..model.encoding import encode_prompt
+from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.transformer import ModelShape, Transformer
 from ..runtime.console import Console
@@ -22,15 +25,13 @@ from ..tasks.base import shipped_model
 
 MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
-CARDS = 12, 24  # GB
-CARD_SPARE = 1024  # MiB for CUDA itself, and for gaps between allocations
+CARD_SPARE = 2**30  # bytes for CUDA itself, and for gaps between allocations
 EXAMPLES = 64  # prompts that are measured
-ASSUMED_PROMPT = 256  # tokens, where the model is not here
+ASSUMED = 256  # tokens of prompts that cannot be measured
 LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
 DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
-ALWAYS = ("weights", "AdamW's moments", "weights in low precision", "reference")
-ROLLOUT = (*ALWAYS, "KV cache", "decoding round")
-UPDATE = (*ALWAYS, "gradients", "activations", "logits")
+# the phases of a step, and what they alone need
+PHASES = (("KV cache", "decoding round"), ("gradients", "activations", "logits"))
 
 
 def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
@@ -44,7 +45,7 @@ def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> f
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
     norms = 2 * FLOAT * width * (1 if shape.is_gpt2 else 2)
-    norms += 2 * FLOAT * (inner + shape.kv_width) * shape.qk_norm
+    norms += 2 * FLOAT * (inner + shape.kv_width) * (shape.family == "qwen3")
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
     inside_mlp = shape.mlp_width * (2 if shape.is_gpt2 else 4)
     linears = size * (2 * width + inner + inside_mlp)
@@ -76,16 +77,17 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     if predictions > chunk:  # two buffers, later one and the gradient of the head
         rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
 
-    model = Transformer.empty(shape, device="meta")
-    if config.model.lora_rank and config.model.base_dtype == "bfloat16":
-        model.bfloat16()
-    base = sum(x.nbytes for x in model.parameters())
+    model = Transformer(shape, seed=None)
+    if config.model.lora_rank:
+        model.store(config.model.base_dtype)
     add_lora(model, config.model)
     weights = list(model.parameters())
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
     matrices = sum(x.numel() for x in weights if x.dim() == 2 and x.itemsize == FLOAT)
+    coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     parts = {
         "weights": sum(x.nbytes for x in weights),
+        "decoded": 2 * (size + 2) * coded,  # a matrix of NF4, and its codes of pairs as int32
         "gradients": trained,
         "AdamW's moments": 2 * trained * (not memory.offload_optimizer),
         "weights in low precision": LOW * matrices * config.speed.use_amp,
@@ -93,8 +95,11 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         "logits": FLOAT * shape.vocab_size * rows,
     }
     if not config.supervised:
-        if config.loss.kl_coef and not memory.offload_reference:
-            parts["reference"] = reference_of(config, base)
+        loss = config.loss
+        frozen = {"reference": loss.reference or INITIAL} if loss.kl_coef else {}
+        frozen |= {"teacher": loss.teacher} if loss.teacher not in ("", SELF) else {}
+        for part, name in frozen.items() if not memory.offload_reference else ():
+            parts[part] = copy_of(config, parts["weights"], name)
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
@@ -102,54 +107,49 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     return parts
 
 
-def reference_of(config: Config, base: float) -> float:
-    """Bytes of the KL's reference; `base`: of the weights of --model, without adapters."""
-    if not config.loss.reference:
+def copy_of(config: Config, base: float, name: str) -> float:
+    """Bytes of a frozen model; `base`: of the weights of --model, without adapters."""
+    if name == INITIAL:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
-    shape = shape_of(config.replace(model=config.loss.reference))
-    matrix = LOW if config.model.base_dtype == "bfloat16" else FLOAT
-    return matrix * Size.of(Transformer.empty(shape, device="meta")).parameters
+    model = Transformer(shape_of(config.replace(model=name)), seed=None)
+    model.store(config.model.base_dtype)
+    return sum(x.nbytes for x in model.parameters())
 
 
 def peak_of(parts: Mapping[str, float]) -> float:
     """The most bytes at once: in the rollout, or in the backward pass of a micro-batch."""
-    return max(sum(parts.get(name, 0) for name in phase) for phase in (ROLLOUT, UPDATE))
+    smaller = min(sum(parts.get(name, 0) for name in phase) for phase in PHASES)
+    return sum(parts.values()) - smaller
 
 
 def shape_of(config: Config) -> ModelShape:
     """The shape of --model, without reading weights. Raises ConfigError."""
     name = config.model.name
     if name == "scratch":
-        return ModelShape(make_tokenizer(config).n_vocab)
+        return ModelShape(Parts(resolve(config)).tokenizer.n_vocab)
     if name == "shipped":
         return read_model_shape(shipped_model(config.task.name))
-    weights = Path(name) / "model.safetensors"
-    if (Path(name) / RECORD).is_file() and not weights.exists():  # of a run with adapters
-        return shape_of(config_of_run(name))
+    folder = Path(name)
+    if (folder / RECORD).is_file() and not (folder / WEIGHTS).exists():  # of a run with adapters
+        return shape_of(config_of_run(folder))
     return read_model_shape(hub_folder(name, weights=False))
 
 
-def prompt_length(config: Config, context: int) -> float:
-    """The mean length of prompts in tokens, or ASSUMED_PROMPT of a model that is not here."""
-    name = config.model.name
-    if name not in ("shipped", "scratch") and not Path(name).exists():
-        return ASSUMED_PROMPT
-    task = make_task(config)
-    examples = [task.train(i) for i in range(EXAMPLES)]
-    lengths = encode_prompts(make_tokenizer(config), examples, context)[1]
-    return float(lengths.float().mean())
+def prompt_length(config: Config) -> float:
+    """The mean length of prompts in tokens; ASSUMED of a published model whose data is not here."""
+    files = config.task.data.split(",")
+    if size_of(config.model.name) and not all(Path(file).is_file() for file in files):
+        return ASSUMED
+    parts = Parts(resolve(config))
+    return mean(len(encode_prompt(parts.tokenizer, parts.task.train(i))) for i in range(EXAMPLES))
 
 
 def main(argv: Sequence[str], prog: str) -> None:
     config, console = Config.from_cli(argv, prog=prog), Console()
-    shape = shape_of(config)
-    prompt = prompt_length(config, shape.context)
-    parts = parts_of(config, shape, prompt)
-    peak = peak_of(parts) / MIB
+    prompt = prompt_length(config)
+    parts = parts_of(config, shape_of(config), prompt)
+    peak = peak_of(parts)
+    parts |= {"peak": peak, "on a card, with CUDA itself": peak + CARD_SPARE}
     console.defaults(config)
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in parts.items() if size]
-    console.table("memory of one step", ["", "MiB"], [*rows, ["peak", f"{peak:,.0f}"]])
-    longest = config.sampling.max_new_tokens
-    console.say(f"with prompts of {prompt:.0f} tokens, and completions of {longest}")
-    fits = [f"{'fits' if peak + CARD_SPARE <= 1024 * x else 'does not fit'} {x} GB" for x in CARDS]
-    console.say(f"on a card, with {CARD_SPARE} MiB for CUDA itself: {', '.join(fits)}")
+    console.table(f"memory of one step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows)

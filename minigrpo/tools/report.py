@@ -11,79 +11,63 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Template
 
 from ..config import Config
-from ..runtime.logging import SAMPLES, Record, read_jsonl
+from ..runtime.logging import SAMPLES, Record, Warn, read_jsonl
 from .doctor import diagnose
-from .runs import ENDS, Run, RunArguments, Warn, differing, draw, is_number, runs_of
+from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, runs_of
 
-Figures = dict[str, list[tuple[str, str]]]  # section -> pairs of an SVG and a note
+Figures = dict[str, list[str]]  # section -> SVGs
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
-HELD_OUT = "Held out"  # the section of eval.jsonl; the others show metrics.jsonl
-# section -> the metrics of its figures -> a note; SUCCESS is the headline of evaluations
+# section -> its curves; SUCCESS is the headline of evaluations
 PANELS = {
-    HELD_OUT: {
-        "SUCCESS_sampled": "Sampled. For a share of a single run, the band is a 95 % interval.",
-        "SUCCESS": "Greedy.",
-        "SUCCESS/*": "Of one kind, greedy.",
-        "pass@*": "One of k samples is right.",
-        "*_sampled": "Mean of sampled completions.",
-    },
-    "Training": {
-        "reward": "Mean over all completions of a step.",
-        "rewards/*/mean": "Mean of a reward function, before its weight.",
-        "frac_reward_zero_std": "Share of groups of equal rewards, which teach nothing.",
-        "entropy": "Nats per token. A fall to 0 ends exploration.",
-        "kl": "To the initial model, in nats per token.",
-        "completions/mean_length": "Tokens.",
-        "completions/clipped_ratio": "Share of completions cut off at --max-new-tokens.",
-        "clip_ratio/*_mean": "Share of tokens whose ratio is clipped.",
-        "grad_norm": "Before it is clipped.",
-        "learning_rate": "",
-        "loss": "About 0 is right with one update per rollout.",
-        "sampling/logp_difference_mean": "Of log-probs, between sampler and trainer.",
-        "rewards/*/failures": "Completions on which a reward function failed.",
-        "skipped_steps": "So far.",
-    },
-    "Cost": {
-        "step_time": "Seconds.",
-        "time/*": "Seconds.",
-        "memory/peak_mib": "MiB of the process, or of the GPU.",
-        "tokens/run": "Distinct tokens per update, which the model runs.",
-    },
+    "Held out": (
+        "eval/SUCCESS_sampled",
+        "eval/SUCCESS",
+        "eval/SUCCESS/*",
+        "eval/pass@*",
+        "eval/*_sampled",
+    ),
+    "Training": (
+        "reward",
+        "rewards/*/mean",
+        "frac_reward_zero_std",
+        "entropy",
+        "kl",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "clip_ratio/*_mean",
+        "grad_norm",
+        "learning_rate",
+        "loss",
+        "sampling/logp_difference_mean",
+        "rewards/*/failures",
+        "skipped_steps",
+    ),
+    "Cost": ("step_time", "time/*", "memory/peak_mib", "tokens/run"),
 }
 
 
 def figures_of(runs: Sequence[Run]) -> Figures:
-    """The figures of each section, without metrics that are missing or always 0."""
+    """The figures of each section, without curves that are missing or always 0."""
     found: Figures = {}
     settings = {run.name: [run] for run in runs}
+    names = dict.fromkeys(
+        prefix + name
+        for run in runs
+        for prefix, log in (("", run.metrics), (EVAL, run.evaluations))
+        for record in log
+        for name in record
+        if record[name]
+    )
     for section, panels in PANELS.items():
-        held_out = section == HELD_OUT
-        names = dict.fromkeys(
-            name
-            for run in runs
-            for record in (run.evaluations if held_out else run.metrics)
-            for name, value in record.items()
-            if value
-        )
-        for pattern, note in panels.items():
+        for pattern in panels:
             for name in fnmatch.filter([*names], pattern.replace("SUCCESS", runs[0].success)):
                 del names[name]  # a metric has one figure
-                draw(settings, name, out := StringIO(), held_out=held_out)
-                found.setdefault(section, []).append((out.getvalue(), note))
+                draw(settings, name, out := StringIO())
+                found.setdefault(section, []).append(out.getvalue())
     return found
-
-
-def changed_settings(runs: Sequence[Run]) -> list[list[str]]:
-    """A setting or version, its default for the first run's task, and its value in each run."""
-    flat = runs[0].config.flat()
-    default = Config.of(
-        **{name: flat[name] for name in ("task", "data", "model", "lora_rank")}
-    ).flat()
-    default["model"] = Config().model.name
-    return differing([default, *(dict(run.versions) | run.config.flat() for run in runs)])
 
 
 def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
@@ -101,18 +85,15 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
 
 def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
     """The page."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    environment.filters["number"] = lambda value: f"{value:.4g}" if is_number(value) else ""
-    return environment.get_template("report.html.j2").render(
+    page = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    return Template(page, autoescape=True, trim_blocks=True).render(
         runs=runs,
         ends=ENDS,
         results=[run.ends() for run in runs],
-        findings=[diagnose(run) for run in runs],
+        diagnose=diagnose,
         samples=[samples_of(run, warn) for run in runs],
         figures=figures,
-        changed=changed_settings(runs),
+        changed=differing([Config().flat(), *(run.config.flat() | run.versions for run in runs)]),
     )
 
 
@@ -125,4 +106,4 @@ def main(argv: Sequence[str], prog: str) -> None:
     arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
     html = render(runs, figures_of(runs), console.warn)
     arguments.out.write_text(html, encoding="utf-8", errors="replace")
-    console.say(f"wrote {arguments.out} ({len(html) / 1e6:.1f} MB)")
+    console.say(f"wrote {arguments.out}")

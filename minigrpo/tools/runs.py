@@ -6,8 +6,8 @@ dropped here, so that nothing else has to look.
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -19,13 +19,13 @@ from pydantic import Field
 
 from ..config import Config, Group
 from ..runtime.console import Console
-from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
+from ..runtime.logging import EVALUATIONS, METRICS, Warn, read_jsonl
 from ..runtime.run_dir import RECORD
 from ..runtime.stats import SAMPLED, Estimate, headline, wilson
 from ..types import REWARD, ConfigError
 
 Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys
-Warn = Callable[[str], object]
+EVAL = "eval/"  # begins the names of curves of evaluations, as in TensorBoard
 MOST_POINTS = 100  # of a curve; points beyond that are averaged with their neighbours
 ENDS = ("", "steps", "held out, at first", "at last", "s/step", "peak MiB")
 
@@ -53,8 +53,8 @@ class Run:
     folder: Path
     config: Config
     metrics: Sequence[Record]  # by step
-    evaluations: Sequence[Record] = ()  # by step
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: Sequence[Record]  # by step
+    versions: dict[str, Any]  # of software
 
     @property
     def name(self) -> str:
@@ -65,34 +65,34 @@ class Run:
         """The headline of evaluations: the share of right completions, greedy, or REWARD."""
         return headline(self.evaluations[-1] if self.evaluations else {})
 
-    def curve(self, name: str, *, held_out: bool = False) -> dict[float, float]:
-        """The values of a metric, or of a measure of the evaluations, by step."""
-        records = self.evaluations if held_out else self.metrics
-        return {record["step"]: record[name] for record in records if name in record}
+    @property
+    def shares(self) -> list[Estimate]:
+        """The headline of each evaluation, sampled; a share has Wilson's interval."""
+        found = list[Estimate]()
+        for record in self.evaluations:
+            if (x := record.get(self.success + SAMPLED)) is not None:
+                is_share = self.success != REWARD and 0 <= x <= 1 <= record.get("n", 0)
+                found.append(wilson(x, record["n"]) if is_share else Estimate(x))
+        return found
 
-    def shares(self, name: str) -> dict[float, Estimate]:
-        """The share of right answers by step, with Wilson's intervals; {} for other measures."""
-        if name.removesuffix(SAMPLED) != self.success or self.success == REWARD:
-            return {}
-        sizes, values = (self.curve(key, held_out=True) for key in ("n", name))
-        return {
-            step: wilson(x, sizes[step]) if 0 <= x <= 1 and sizes.get(step) else Estimate(x)
-            for step, x in values.items()
-        }
+    def curve(self, name: str) -> dict[float, float]:
+        """A metric by step; with EVAL before its name, a measure of the evaluations."""
+        measure = name.removeprefix(EVAL)
+        records = self.metrics if name == measure else self.evaluations
+        return {x["step"]: x[measure] for x in records if measure in x}
 
     def ends(self) -> list[str]:
         """The cells of ENDS: first and last sampled evaluation, and the medians of the cost."""
-        name = self.success + SAMPLED
-        means = {step: Estimate(x) for step, x in self.curve(name, held_out=True).items()}
-        shares = [str(share) for share in (means | self.shares(name)).values()] or [""]
-        curves = [self.curve(name) for name in ("step_time", "memory/peak_mib")]
-        costs = [f"{median(curve.values() or [math.nan]):.3g}" for curve in curves]
-        return [self.name, str(self.metrics[-1]["step"]), shares[0], shares[-1], *costs]
+        held_out = [str(share) for share in self.shares] or [""]
+        costs = [self.curve(name).values() for name in ("step_time", "memory/peak_mib")]
+        medians = [f"{median(cost or [math.nan]):.3g}" for cost in costs]
+        return [self.name, str(self.metrics[-1]["step"]), held_out[0], held_out[-1], *medians]
 
 
 def read_run(folder: Path, warn: Warn) -> Run:
     """Read a run's folder. Raises ConfigError if it is none; `warn` hears of damaged lines."""
-    metrics, evaluations = (_by_step(folder / name, warn) for name in (METRICS, EVALUATIONS))
+    logs = [map(numbers, read_jsonl(folder / name, warn)) for name in (METRICS, EVALUATIONS)]
+    metrics, evaluations = ([record for record in log if "step" in record] for log in logs)
     if not metrics:
         raise ConfigError(f"{folder}: is no run, or has no steps yet")
     config = Config.from_toml(folder / RECORD)
@@ -100,18 +100,10 @@ def read_run(folder: Path, warn: Warn) -> Run:
     return Run(folder, config, metrics, evaluations, versions)
 
 
-def _by_step(path: Path, warn: Warn) -> list[Record]:
-    """The numbers in a log, one record per step, in order; of two with one step the last counts."""
-    found = {}
-    for line in read_jsonl(path, warn):
-        if is_number(line.get("step")):
-            found[line["step"]] = {name: x for name, x in line.items() if is_number(x)}
-    return [found[step] for step in sorted(found)]
-
-
-def is_number(value: object) -> bool:
-    """Whether a JSON value is a finite number that fits in a float."""
-    return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]
+def numbers(record: object) -> dict[str, float]:
+    """The finite numbers in a JSON object that fit in a float, by key; none in any other value."""
+    pairs = record.items() if isinstance(record, dict) else ()
+    return {name: x for name, x in pairs if type(x) in (int, float) and -1e300 < x < 1e300}
 
 
 def differing(sides: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -121,40 +113,31 @@ def differing(sides: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def draw(
-    settings: Mapping[str, Sequence[Run]], name: str, out: Path | StringIO, *, held_out: bool
-) -> None:
-    """Draw a metric by step into a file, or as SVG: for each setting, the mean over its runs.
+def draw(settings: Mapping[str, Sequence[Run]], name: str, out: str | StringIO) -> None:
+    """Draw a curve into a file, or as SVG: for each setting, the mean over its runs.
 
-    The band is the range of the runs and of the steps that a point is made of; for a single run's
-    share of right answers, it is the 95 % interval.
+    The band is the range of the runs, and of the steps that a point is made of.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("curves need matplotlib: pip install 'minigrpo[report]'") from None
-    figure = Figure(figsize=(5, 3))
-    axes = figure.add_axes((0.14, 0.15, 0.84, 0.76))
-    for number, (label, runs) in enumerate(settings.items()):
-        curves = [run.curve(name, held_out=held_out) for run in runs]
-        shares = runs[0].shares(name) if held_out and len(runs) == 1 else {}
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    for label, runs in settings.items():
+        curves = [run.curve(name) for run in runs]
         steps = sorted(set.intersection(*map(set, curves)))
         points = []
-        for part in np.array_split(steps, MOST_POINTS):
-            values = [curve[step] for curve in curves for step in part]
-            ends = [x for step in part if step in shares for x in astuple(shares[step])] or values
-            if values:
-                points.append((part.mean(), np.mean(values), min(ends), max(ends)))
-        x, y, low, high = np.array(points, dtype=float).reshape(-1, 4).T
-        axes.plot(x, y, ".-", color=f"C{number}", label=label)
-        axes.fill_between(x, low, high, color=f"C{number}", alpha=0.2)
+        for part in filter(len, np.array_split(steps, MOST_POINTS)):
+            found = [curve[step] for step in part for curve in curves]
+            points.append((part.mean(), np.mean(found), min(found), max(found)))
+        x, y, low, high = np.array(points).reshape(-1, 4).T
+        axes.plot(x, y, ".-", label=label)
+        axes.fill_between(x, low, high, alpha=0.2)  # in the colour of the line
     axes.set(title=name, xlabel="step")
     axes.grid(alpha=0.3)
     if len(settings) > 1:
-        axes.legend(framealpha=0.5)
-    try:
-        with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
-            figure.savefig(out, dpi=200)
-    except ValueError as error:  # no format that matplotlib knows
-        raise ConfigError(f"{out}: {error}") from None
+        axes.legend()
+    with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
+        figure.savefig(out, dpi=200)

@@ -6,17 +6,16 @@ minigrpo sample RUN --examples 5 --n 4
 It samples with the settings of the run unless flags change them, such as --temperature 0.7.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated
 
 from pydantic import Field
 
-from ..evaluate import ask, drawing, grade, size_of
+from ..evaluate import ask, grade, held_out
 from ..runtime.console import Console
 from ..runtime.stats import Graded
+from ..task import Task
 from .cli import printable
-from .evaluate import ModelArguments, load, load_sampler, parse
+from .evaluate import ModelArguments, load, parse
 
 
 class Arguments(ModelArguments):
@@ -24,36 +23,40 @@ class Arguments(ModelArguments):
     """A text for the model: a user's message if the model has a chat template, else as it is."""
     raw: bool = False
     """Send --prompt as it is, without the chat template."""
-    examples: Annotated[int, Field(ge=1)] = 3
+    examples: int = Field(3, ge=1)
     """Without --prompt: the number of held-out examples."""
-    n: Annotated[int, Field(ge=0, le=10_000)] = 1
+    n: int = Field(1, ge=0)
     """Completions to sample per prompt; 0: the greedy one."""
 
 
 def show(console: Console, graded: Graded) -> None:
-    """Print prompts, their answers in the data, and each distinct completion with its count."""
+    """Print prompts, their answers in the data, and each completion with its reward.
+
+    Of a dialogue all messages are printed, by their roles.
+    """
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
-    for example, texts, right, rewards in rows:
+    for example, *completions in rows:
         lines = [f"prompt      {example.prompt}"]
         lines += [f"answer      {example.answer}"] if example.answer else []
-        for text, count in Counter(texts).most_common():
-            place = texts.index(text)
-            verdict = {1: "right, ", 0: "wrong, "}.get(right[place], "")  # NaN: not known
-            times = f", {count} of {len(texts)}" if len(texts) > 1 else ""
-            lines.append(f"completion  {text}   {verdict}reward {rewards[place]:.3g}{times}")
+        for text, right, reward in zip(*completions, strict=True):
+            verdict = {1: "right, ", 0: "wrong, "}.get(right, "")  # NaN: not known
+            said = getattr(text, "messages", [{"role": "completion", "content": text}])
+            lines += [f"{x['role']:<10}  {x['content']}" for x in said]
+            lines[-1] += f"   {verdict}reward {reward:.3g}"
         console.say(printable("\n".join([*lines, ""])))
 
 
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
-    if arguments.prompt:  # the task is of no interest, and its files may be gone
-        config = config.replace(system="") if arguments.raw else config
-        sampler = load_sampler(config, console.warn)
-        found = ask(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+    if arguments.raw:
+        config = config.replace(system="")
+    parts = load(config, console, arguments.data)
+    if arguments.prompt:
+        parts.task = Task()  # that of the run is of no interest, and its files may be gone
+        found = ask(parts.sampler, arguments.prompt, arguments.n, raw=arguments.raw)
         for text, is_whole in zip(*found, strict=True):
             console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
-    task, sampler, scorer = load(config, arguments.data, console.warn)
-    examples = [task.held_out(i) for i in range(size_of(task, arguments.examples))]
-    show(console, grade(sampler, scorer, examples, **drawing(config, arguments.n)))
+    examples = held_out(parts.task, arguments.examples)
+    show(console, grade(parts.sampler, parts.scorer, examples, arguments.n, config.sampling))

@@ -30,9 +30,8 @@ def main(argv: Sequence[str], prog: str) -> None:
     """Train with the given flags; a run that fails, such as by diverging, exits with code 1."""
     config = Config.from_cli(argv, prog=prog)
     dist = DistContext.from_env()
-    trainer = Trainer(config, dist=dist)
     try:
-        fit(trainer)
+        fit(Trainer(config, dist=dist))
     except RunFailed as error:
         sys.exit(f"error: {error}")
     dist.close()

@@ -1,0 +1,143 @@
+"""Teachers: what they read, what they teach, and what is refused; the entropy's coefficient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minigrpo import Trainer, Transformer
+from minigrpo.config import Config
+from minigrpo.learner import Learner
+from minigrpo.model.encoding import encode_prompt, to_completions
+from minigrpo.types import ConfigError, Example
+
+from .steps import make_trainer
+from .test_invariance import exact_kl
+from .test_packing import naive
+from .test_resume import bits, lines
+from .tiny import TINY, tiny_chat_model, tiny_chess_model, write_jsonl
+
+SUMS = str(Path(__file__).parents[1] / "examples" / "sums.jsonl")
+ALONE: dict[str, Any] = {"group_size": 1, "reward_weights": {"similarity": 0.0}}
+
+
+def make_run(folder: Path, name: str = "run", **changes: Any) -> Trainer:
+    """A run in float64 on sums."""
+    given = {"task": "prompts", "data": SUMS, "model": str(tiny_chess_model(folder / "model"))}
+    return make_trainer(folder / name, **{**given, "seed": 3, **changes})
+
+
+def sharp(folder: Path) -> str:
+    """A teacher that is not near the uniform distribution."""
+    model = Transformer.from_pretrained(tiny_chess_model(folder / "teacher"), seed=1)
+    model.load_state_dict({name: x * 5 for name, x in model.state_dict().items()})
+    model.save_pretrained(folder / "teacher" / "model.safetensors")
+    return str(folder / "teacher")
+
+
+@pytest.mark.parametrize("teacher", ["self", "initial"])
+def test_the_model_itself_teaches_nothing_without_more_context(
+    tmp_path: Path, teacher: str
+) -> None:
+    run = make_run(tmp_path, teacher=teacher, **ALONE, num_iterations=2, warmup_steps=0)
+    assert run.learner.teacher
+    run.learner.teacher.model.load_state_dict(run.model.state_dict())  # `make_trainer` changed it
+    batch, _ = run.learner.prepare(run.source.batch(0))
+    assert batch.teacher_logp is not None
+    torch.testing.assert_close(batch.teacher_logp, batch.old_logp, rtol=0, atol=1e-12)
+    assert run.one_step()["grad_norm"] < 1e-10
+    with torch.no_grad():
+        run.model.wte.weight.mul_(1.5)
+    batch, _ = run.learner.prepare(run.source.batch(1))
+    assert batch.teacher_logp is not None
+    assert torch.allclose(batch.teacher_logp, batch.old_logp) == (teacher == "self")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: bool) -> None:
+    """After the last message; before a plain prompt, which the completion continues."""
+    rows = [{"prompt": f"{n} + 1 is", "answer": str(n + 1), "hint": "one more"} for n in range(40)]
+    if chat:
+        rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    options = {"data": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "teacher_context": "hint"}
+    if chat:
+        options["model"] = str(tiny_chat_model(tmp_path / "chat"))
+    run = make_run(tmp_path, teacher="self", temperature=0.8, **options)
+    learner, batch = run.learner, run.source.batch(0)
+    before, _ = learner.prepare(batch)
+    prompts = []
+    for example in batch.examples:
+        if chat:
+            asked = {"role": "user", "content": f"{example.prompt}\n\none more"}
+            told = Example("", messages=(asked,))
+        else:
+            told = Example(f"one more\n\n{example.prompt}")
+        prompts.append(encode_prompt(run.tokenizer, told))
+    completions = batch.completions
+    ids = [
+        [row[:n].tolist() for row, n in zip(*group, strict=True)]
+        for group in zip(completions.completion_ids, completions.completion_len, strict=True)
+    ]
+    seen = to_completions(prompts, ids)
+    expected = naive(run.model, seen, 0.8)[0].detach()
+    assert before.teacher_logp is not None
+    torch.testing.assert_close(before.teacher_logp, expected, rtol=0, atol=1e-10)
+    exact = Learner(learner.config.replace(teacher_kl="exact"), run.model)
+    exact.teacher = learner.teacher
+    found = exact.gradient(*exact.prepare(batch))["teacher_kl"]
+    kl = exact_kl((run.model, completions), (run.model, seen), 0.8)[completions.completion_mask]
+    torch.testing.assert_close(found, kl.mean().detach(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kl", ["sampled", "exact"])
+def test_a_student_comes_near_its_teacher_without_rewards_and_groups(
+    tmp_path: Path, kl: str
+) -> None:
+    options = {"teacher": sharp(tmp_path), "teacher_kl": kl, **ALONE, "prompts_per_step": 16}
+    run = make_run(tmp_path, max_steps=30, learning_rate=0.03, **options)
+    found = [run.one_step() for _ in range(30)]
+    assert all(step["reward_std"] == 0 for step in found)
+    assert sum(x["teacher_kl"] for x in found[-5:]) < 0.8 * sum(x["teacher_kl"] for x in found[:5])
+
+
+def test_a_resume_goes_on_with_the_same_teacher_and_coefficient_of_the_entropy(
+    tmp_path: Path,
+) -> None:
+    """The target is high at first: the coefficient rises from 0; then it falls to 0 again."""
+    options = {"teacher_context": "answer", "max_steps": 6, "entropy_target": 9.0, "seed": 3}
+    options |= {"task": "prompts", "data": SUMS, "model": str(tiny_chess_model(tmp_path / "model"))}
+
+    def make(name: str, **changes: Any) -> Trainer:
+        given = {**TINY, **options, "save_every": 1, "out_dir": str(tmp_path / name), **changes}
+        return Trainer(Config.of(**given), quiet=True)
+
+    for teacher in ("self", "initial"):
+        calm = make(teacher, teacher=teacher)
+        calm.fit()
+        make(f"{teacher}-2", teacher=teacher, stop_after=3).fit()
+        again = make(f"{teacher}-2", teacher=teacher, resume="auto")
+        again.fit()
+        assert bits(again) == bits(calm)
+        logs = [lines(tmp_path / name, "metrics.jsonl") for name in (teacher, f"{teacher}-2")]
+        assert logs[0] == logs[1]
+        assert [x["entropy_coef"] for x in logs[0]] == pytest.approx([n * 0.005 for n in range(6)])
+    falls = make("falls", entropy_target=0.1, entropy_coef=0.008)
+    assert [falls.one_step()["entropy_coef"] for _ in range(3)] == pytest.approx([0.008, 0.003, 0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"teacher": "chat"},  # another tokenizer
+        {"teacher": "self", "teacher_context": "hint"},  # no row has one
+        {"teacher": "self", "loss": "nll"},
+        {"group_size": 1},
+        {"reward_weights": {"similarity": 0.0}},
+    ],
+)
+def test_what_cannot_teach_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    if changes.get("teacher") == "chat":
+        changes = {"teacher": str(tiny_chat_model(tmp_path / "chat"))}
+    with pytest.raises(ConfigError):
+        make_run(tmp_path, **changes)
