@@ -53,6 +53,17 @@ TASKS = {
             "eval_size": 496,
         },
     ),
+    "countdown-tool": TaskRow(
+        "countdown:CountdownTool",
+        "countdown-tool",
+        settings={
+            **DIALOGUE,
+            "learning_rate": 5e-4,
+            "max_turns": 6,
+            "max_new_tokens": 72,
+            "eval_every": 50,
+        },
+    ),
     "code": TaskRow(
         "code:Code",
         "code",

@@ -10,10 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minigrpo.environments import calls_of
 from minigrpo.runtime.rng import stream
 from minigrpo.tasks.countdown import (
+    CALL,
     LARGEST,
     Countdown,
+    CountdownTool,
+    calculate,
     evaluate,
     final_answer,
     parse_problem,
@@ -22,7 +26,7 @@ from minigrpo.tasks.countdown import (
     result,
     solves,
 )
-from minigrpo.types import ConfigError
+from minigrpo.types import ConfigError, Dialogue, Example
 
 from .tiny import write_jsonl
 
@@ -140,7 +144,8 @@ def test_the_last_tags_count_else_the_last_line() -> None:
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 100), min_size=2, max_size=6))
 def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> None:
-    value, steps = random_attempt(stream(seed, "attempt"), numbers)
+    value, steps, expression = random_attempt(stream(seed, "attempt"), numbers)
+    assert result(expression, numbers) == value
     assert result(steps, numbers) == value
     assert value >= 0 if 0 in numbers else 0 < value <= LARGEST
     lines = re.split("[<>]", random_search(stream(seed, "search"), numbers, 7))
@@ -188,3 +193,42 @@ def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:
         example = task.train(number)
         assert task.score(example, example.answer)["format"] == 1
         assert chat.train(number).fields == example.fields and chat.train(number).messages
+
+
+# --- with a calculator ----------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(EXPRESSIONS)
+def test_the_calculator_says_what_an_expression_is_worth(text: str) -> None:
+    value = python_value(text)
+    assert calculate(text) == ("error" if value is None else str(value))
+
+
+def test_the_calculator_never_raises() -> None:
+    assert {calculate(text) for text in HOSTILE if own_value(text) is None} == {"error"}
+
+
+def test_a_dialogue_that_is_begun_goes_on_by_a_call_or_by_what_was_tried() -> None:
+    task, plain = CountdownTool(0, begun=1), CountdownTool(0)
+    answers = list[bool]()
+    for number in range(60):
+        example = task.train(number)
+        asked, *said = example.messages
+        assert asked["content"] == plain.train(number).prompt and len(said) % 2 == 0
+        calls = [calls_of(message["content"]) for message in said[::2]]
+        tried = [call[1]["expression"] for (call,) in calls]
+        assert [message["content"] for message in said[1::2]] == [calculate(x) for x in tried]
+        answers.append(not calls_of(example.answer))
+        assert not answers[-1] or not tried or example.answer in tried
+    assert 0 < sum(answers) < 60
+
+
+def test_the_last_turn_is_judged_and_calls_are_counted() -> None:
+    task = CountdownTool(0)
+    example = Example("", fields={"nums": [3, 4, 5], "target": 35})
+    text = Dialogue("(4+3)*5")
+    for turns in (1, 2):
+        text.turns = turns
+        assert task.score(example, text) == {"solved": 1, "format": 1, "calls": turns - 1}
+    assert task.score(example, CALL % text) == {"solved": 0, "format": 0, "calls": 0}

@@ -97,21 +97,23 @@ def evaluate(text: str) -> Fraction:
 # --- random attempts ------------------------------------------------------------------------------
 
 
-def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[int, str]:
-    """Combine two random numbers by a random operator until one is left: its value, and the steps.
+def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[int, str, str]:
+    """Combine two random numbers by a random operator until one is left.
+
+    Returns its value, the steps, and the same as one expression.
 
     All values are whole numbers from 1 to LARGEST, as far as possible, and the larger one comes
     first in a step.
     """
-    pool, steps = [*numbers], list[str]()
+    pool, steps = [(number, str(number)) for number in numbers], list[str]()
     while len(pool) > 1:
-        b, a = sorted(pool.pop(rng.integers(len(pool))) for _ in range(2))
+        (b, right), (a, left) = sorted(pool.pop(rng.integers(len(pool))) for _ in range(2))
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else 0}
         allowed = [sign for sign, value in results.items() if 0 < value <= LARGEST] or ["+"]
         sign = allowed[rng.integers(len(allowed))]
         steps.append(f"{a}{sign}{b}={results[sign]}")
-        pool.append(results[sign])
-    return pool[0], ",".join(steps)
+        pool.append((results[sign], f"({left}{sign}{right})"))
+    return pool[0][0], ",".join(steps), pool[0][1][1:-1]
 
 
 def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
@@ -121,7 +123,7 @@ def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int)
     """
     text, made = "", list[str]()
     while True:
-        value, steps = random_attempt(rng, numbers)
+        value, steps, _ = random_attempt(rng, numbers)
         if steps not in made:
             made.append(steps)
             text += steps
@@ -194,7 +196,7 @@ class Countdown(SourceTask):
         while True:
             size, largest = rng.choice(self.levels)
             numbers = rng.integers(1, largest + 1, size).tolist()
-            target, _ = random_attempt(rng, numbers)
+            target, *_ = random_attempt(rng, numbers)
             problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
             if is_held_out(problem, PROBLEMS_PER_HELD_OUT) == held_out:
                 break
@@ -215,3 +217,55 @@ def parse_problem(record: dict[str, Any]) -> Row:
 def short_question(numbers: Sequence[int], target: int) -> str:
     """The question for a small model of its own, numbers from the largest down."""
     return f"{' '.join(map(str, sorted(numbers, reverse=True)))} -> {target}\n"
+
+
+# --- with a calculator ----------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
+MAX_CALLS = 5  # before a dialogue for supervised fine-tuning goes on
+
+
+def calculate(expression: str) -> str:
+    """Calculate with whole numbers, + - * / and parentheses.
+
+    Args:
+        expression: such as (8 - 2) * 5
+    """
+    try:
+        return str(evaluate(expression))
+    except Exception:  # a model may write anything
+        return "error"
+
+
+class CountdownTool(Countdown):
+    """Countdown in turns: a calculator may be called before the answer, which is the last turn.
+
+    `calls`, of weight 0, is 1 for a dialogue that has called it.
+    """
+
+    parts: Mapping[str, float] = {**Countdown.parts, "calls": 0.0}
+    tools = (calculate,)
+
+    def __init__(self, seed: int, begun: int = 0, **others: Any) -> None:
+        """`begun`, for supervised fine-tuning: go on after random calls, by one or by an answer."""
+        super().__init__(seed, **others)
+        self.begun = int(begun)
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        return {**super().score(example, text), "calls": float(getattr(text, "turns", 1) > 1)}
+
+    def train(self, number: int) -> Example:
+        example = super().train(number)
+        return self._begin(example) if self.begun else example
+
+    def _begin(self, example: Example) -> Example:
+        rng, numbers = stream(self.seed, "countdown/begun", example.index), example.fields["nums"]
+        count = int(rng.integers(MAX_CALLS + 1)) + 1
+        *tried, attempt = [random_attempt(rng, numbers)[-1] for _ in range(count)]
+        messages = [{"role": "user", "content": example.prompt}]
+        for each in tried:
+            messages.append({"role": "assistant", "content": CALL % each})
+            messages.append({"role": "tool", "content": calculate(each)})
+        stops = rng.random() < STOP_SHARE
+        answer = str(rng.choice(tried or [attempt])) if stops else CALL % attempt
+        return replace(example, answer=answer, messages=messages)

@@ -3,11 +3,11 @@
     0-30: 15 < 7 > 11 < 9 =        the secret is 9, found by the fourth of six guesses
 
 `<` says that the secret is smaller than the guess, and `>` that it is larger. Always halving what
-is left finds each number by the fifth guess at the latest, and 4.16 guesses on average. Nobody
+is left finds each number by the fifth guess at the latest, and by 4.16 guesses on average. Nobody
 shows that to the model.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from ..model.chat import Message
 from ..runtime.rng import stream
@@ -48,24 +48,20 @@ class Guess(Task):
 
     def train(self, number: int) -> Example:
         round_, place = divmod(number, len(NUMBERS))
-        secret = str(stream(self.seed, "guess", round_).permutation(NUMBERS)[place])
-        if not self.begun:
-            return self._example(secret, number)
-        rng = stream(self.seed, "guess/begun", number)
-        game, said = Game(), list[Message]()
-        game.reset(secret)
-        others = [guess for guess in NUMBERS if guess != secret]
-        for guess in rng.choice(others, rng.integers(GUESSES)).tolist():
-            said.append({"role": "assistant", "content": guess})
-            said.append({"role": "user", "content": game.step(guess)[0]})
-        return self._example(secret, number, str(rng.choice(NUMBERS)), said)
+        order = stream(self.seed, "guess", round_).permutation(len(NUMBERS))
+        example = replace(self.held_out(order[place]), index=number)
+        return self._begin(example) if self.begun else example
 
     def held_out(self, number: int) -> Example:
-        return self._example(NUMBERS[number % len(NUMBERS)], number)
+        secret = NUMBERS[number % len(NUMBERS)]
+        return Example(PROMPT, secret, number, fields={"secret": secret})
 
-    def _example(
-        self, secret: str, number: int, answer: str = "", said: Sequence[Message] = ()
-    ) -> Example:
-        messages = [{"role": "user", "content": PROMPT}, *said]
-        fields = {"secret": secret}
-        return Example(PROMPT, answer or secret, number, messages=messages, fields=fields)
+    def _begin(self, example: Example) -> Example:
+        rng, game = stream(self.seed, "guess/begun", example.index), Game()
+        game.reset(example.answer)
+        messages: list[Message] = [{"role": "user", "content": PROMPT}]
+        wrong = [guess for guess in NUMBERS if guess != example.answer]
+        for guess in rng.choice(wrong, rng.integers(GUESSES)).tolist():
+            messages.append({"role": "assistant", "content": guess})
+            messages.append({"role": "user", "content": game.step(guess)[0]})
+        return replace(example, answer=str(rng.choice(NUMBERS)), messages=messages)
