@@ -24,7 +24,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
@@ -256,11 +256,12 @@ class Dialogues:
         self.max_turns, self.longest = config.sampling.max_turns, config.sampling.max_new_tokens
         self.num_workers, self.pool = config.speed.num_reward_workers, Pool(0)
         self.episodes: list[Episode] = []
+        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
         for kind in world.classes.values() or [None]:  # refuse a template that cannot write answers
             role = "user" if hasattr(kind, "step") else "tool"
             if role == "tool" and not tokenizer.chat:
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            self._encode([{"role": role, "name": "tool", "content": "A"}])
+            self._encode((("role", role), ("name", "tool"), ("content", "A")))
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
@@ -317,7 +318,7 @@ class Dialogues:
             if error:
                 raise error
             if messages and not episode.over:
-                ids = self._encode(messages)
+                ids = self.encode(*(tuple(message.items()) for message in messages))
         except Exception as failure:  # of the environment; or the answer spells a special token
             episode.failed = True
             if not self.has_warned:
@@ -329,7 +330,8 @@ class Dialogues:
         episode.start += len(ids)
         return ids
 
-    def _encode(self, answers: Sequence[Message]) -> list[int]:
+    def _encode(self, *items: tuple[tuple[str, str], ...]) -> list[int]:
+        answers = [dict(message) for message in items]
         if self.tokenizer.chat:
             return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
         return self.tokenizer.encode("".join(answer["content"] for answer in answers))

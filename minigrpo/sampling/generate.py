@@ -214,10 +214,11 @@ class Generation:
         number in place of the last token, which tells it from others.
         """
         ended, unread, running, _, lengths, last = state
-        for i in np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens)):
-            ids = self.ids[running[i], : lengths[i]].tolist()
-            self.dialogues.submit(int(running[i]), ids)
-            unread[i], unfinished[i] = WAITS, True
+        new = np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens))
+        rows = self.ids[torch.from_numpy(running[new]).to(self.ids.device)].tolist()
+        for i, ids in zip(new, rows, strict=True):
+            self.dialogues.submit(int(running[i]), ids[: lengths[i]])
+        unread[new], unfinished[new] = WAITS, True
         answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
         for sequence, answer in self.dialogues.replies(wait=not others).items():
