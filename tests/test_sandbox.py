@@ -216,13 +216,10 @@ def test_hostile_code_fails_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_code_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
+    late = "def f(x):\n    while x > 1: pass\n    return x + 1"
+    assert run_tests(late, TESTS[:2], timeout_s=0.3) == [True, False]
     for code in ENDLESS.values():
         check_hostile(code, tmp_path, timeout_s=0.3)
-
-
-def test_code_that_does_not_end_keeps_the_verdicts_that_it_has() -> None:
-    code = "def f(x):\n    while x > 1: pass\n    return x + 1"
-    assert run_tests(code, TESTS[:2], timeout_s=0.2) == [True, False]
 
 
 def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
@@ -268,11 +265,6 @@ PASSING = {  # code, and its tests
         *("assert f(lambda x, y=1: x + y, 2) == 3", "assert f(abs, -1) == 1"),
     ),
     "named like a builtin": ("def sum(a, b): return a * b", "assert sum(3, 5) == 15"),
-    "errors and iterators": (
-        "def f(x):\n    yield x\n    raise ValueError",
-        "assert next(f(3)) == 3",
-        "try: list(f(1))\nexcept ValueError: pass\nelse: assert False",
-    ),
     "state": (
         "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
         *("assert f() == 1", "assert f() == 2", "assert f() == 3 and f() == 4", "assert f() == 5"),

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 globals()["__builtins__"] = vars(builtins).copy()  # a program may replace those of the module
 
 LARGEST = 2 << 20  # bytes of a message
+# by the names under which they are sent
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict, "frozenset": frozenset}
 LIMITS = {"AS": 512 << 20, "FSIZE": 0, "NOFILE": 64, "CORE": 0}
 READS = os.O_RDONLY | os.O_CLOEXEC  # as `open` does

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     question: str  # what decides whether two lines ask the same
     example: Example
-    test: bool = False  # whether it is in a test split that is known
+    test: bool = False  # held out, if there is no --eval-data and some other line is not
 
 
 Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
@@ -129,9 +129,9 @@ class Rows(Task):
         rows, held_out = self.read(data), self.read(eval_data)
         if not eval_data:
             held_out = [row for row in rows if row.test]
-        if not eval_data and len(held_out) in (0, len(rows)):  # one side of a split, or none
-            held_out = [row for row in rows if is_held_out(row.question)]
-            held_out = held_out or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
+            if len(held_out) in (0, len(rows)):  # no such split, or one side of it
+                chosen = [row for row in rows if is_held_out(row.question)]
+                held_out = chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
         first: dict[str, Example] = {}
         for row in held_out:
             first.setdefault(row.question, row.example)
