@@ -235,8 +235,7 @@ class Parts:
         given = self.get("loss")
         if not isinstance(given, str) or given in LOSS_NAMES:
             return loss_spec(given)
-        file, _, name = given.rpartition(":")
-        return loss_spec(load_name(f"--loss {given}", file, name))
+        return loss_spec(load_name("--loss", given))
 
     @cached_property
     def scorer(self) -> RewardScorer:
