@@ -31,11 +31,6 @@ TOKENS = torch.arange(VOCAB).view(2, -1)
 ADAPTERS = ("lora_A", "lora_B")  # ends of the names of trained tensors
 
 
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
 def randomise(model: Transformer) -> None:
     """Adapters start without effect; give them one."""
     generator = torch.Generator().manual_seed(7)
