@@ -121,10 +121,12 @@ class RunDir:
         """Raise ConfigError for another run's checkpoint; warn of what may change bits."""
         free = {name for name, (group, _) in places().items() if group in MAY_DIFFER} - {"seed"}
         for name, x in self.run.items():
+            if then.get(name) == x:
+                continue
             said = f"--resume: {name} was {then.get(name)!r}, is {x!r}"
-            if then.get(name) != x and name not in free | self.versions.keys():
+            if name not in free | self.versions.keys():
                 raise ConfigError(said)
-            if then.get(name) != x and self.dist.is_main:
+            if self.dist.is_main:
                 self.console.warn(f"{said}: bits may differ")
 
     def open_log(self, state: State) -> RunLog:
