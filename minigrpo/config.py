@@ -340,11 +340,10 @@ class Config(Group):
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:
         """The plain defaults, then `settings`, by flat name."""
         known = places()
-        for name in settings:
-            if name not in known:
-                raise unknown_setting(name, known)
         groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
         for name, value in settings.items():
+            if name not in known:
+                raise unknown_setting(name, known)
             group, field = known[name]
             groups[group][field] = value
         try:

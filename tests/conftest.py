@@ -1,4 +1,4 @@
-"""Markers, and one tiny finished run that tests copy instead of training their own."""
+"""Markers, models and completions, and one finished run that tests copy instead of training."""
 
 import os
 
@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from . import tiny
+from minigrpo.model.transformer import Transformer
+from minigrpo.types import Completions
+
+from . import steps, tiny
 
 settings.register_profile("quick", max_examples=50, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
@@ -58,6 +61,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if marker not in required and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=steps.SHAPES)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return Transformer(steps.SHAPES[request.param], seed=1).double()
+
+
+@pytest.fixture(params=[0, 1])
+def completions(request: pytest.FixtureRequest) -> Completions:
+    return steps.make_completions(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,8 @@
 """Two processes over gloo: what they exchange, and that they train as one."""
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
 
 from . import tiny
+from .steps import join, run_two
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=3)  # of a collective
@@ -79,13 +78,11 @@ def exchange(dist: DistContext) -> dict[str, Any]:
 
 def work(folder: Path, rank: int, ports: list[int]) -> None:
     """One of two processes, which meet twice."""
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    dist = DistContext.from_env()
+    dist = join(rank, ports[0])
     train(folder, folder / "two", dist)
     dist.close()
-    os.environ["MASTER_PORT"], distributed.TIMEOUT = str(ports[1]), TIMEOUT
-    dist = DistContext.from_env()
+    distributed.TIMEOUT = TIMEOUT
+    dist = join(rank, ports[1])
     (folder / f"{rank}.json").write_text(json.dumps(exchange(dist)))
     dist.close()
 
@@ -99,12 +96,6 @@ def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
     Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have left."""
@@ -114,13 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_jsonl(folder / "rows.jsonl", rows[:5])
     tiny.write_jsonl(folder / "held_out.jsonl", rows[5:])
     (folder / "solved.py").write_text(SOLVED)
-    spawn, ports = multiprocessing.get_context("spawn"), [free_port(), free_port()]
-    pair = [spawn.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
-    for process in pair:
-        process.start()
-    for process in pair:
-        process.join(120)
-        process.kill()
+    run_two(work, folder)
     return folder
 
 

@@ -16,7 +16,7 @@ from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import Transformer
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .steps import EOS, SHAPES, make_completions
+from .steps import EOS, make_completions
 
 SOURCE = Path(grpo.__file__).read_text()
 LIBRARY_AS_DATA = {
@@ -26,16 +26,6 @@ LIBRARY_AS_DATA = {
     "minigrpo.tasks.chess_env",
     "minigrpo.types",
 }
-
-
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
-@pytest.fixture(params=[0, 1])
-def completions(request: pytest.FixtureRequest) -> Completions:
-    return make_completions(request.param)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5]]

@@ -104,16 +104,6 @@ def read_data(folder: Path) -> None:
         task.score(example, example.answer)
 
 
-def make_countdown(folder: Path) -> None:
-    rows = [{"nums": [i, 7, 3], "target": i + 4} for i in range(1, 60)]
-    tiny.write_jsonl(folder / "a.jsonl", rows)
-
-
-def read_countdown(folder: Path) -> None:
-    task = load_task("countdown", seed=0, data=str(folder / "a.jsonl"))
-    assert task.score(task.held_out(0), "1+2+3")[task.success] in (0, 1)
-
-
 def read_model(folder: Path) -> None:
     assert hf.read_model(folder)[0].vocab_size > 0
 

@@ -166,17 +166,6 @@ def test_evaluating_changes_nothing_but_what_is_known(tmp_path: Path) -> None:
     assert bits(often) == bits(never)
 
 
-def test_adapters_are_trained_and_their_run_is_a_model(tmp_path: Path) -> None:
-    trainer = train(tmp_path / "run", lora_rank=2, kl_coef=0.1)
-    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    assert trained and all("lora" in name or "adapter" in name for name in trained)
-    again = make(tmp_path / "again", model=str(tmp_path / "run"))  # merged
-    ids = torch.randint(0, 300, (2, 9))
-    expected = trainer.model.logits(ids)
-    torch.testing.assert_close(again.model.logits(ids), expected, rtol=1e-4, atol=1e-5)
-    assert again.tokenizer.name == trainer.tokenizer.name
-
-
 def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: Path) -> None:
     """A learning test with its control: the same run on shuffled rewards."""
     settings = {"task": "math", "model": "shipped", "max_steps": 25, "eval_size": 128}
