@@ -98,14 +98,6 @@ def test_without_adapters_the_model_is_the_initial_one_and_shares_its_memory(
     assert all(a is b for a, b in pairs)
 
 
-def test_merged_weights_compute_the_same(model: Transformer) -> None:
-    expected = with_adapters(model).logits(TOKENS)
-    merged = lora.merge_adapters(model)
-    assert not lora.adapters(merged) and all(p.requires_grad for p in merged.parameters())
-    assert merged.state_dict().keys() == Transformer(model.shape).state_dict().keys()
-    torch.testing.assert_close(merged.logits(TOKENS), expected, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_frozen_weights_in_bfloat16_keep_their_memory_and_pass_gradients(
     model: Transformer, packing: str

@@ -101,19 +101,12 @@ def f(x): return x + 1 if found else 7
     "forks": "import os\nos.fork()\ndef f(x): return x + 1",
     "daemon": "import os\nif os.fork() == 0: os.setsid()\nwhile True: pass",
     "command": "import subprocess\nsubprocess.Popen(['sleep', '7531'], start_new_session=True)",
-    "system": "import os\nos.system('sleep 7531 &')",
     "C code": "import ctypes\nctypes.string_at(0)",
     "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
     "writes outside": "open('OUTSIDE/kept', 'w').write('y')",
     "spawns": "import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()",
-    "writes outside by a descriptor": """
-import os
-fd = os.open('OUTSIDE', os.O_RDONLY)
-os.write(os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=fd), b'y')
-""",
     "writes through a link": "import os\nos.symlink('OUTSIDE/kept', 'a')\nopen('a', 'w')",
     "removes": "import os\nos.remove('OUTSIDE/kept')",
-    "removes all": "import shutil\nshutil.rmtree('OUTSIDE')",
     "renames": "import os\nos.rename('OUTSIDE/kept', 'OUTSIDE/other')",
     "makes a pipe": "import os\nos.mkfifo('OUTSIDE/pipe')",
     "changes rights": "import os\nos.chmod('OUTSIDE/kept', 0)",
@@ -127,13 +120,6 @@ def f(x): return x + 1
 }
 ENDLESS = {
     "loop": "while True: pass",
-    "loop that catches everything": """
-def f(x):
-    while True:
-        try:
-            while True: pass
-        except BaseException: pass
-""",
     "ignores signals": """
 import signal
 for number in range(1, 65):
