@@ -93,9 +93,7 @@ def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("won", "shown"), [((10, -2, 9), False), ((10, 9, 11), True)])
-def test_three_seeds_decide_by_their_spread(
-    tmp_path: Path, won: tuple[int, ...], shown: bool
-) -> None:
+def test_three_seeds_decide_by_spread(tmp_path: Path, won: tuple[int, ...], shown: bool) -> None:
     """All examples together would show a difference in both cases."""
     a = seeds(tmp_path, "a", [[1] * 10 + [0] * 40] * 3)
     b = seeds(tmp_path, "b", [[1] * (10 + x) + [0] * (40 - x) for x in won], kl_coef=0.1)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -153,8 +152,7 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     def start(out_dir: Path) -> subprocess.Popen[bytes]:
         settings = {**tiny.TINY, **STEPS, "max_steps": 30, "save_every": 1, "resume": "auto"}
         settings |= {"model": folder / "model", "out_dir": out_dir, "reward_weights": "valid=1"}
-        launcher = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-        words = [sys.executable, "-m", "torch.distributed.run", *launcher, "distributed_train.py"]
+        words = [*tiny.TORCHRUN, "--max-restarts=1", "distributed_train.py"]
         return subprocess.Popen([*words, *tiny.flags(settings)], cwd=ROOT, start_new_session=True)
 
     runs = [folder / "calm", folder / "killed"]
@@ -162,8 +160,7 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
         process = start(run)
         try:
             if run.name == "killed":
-                while not list(run.glob("checkpoints/*/manifest.json")):
-                    time.sleep(0.05)
+                tiny.wait_until(lambda: list(runs[1].glob("checkpoints/*/manifest.json")))
                 listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
                 os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
                 assert not (run / "summary.json").exists()  # there was something left to do

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 
 from minigrpo.sandbox import client, run_tests
 from minigrpo.sandbox.worker import frame, receive
+
+from .tiny import wait_until
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
@@ -172,10 +173,8 @@ def children(pid: int) -> list[int]:
 
 def program_of(worker: client.Worker) -> int:
     """The one process of a worker, when the last program has been ended."""
-    deadline = time.monotonic() + 20
-    while len(found := children(worker.process.pid)) != 1:
-        assert time.monotonic() < deadline
-    return found[0]
+    wait_until(lambda: len(children(worker.process.pid)) == 1)
+    return children(worker.process.pid)[0]
 
 
 def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
@@ -213,10 +212,8 @@ def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
     program = program_of(client._idle[0])
     stop = f"import os, time; os.kill({program}, 19); time.sleep(1.5); os.kill({program}, 18)"
     with subprocess.Popen([sys.executable, "-c", stop]):
-        deadline = time.monotonic() + 20
-        while "T" not in Path(f"/proc/{program}/stat").read_text().rpartition(")")[2][:3]:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        stat = Path(f"/proc/{program}/stat")
+        wait_until(lambda: "T" in stat.read_text().rpartition(")")[2][:3])
         assert run_tests(RIGHT, TESTS[:1], timeout_s=0.2) == [True]
 
 
@@ -359,7 +356,4 @@ client.run_tests('while True: pass', ['assert False'], timeout_s=100)
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{one}").exists() for one in everyone):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in everyone))

@@ -15,16 +15,11 @@ from minigrpo.tools.cli import main
 from minigrpo.types import ConfigError
 
 from .steps import bits
-from .tiny import TINY, tiny_chess_model
+from .steps import tiny_trainer as make
+from .tiny import tiny_chess_model
 
 SUMS = Path(__file__).parents[1] / "examples" / "sums.jsonl"
 SFT = {"loss": "nll", "max_new_tokens": 96}
-
-
-def make(folder: Path, **changes: Any) -> Trainer:
-    model = tiny_chess_model(folder.parent / "model")
-    config = Config.of(**{**TINY, "model": str(model), **changes, "out_dir": str(folder)})
-    return Trainer(config, quiet=True)
 
 
 def train(folder: Path, **changes: Any) -> Trainer:
@@ -101,10 +96,7 @@ def test_a_speed_flag_trains_and_keeps_the_loss_near(
 ) -> None:
     """`rounds`: whether the flag rounds differently, so that the losses are not quite equal."""
     short = {**SFT, "device": device, "max_steps": 2, "eval_every": 0}
-    plain, fast = (
-        train(tmp_path / "plain", **short),
-        train(tmp_path / "fast", **short, **{flag: True}),
-    )
+    plain, fast = (train(tmp_path / str(on), **short, **{flag: on}) for on in (False, True))
     a, b = (read_jsonl(x.run_dir.path / "metrics.jsonl")[-1]["loss"] for x in (plain, fast))
     assert b == pytest.approx(a, rel=0.02 if rounds else 1e-5)
     assert {p.dtype for p in fast.model.parameters()} == {torch.float32}
@@ -224,8 +216,6 @@ def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         make(tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
 
-
-# --- losses and references of the user's ----------------------------------------------------------
 
 OWN_LOSS = """
 import torch
