@@ -20,7 +20,7 @@ from hypothesis import settings
 from minigrpo.model.transformer import Transformer
 from minigrpo.types import Completions
 
-from . import steps, tiny
+from . import steps
 
 settings.register_profile("quick", max_examples=50, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
@@ -79,12 +79,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Do not change it: `tiny_run` is a copy.
     """
-    from minigrpo import Config, Trainer
-
-    folder = tmp_path_factory.mktemp("finished")
-    model, run = tiny.tiny_chess_model(folder / "model"), folder / "run"
-    config = Config.of(**tiny.TINY, model=str(model), out_dir=str(run))
-    Trainer(config, quiet=True).fit()
+    run = tmp_path_factory.mktemp("finished") / "run"
+    steps.tiny_trainer(run).fit()
     return run
 
 

@@ -16,7 +16,7 @@ from minigrpo.model.transformer import ModelShape
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions
 
-from .tiny import TINY
+from .tiny import TINY, tiny_chess_model
 
 VOCAB = 12
 EOS = VOCAB - 1
@@ -66,6 +66,13 @@ def make_completions(
         torch.from_numpy(ids),
         torch.from_numpy(mask),
     )
+
+
+def tiny_trainer(folder: Path, **changes: Any) -> Trainer:
+    """A quiet trainer with the settings TINY, on a model that lies beside its folder."""
+    model = str(tiny_chess_model(folder.parent / "model"))
+    config = Config.of(**{**TINY, "model": model, **changes, "out_dir": str(folder)})
+    return Trainer(config, quiet=True)
 
 
 def make_trainer(

@@ -135,9 +135,7 @@ def test_pairs_are_separated_by_commas_before_a_name() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused_in_every_way_to_give_them(
-    bad: dict[str, Any],
-) -> None:
+def test_settings_that_cannot_work_are_refused_however_they_are_given(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         Config.of(**bad)
     assert "\n" not in str(error.value)

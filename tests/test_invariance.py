@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -374,15 +373,3 @@ def test_compiled_blocks_have_the_gradient_of_plain_ones(way: Way, eager_compile
     before = counters["stats"]["unique_graphs"]
     assert_same(gradient(way, compile_model=True), formula(way))
     assert counters["stats"]["unique_graphs"] > before
-
-
-def test_the_batch_has_what_the_matrix_is_about() -> None:
-    """Equal completions, common beginnings, ragged lengths, groups without variance."""
-    batch = make_batch(WAYS[0])
-    c, lengths = batch.completions, batch.completions.completion_mask.sum(-1)
-    assert len(lengths.unique()) > 3 and len(c.prompt_len.unique()) > 2
-    assert all(torch.equal(c.completion_ids[p, 0], c.completion_ids[p, 1]) for p in range(PROMPTS))
-    assert batch.advantages is not None and np.flatnonzero(~batch.advantages.any(1)).tolist() == [
-        1,
-        4,
-    ]

@@ -77,9 +77,6 @@ def damaged_json(content: bytes, chance: random.Random) -> bytes:
     return b"\n".join(rows) + b"\n"
 
 
-# --- the inputs: how to make a valid folder, the file to damage, and what reads the folder --------
-
-
 def make_settings(folder: Path) -> None:
     config = Config.of(task_args={"difficulty": "2x12"}, reward_weights="exact_fen=1", kl_coef=0.1)
     (folder / "a.toml").write_text(tiny.toml(config))

@@ -62,9 +62,6 @@ def measured(run: Callable[[], object]) -> float:
     return most / MIB
 
 
-# --- by hand --------------------------------------------------------------------------------------
-
-
 def test_what_belongs_to_the_weights() -> None:
     found = bytes_of(job(kl_coef=0.1))
     for part in ("weights", "gradients", "reference"):
@@ -118,9 +115,6 @@ def test_adapters_on_qwen2_5_7b_fit_24_gb_and_not_12() -> None:
     saved = (2 - 34 / 64) * 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)  # bytes, of the layers
     assert parts["weights"] - coded["weights"] == saved
     assert (peak_of(coded) + plan.CARD_SPARE) / MIB < 12 * 1024
-
-
-# --- against what torch allocates -----------------------------------------------------------------
 
 
 def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: int) -> Completions:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -117,13 +118,8 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "Board", lambda *args, **options: Ignored())
+    monkeypatch.setattr(logging, "Board", MagicMock())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-class Ignored:
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **options: None
 
 
 # --- what may happen ------------------------------------------------------------------------------

@@ -37,9 +37,6 @@ def load(folder: Path, family: str = "qwen", **config: Any) -> Tokenizer:
     return load_tokenizer(str(tiny.tiny_tokenizer_folder(folder, family, **config)))
 
 
-# --- chess and GPT-2 ------------------------------------------------------------------------------
-
-
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
     tokenizer = load_tokenizer("chess")
@@ -50,9 +47,6 @@ def test_the_ids_of_the_shipped_models_do_not_change() -> None:
     tokenizer = load_tokenizer("chess")
     assert [tokenizer.encode(text) for text in TEXTS] == KNOWN["chess"]
     assert tokenizer.eot == tokenizer.turn_end == 359 and tokenizer.stops == {359}
-
-
-# --- tokenizer.json -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -112,8 +106,6 @@ def test_the_texts_of_tokens_have_whole_characters(tmp_path: Path, family: str) 
     assert len(texts) == len(ids) > 5 and "".join(texts).lstrip() == "aé象\U0001f601"
     assert token_texts(tokenizer, ids[:-1])[-1].endswith("\ufffd")  # ends within a character
 
-
-# --- the files of a folder ------------------------------------------------------------------------
 
 TEXT_END, START, END = tiny.CHATML
 
@@ -178,8 +170,6 @@ def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             load_tokenizer(str(tmp_path))
 
-
-# --- prompts, answers, completions ----------------------------------------------------------------
 
 ASKED = ({"role": "user", "content": "12?"},)
 
