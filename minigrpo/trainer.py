@@ -85,7 +85,7 @@ class Trainer(Parts):
         log, began = self.log, time.perf_counter()
         self.evaluations = self.dist.on_main(lambda: log.evaluated)
         weights, processes = self.scorer.weights, self.dist.world_size
-        self.console.introduce(self.config, self.model, self.task, weights, processes)
+        self.console.introduce(self.config, self.task, weights, processes, self.device.type)
         try:
             with StopRequest(self.console.warn) as request:
                 stopped = self._train(request)

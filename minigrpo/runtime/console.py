@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from ..config import Config
-from ..model.transformer import Transformer
 from ..task import Task
 from .stats import SAMPLED, Estimate, headline
 
@@ -49,18 +48,13 @@ class Console:
     # --- the messages of a run ------------------------------------------------------------------
 
     def introduce(
-        self,
-        config: Config,
-        model: Transformer,
-        task: Task,
-        weights: Mapping[str, float],
-        processes: int,
+        self, config: Config, task: Task, weights: Mapping[str, float], processes: int, device: str
     ) -> None:
         """Say what a step is, which layers are on, and what the reward is."""
         prompts, group = config.sampling.prompts_per_step, config.sampling.group_size
         self.say(
             f"{config.loss.name}: {prompts} prompts x {1 if config.supervised else group} "
-            f"completions per step, on {processes} x {model.device.type}; "
+            f"completions per step, on {processes} x {device}; "
             f"learning rate {config.optimizer.learning_rate:g}"
         )
         self.defaults(config)
