@@ -231,7 +231,8 @@ class Episode:
         text, name = Dialogue(self.said[-1]), self.kind.__name__
         text.messages, text.turns = self.messages, len(self.said)
         text.cut, text.failed = self.cut, self.failed
-        text.rewards = {name: self.reward} if name in self.world.parts else {}
+        reward = 0.0 if self.failed else self.reward
+        text.rewards = {name: reward} if name in self.world.parts else {}
         return text
 
 
