@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from rapidfuzz.distance import Levenshtein
 
+from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .task import Task, TokenBatch
-from .types import ConfigError, Dialogue, Example, RewardTable
+from .types import Dialogue, Example, RewardTable
 
 RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
 
@@ -54,13 +55,10 @@ class RewardFunction:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
         arguments = ["batch"] if self.tokens else ["example", "text"]  # lists, if it is batched
         signature = inspect.signature(self.function)
-        try:
+        with refusing(f"reward {self.name}: must take ({', '.join(arguments)})"):
             if "completions" in signature.parameters:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
-        except TypeError as error:
-            wanted = ", ".join(arguments)
-            raise ConfigError(f"reward {self.name}: must take ({wanted}); {error}") from None
 
     @property
     def name(self) -> str:
