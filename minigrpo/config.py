@@ -67,8 +67,8 @@ class TaskConfig(Group):
     """A system message for all prompts without their own; the chat template then writes them."""
     rewards: str = ""
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
-    environment: str = ""
-    """FILE.py:NAME,..: a class that answers turns, and functions that are tools (docs/turns.md)."""
+    environment: str = Field("", pattern=r"^((.+\.py:\w+,?)*|python:.+)$")
+    """FILE.py:NAME,FILE.py:NAME: a class that answers turns, functions as tools (docs/turns.md)."""
     reward_weights: Weights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
 

@@ -53,8 +53,9 @@ def methods_of(environment: Any) -> Tools:
     """The public methods of an environment, which are tools. A game has none."""
     if hasattr(environment, "step"):
         return {}
-    members = {name: getattr(environment, name) for name in dir(environment) if name[0] != "_"}
-    return {x: member for x, member in members.items() if callable(member) and x not in NO_TOOLS}
+    members = inspect.getmembers(type(environment), inspect.isfunction)
+    names = [name for name, _ in members if name[0] != "_" and name not in NO_TOOLS]
+    return {name: getattr(environment, name) for name in names}
 
 
 def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
@@ -112,8 +113,11 @@ class World:
             tools = [*tools, *(x for x in found if not isinstance(x, type))]
             environment = {x.__name__: x for x in found if isinstance(x, type)}
         environment = environment or ToolsAlone
-        if not isinstance(environment, Mapping):
+        if isinstance(environment, type):
             environment = {environment.__name__: environment}
+        kinds = environment.values() if isinstance(environment, Mapping) else [environment]
+        if not all(isinstance(kind, type) for kind in kinds):
+            raise ConfigError("environment: give a class, or a dict of classes")
         return cls(environment, {tool.__name__: tool for tool in tools})
 
     @property

@@ -157,7 +157,7 @@ class Pool:
                         continue
                     return
                 self._start_thread()
-                outcome = late[0], None, TimeoutError()
+                outcome = late[0], None, TimeoutError("it took longer than its timeout_s")
             self.num_open, wait = self.num_open - 1, False
             yield outcome
 

@@ -14,9 +14,6 @@ CHAT = "<think>2 < 3</think> <answer>8</answer>\n<analysis>sure</analysis> "
 CHAT += "<confidence>{}</confidence>"
 
 
-# --- the form -------------------------------------------------------------------------------------
-
-
 def test_a_confidence_is_a_plain_number_from_0_to_1() -> None:
     good = {"0.8": 0.8, "1": 1, "1.0": 1, "0": 0, "0.": 0, ".25": 0.25, " 0.5\n": 0.5, "0.\x1f": 0}
     bad = ["", ".", "1.1", "2", "-0.1", "+0.5", "1e0", "5e-1", "nan", "inf", "80%", "0,8"]
@@ -61,9 +58,6 @@ def test_a_long_completion_is_read_in_no_time() -> None:
         long = piece * 20_000
         for text in (long, CHAT.format(f"{long}x"), f"{long}{CHAT.format(0.5)}<confidence>"):
             assert parse(text, chat=True) is parse(text, chat=False) is None
-
-
-# --- the reward -----------------------------------------------------------------------------------
 
 
 def capitals(folder: Path, **changes: Any) -> Calibration:
@@ -116,18 +110,12 @@ def test_other_judges_say_what_is_right(tmp_path: Path) -> None:
         assert found["correct"] == right
 
 
-# --- evaluation -----------------------------------------------------------------------------------
-
-
 def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
     rows = np.array([(1, 0.75, 1.0), (1, 0.25, 0.0), (0, 0.0, 0.0), (0, 0.0, 0.0)]).T
     parts = dict(zip(("format", "confidence", "correct"), rows, strict=True))
     expected = {"brier_score": 0.0625, "ece": 0.25, "auroc": 1, "mean_confidence": 0.5}
     assert Calibration(0).summaries(parts) == pytest.approx(expected)
     assert not Calibration(0).summaries({name: values[2:] for name, values in parts.items()})
-
-
-# --- questions whose chances are known ------------------------------------------------------------
 
 
 def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:

@@ -59,8 +59,8 @@ def test_the_examples_of_a_seed_never_change(seed: int, args: dict[str, Any], di
 
 def test_examples_are_true_legal_and_in_their_split() -> None:
     env = ChessEnv(1)
-    train = [env.train(i) for i in range(700)]
-    held_out = [env.held_out(i) for i in range(100)]
+    train = [env.train(i) for i in range(300)]
+    held_out = [env.held_out(i) for i in range(40)]
     kinds = Counter(example.kind for example in train)
     assert set(kinds) == {*PICK_BIAS, "quiet", "capture", "illegal"}
     assert 0.02 < kinds["illegal"] / len(train) < 0.09

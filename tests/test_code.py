@@ -129,9 +129,6 @@ def test_a_system_that_cannot_run_code_ends_the_run(monkeypatch: pytest.MonkeyPa
         RewardScorer(task, workers=2).score([task.train(0)], [["x"]])
 
 
-# --- one-line functions -------------------------------------------------------------------------
-
-
 def test_one_liners_are_those_that_the_shipped_model_was_trained_on() -> None:
     task = Code(0)
     for get, golden in zip((task.train, task.held_out), GOLDEN, strict=True):

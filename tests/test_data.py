@@ -38,9 +38,7 @@ def prompts(examples: Iterable[Example]) -> set[str]:
 # --- splits ---------------------------------------------------------------------------------------
 
 
-def test_a_tenth_of_the_questions_is_held_out_by_a_hash_of_the_question_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_tenth_of_questions_is_held_out_by_a_hash_of_the_question_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", SUMS)
     expected = {row["prompt"] for row in SUMS if is_held_out(row["prompt"])}
     assert 20 < len(expected) < 60

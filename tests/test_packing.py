@@ -27,19 +27,9 @@ from minigrpo.runtime.device import recompute
 from minigrpo.runtime.guard import OOMBackoff
 from minigrpo.types import Completions, ConfigError
 
-from .steps import EOS, SHAPES, SIZES, VOCAB, make_completions
+from .steps import EOS, SIZES, VOCAB, make_completions
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
-
-
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
-@pytest.fixture(params=[0, 1])
-def completions(request: pytest.FixtureRequest) -> Completions:
-    return make_completions(request.param)
 
 
 def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
@@ -157,21 +147,6 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     assert len(tree.targets) == len(predicted)
     every = sum(len(text) - 2 for text in texts)
     assert len(plain.ids) == num_prompt * completions.completion_ids.shape[1] + every
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(
-    model: Transformer, packing: str
-) -> None:
-    c = make_completions(0)
-    short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
-    short.completion_mask[0] = False
-    built = PACKINGS[packing](short)
-    assert len(built.ids) == int(c.prompt_len.sum()) * (4 if packing == "repeated" else 1)
-    torch.testing.assert_close(model(built)[0], naive(model, short)[0], **CLOSE)
-    empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
-    built = PACKINGS[packing](empty)
-    assert (model(built)[0] == 0).all()
 
 
 def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
