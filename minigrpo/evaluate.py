@@ -48,10 +48,12 @@ def ask(
 
     A text is a user's message if the model has a chat template, unless it is `raw`.
     """
-    if isinstance(prompt, str):
-        example = Example(prompt, tools=None if raw else ())
-    else:
+    if not isinstance(prompt, str):
         example = Example("", messages=tuple(prompt))
+    elif sampler.tokenizer.chat and not raw:
+        example = Example(prompt, messages=({"role": "user", "content": prompt},))
+    else:
+        example = Example(prompt)
     done = complete(sampler, [example], n, sampler.config.sampling)
     return sampler.texts(done)[0], has_ended(done, sampler.stops)[0].tolist()
 
