@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -74,9 +73,10 @@ def as_objects(**given: Any) -> dict[str, Any]:
     if world is not None and not isinstance(world, World):
         found["environment"] = World.of(world)
     if functions := found.pop("rewards", None):
-        functions = [functions] if callable(functions) else functions
-        own = [x if isinstance(x, RewardFunction) else RewardFunction(x) for x in functions]
-        found["rewards"] = own
+        several = [functions] if callable(functions) else functions
+        found["rewards"] = [
+            x if isinstance(x, RewardFunction) else RewardFunction(x) for x in several
+        ]
     return found
 
 
@@ -159,9 +159,7 @@ class Parts:
         """`config`: from `resolve`; `objects`: from `as_objects`."""
         self.config, self.device, self.objects = config, torch.device(device), objects or {}
         self.console = console or Console(quiet=True)
-        self.autocast: Callable[[], AbstractContextManager[object]] = partial(
-            autocast, config.speed, self.device
-        )
+        self.autocast: Callable[[], Any] = partial(autocast, config.speed, self.device)
 
     def get(self, name: str) -> Any:
         """The object of this name, or else the setting. Raises ConfigError for one that is gone."""
@@ -233,9 +231,9 @@ class Parts:
         A file is run: trust it.
         """
         given = self.get("loss")
-        if not isinstance(given, str) or given in LOSS_NAMES:
-            return loss_spec(given)
-        return loss_spec(load_name("--loss", given))
+        if isinstance(given, str) and given not in LOSS_NAMES:
+            given = load_name("--loss", given)
+        return loss_spec(given)
 
     @cached_property
     def scorer(self) -> RewardScorer:

@@ -97,7 +97,7 @@ class ToolsAlone:
 class World:
     """The environments and tools of a run."""
 
-    classes: Mapping[str, Callable[..., Any]]
+    classes: Mapping[str, type[Any]]
     tools: Tools
 
     @classmethod
@@ -113,10 +113,9 @@ class World:
             tools = [*tools, *(x for x in found if not isinstance(x, type))]
             environment = {x.__name__: x for x in found if isinstance(x, type)}
         environment = environment or ToolsAlone
-        if isinstance(environment, type):
-            environment = {environment.__name__: environment}
-        kinds = environment.values() if isinstance(environment, Mapping) else [environment]
-        if not all(isinstance(kind, type) for kind in kinds):
+        if not isinstance(environment, Mapping):
+            environment = {getattr(environment, "__name__", ""): environment}
+        if not all(isinstance(kind, type) for kind in environment.values()):
             raise ConfigError("environment: give a class, or a dict of classes")
         return cls(environment, {tool.__name__: tool for tool in tools})
 
@@ -130,8 +129,7 @@ class World:
         giving = [x for x in self.classes.values() if {"step", "get_reward"} & {*dir(x)}]
         return {x.__name__: 1.0 for x in giving}
 
-    def class_of(self, example: Example) -> Callable[..., Any]:
-        """What makes the environment of an example."""
+    def class_of(self, example: Example) -> type[Any]:
         name = example.fields.get("environment", next(iter(self.classes)))
         if name not in self.classes:
             raise ConfigError(f"environment {name!r} is none of {', '.join(self.classes)}")
@@ -235,7 +233,8 @@ class Episode:
         text, name = Dialogue(self.said[-1]), self.kind.__name__
         text.messages, text.turns = self.messages, len(self.said)
         text.cut, text.failed = self.cut, self.failed
-        text.rewards = {name: self.reward} if name in self.world.parts else {}
+        reward = 0.0 if self.failed else self.reward
+        text.rewards = {name: reward} if name in self.world.parts else {}
         return text
 
 

@@ -3,12 +3,22 @@
 This module imports no torch, so that settings are read and refused without waiting for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
 class ConfigError(ValueError):
     """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
+
+
+@contextmanager
+def refusing(what: object) -> Iterator[None]:
+    """Make any error a ConfigError about `what`, a file or code of others."""
+    try:
+        yield
+    except Exception as error:  # values may have any type, and packages have errors of their own
+        raise ConfigError(f"{what}: {type(error).__name__}: {error!s:.500}") from None
 
 
 # A word of TRL (GRPOConfig, GRPOTrainer or the command line) -> what is here instead. docs/trl.md

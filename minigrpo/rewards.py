@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from rapidfuzz.distance import Levenshtein
 
+from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .task import Task, TokenBatch
-from .types import ConfigError, Dialogue, Example, RewardTable
+from .types import Dialogue, Example, RewardTable
 
 RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
 
@@ -54,13 +55,10 @@ class RewardFunction:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
         arguments = ["batch"] if self.tokens else ["example", "text"]  # lists, if it is batched
         signature = inspect.signature(self.function)
-        try:
+        with refusing(f"reward {self.name}: must take ({', '.join(arguments)})"):
             if "completions" in signature.parameters:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
-        except TypeError as error:
-            wanted = ", ".join(arguments)
-            raise ConfigError(f"reward {self.name}: must take ({wanted}); {error}") from None
 
     @property
     def name(self) -> str:
@@ -282,14 +280,13 @@ class RewardScorer:
             if function.tokens:
                 parts[function.name] = as_numbers(function(batch()), shape)
                 continue
-            calls: Any = [[i] for i in distinct]
+            calls: Any = [(i,) for i in distinct]
             if function.batched:
-                calls = [distinct]
+                calls = [tuple(distinct)]
             elif function.grouped:
-                calls = np.arange(len(flat)).reshape(shape)
+                calls = [range(i, i + size) for i in range(0, len(flat), size)]
             values = np.full(len(flat), np.nan)  # where a call fails
-            for number, found in self._run(function, [pairs(call) for call in calls]):
-                values[calls[number]] = found
+            self._run(function, {call: pairs(call) for call in calls}, values)
             values = (values if function.grouped else values[same]).reshape(shape)
             failures[function.name] = int(np.isnan(values).sum())
             parts[function.name] = np.nan_to_num(values)
@@ -299,17 +296,18 @@ class RewardScorer:
             total += self.weights.get(name, 0.0) * concerned
         return RewardTable(total, {name: parts[name] for name in self.names}, failures)
 
-    def _run(
-        self, function: RewardFunction, calls: Sequence[tuple[list[Example], list[str]]]
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """The number of each call that has not failed, and its values."""
+    def _run(self, function: RewardFunction, calls: Mapping[Any, Any], values: np.ndarray) -> None:
+        """Fill in the values of the calls that do not fail.
+
+        Args:
+            calls: the places in `values` of each call, and its examples and texts.
+        """
         pool = Pool(self.workers)
-        for number, call in enumerate(calls):
-            values = partial(function.values, *call)
-            pool.submit(number, values, function.timeout_s * len(call[1]))
-        for number, found, error in pool.all():
+        for places, given in calls.items():
+            pool.submit(places, partial(function.values, *given), function.timeout_s * len(places))
+        for places, found, error in pool.all():
             if error is None:
-                yield number, found
+                values[[*places]] = found
             elif function.name not in self.warned:  # a line per failure would flood the log
                 self.warned.add(function.name)
                 self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")

@@ -272,6 +272,8 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
     episode = played(world, begun(world).held_out(0), "a", "b")
     assert episode.over == bool(more and more[0]) and episode.score() == 1.0
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
+    episode.said, episode.failed = ["a", "b"], True
+    assert episode.dialogue().rewards == {"Game": 0}
 
 
 def test_the_row_chooses_among_environments() -> None:

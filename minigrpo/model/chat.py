@@ -15,13 +15,14 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..types import ConfigError
+from ..errors import ConfigError, refusing
 
 Message = Mapping[str, Any]  # role, content, and what else the template knows
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 TODAY = datetime(2024, 7, 26)
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 PROBE = "qxzj"  # a word that is looked for in what a template writes
+TURN = {"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}
 # {% generation %} ... {% endgeneration %} marks what an assistant wrote; it changes no text
 GENERATION = re.compile(r"(?<={%)([-+]?\s*)(end)?generation\b")
 
@@ -57,10 +58,8 @@ class Chat:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
         plain = GENERATION.sub(lambda x: x[1] + ("endif" if x[2] else "if true"), source)
-        try:
+        with refusing(name):
             self.template = environment.from_string(plain)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"{name}: {error}") from None
 
     def render(
         self,
@@ -70,7 +69,7 @@ class Chat:
         add_generation_prompt: bool = True,
     ) -> str:
         """The text of messages, up to where the assistant's answer begins."""
-        try:
+        with refusing(self.name):  # a template is a program: it raises whatever it likes
             return self.template.render(
                 messages=messages,
                 tools=tools or None,
@@ -78,8 +77,6 @@ class Chat:
                 add_generation_prompt=add_generation_prompt,
                 **self.tokens,
             )
-        except Exception as error:  # a template is a program: it raises whatever it likes
-            raise ConfigError(f"{self.name}: {error}") from None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of a prompt. Raises ConfigError for messages that the template cannot write.
@@ -102,8 +99,7 @@ class Chat:
         So it does not depend on earlier turns, which stay as they were sampled even where the
         template would write them differently (Qwen3's drops earlier reasoning).
         """
-        said = {"role": "assistant", "content": PROBE}
-        dialogue = [{"role": "user", "content": "A"}, said, *answers]
+        dialogue = [*TURN, *answers]
         self._check(dialogue)
         return self.render(dialogue).partition(PROBE)[2].lstrip().removeprefix(self.turn_end)
 
@@ -130,8 +126,7 @@ class Chat:
     @cached_property
     def turn_end(self) -> str:
         """The special token that the template writes after an assistant's answer, or ""."""
-        dialogue = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
-        text = self.render(dialogue, add_generation_prompt=False)
+        text = self.render([*TURN], add_generation_prompt=False)
         rest = text.partition(PROBE)[2].lstrip()
         return max(filter(rest.startswith, self.special), key=len, default="")
 

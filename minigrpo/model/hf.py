@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..types import ConfigError
+from ..errors import ConfigError, refusing
 from .shape import ModelShape
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
@@ -29,10 +29,8 @@ SHAPE = "shape"  # key of the header of a file of our own: the fields of ModelSh
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file."""
-    try:
+    with refusing(file):
         return dict(json.loads(file.read_bytes())) if file.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file}: {error}") from None
 
 
 # --- families -------------------------------------------------------------------------------------
@@ -108,16 +106,12 @@ SUPPORTED: dict[str, Sequence[object]] = {
 }
 
 
+@refusing(CONFIG)
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that a config.json describes. Raises ConfigError."""
-    try:
-        return _read_shape(config)
-    except Exception as error:  # a value may have any type
-        raise ConfigError(f"{CONFIG}: {type(error).__name__}: {error}") from None
+    """The shape of the model that a config.json describes. Raises ConfigError.
 
-
-def _read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """transformers 5 writes `rope_parameters`, version 4 two fields."""
+    transformers 5 writes `rope_parameters`, version 4 two fields.
+    """
     family = config["model_type"]
     defaults = {
         "layer_norm_epsilon": 1e-5,
@@ -190,11 +184,8 @@ def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
     They are mapped into memory: the file is read where their values are used.
     """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return opened.metadata() or {}, load_file(file)
-    except SafetensorError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    with refusing(file), safe_open(file, framework="pt") as opened:
+        return opened.metadata() or {}, load_file(file)
 
 
 def _weight_files(file: Path) -> list[Path]:
@@ -225,10 +216,8 @@ def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
     head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
-    try:
+    with refusing("the weights do not fit config.json"):
         model.load_state_dict(state, assign=True)
-    except RuntimeError as error:  # which may list thousands of names
-        raise ConfigError(f"the weights do not fit config.json: {str(error)[:500]}") from None
     for name, parameter in model.named_parameters():
         if not all(bool(x.isfinite()) for x in parameter.aminmax()):
             raise ConfigError(f"{name} in the model's file has values that are not finite")

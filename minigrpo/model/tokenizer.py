@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from ..types import ConfigError
+from ..errors import refusing
 from .chat import Chat
 from .hf import CONFIG, hub_folder, read_json
 
@@ -90,10 +90,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, system: str = ""
     """
     folder = hub_folder(KNOWN.get(name, name), weights=False)
     folder = folder.parent if folder.name == TOKENIZER else folder
-    try:
+    with refusing(f"--tokenizer {name}"):
         return _read(name, folder, chat_template, system)
-    except Exception as error:  # the package has no class of its own; values may have any type
-        raise ConfigError(f"--tokenizer {name}: {type(error).__name__}: {error}") from None
 
 
 def _read(name: str, folder: Path, chat_template: str | None, system: str) -> Tokenizer:

@@ -14,7 +14,7 @@ slots; W tokens per slot and round.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -259,7 +259,7 @@ class Sampler:
         config: Config,
         model: Transformer,
         tokenizer: Tokenizer,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        autocast: Callable[[], Any] = nullcontext,
         warn: Callable[[str], object] = lambda text: None,
         task: Task | None = None,
     ) -> None:

@@ -26,7 +26,7 @@ def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
         logp = logp.masked_fill(logp < logp.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
         ordered = logp.sort(descending=True).values
-        mass = (ordered - ordered.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        mass = ordered.softmax(-1).cumsum(-1)
         # the first token at which the mass reaches top_p is the last one kept
         last = (mass < sampling.top_p).sum(-1, keepdim=True).clamp(max=logp.shape[-1] - 1)
         logp = logp.masked_fill(logp < ordered.gather(-1, last), -torch.inf)
