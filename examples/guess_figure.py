@@ -12,7 +12,8 @@ import matplotlib.figure
 import numpy as np
 import tyro
 
-from minigrpo.evaluate import complete, drawing
+from minigrpo.evaluate import grade, held_out
+from minigrpo.runtime.console import Console
 from minigrpo.tasks.guess import GUESSES, NUMBERS
 from minigrpo.tools.evaluate import ModelArguments, load, parse
 
@@ -32,9 +33,9 @@ def possible(secret: int, guesses: Sequence[int] = ()) -> list[int]:
 def sampled(model: str) -> np.ndarray:
     """The mean of `possible` over sampled games, `[GUESSES + 1]`."""
     _, config = parse(ModelArguments, [model, "--task", "guess"], "guess_figure.py")
-    task, sampler, _ = load(config, "", print)
-    examples = [task.held_out(i) for i in range(16 * len(NUMBERS))]
-    games = sampler.texts(complete(sampler, examples, **drawing(config, 1)))
+    parts = load(config, Console())
+    examples = held_out(parts.task, 16 * len(NUMBERS))
+    games = grade(parts.sampler, parts.scorer, examples, 1).texts
     rows = []
     for example, (game,) in zip(examples, games, strict=True):
         said = [int(m["content"]) for m in game.messages if m["content"] in NUMBERS]

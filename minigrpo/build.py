@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from .config import LOSS_NAMES, Config, ModelConfig
+from .config import LOSS_NAMES, Config
 from .environments import Begun, World, load_name
 from .evaluate import held_out
 from .losses import LossSpec, loss_spec
@@ -235,8 +235,7 @@ class Parts:
         given = self.get("loss")
         if not isinstance(given, str) or given in LOSS_NAMES:
             return loss_spec(given)
-        file, _, name = given.rpartition(":")
-        return loss_spec(load_name(f"--loss {given}", file, name))
+        return loss_spec(load_name("--loss", given))
 
     @cached_property
     def scorer(self) -> RewardScorer:
@@ -277,7 +276,7 @@ class Parts:
         elif isinstance(model, str):  # without adapters all weights are trained, in float32
             model = self.load(model, settings.base_dtype if settings.lora_rank else "float32")
         fit_vocab(model, f"--model {settings.name}", self.tokenizer)
-        add_lora(model, settings, int(stream(seed, "adapters").integers(2**32)))
+        add_adapters(model, settings, int(stream(seed, "adapters").integers(2**32)))
         return model.to(self.device)
 
     def load(self, name: str, matrices: str = "float32") -> Transformer:
@@ -365,14 +364,6 @@ class Parts:
             autocast=self.autocast,
             offload=config.memory.offload_reference and not shares_weights,
         )
-
-
-def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
-    """Freeze a model and add the adapters of --lora-rank, in place; without it, do nothing."""
-    if rank := settings.lora_rank:
-        targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
-        alpha = settings.lora_alpha or 2.0 * rank
-        add_adapters(model, rank=rank, alpha=alpha, targets=targets, seed=seed)
 
 
 def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:

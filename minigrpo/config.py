@@ -67,8 +67,8 @@ class TaskConfig(Group):
     """A system message for all prompts without their own; the chat template then writes them."""
     rewards: str = ""
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
-    environment: str = ""
-    """FILE.py:NAME,..: a class that answers turns, and functions that are tools (docs/turns.md)."""
+    environment: str = Field("", pattern=r"^((.+\.py:\w+,?)*|python:.+)$")
+    """FILE.py:NAME,FILE.py:NAME: a class that answers turns, functions as tools (docs/turns.md)."""
     reward_weights: Weights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
 
@@ -340,11 +340,10 @@ class Config(Group):
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:
         """The plain defaults, then `settings`, by flat name."""
         known = places()
-        for name in settings:
-            if name not in known:
-                raise unknown_setting(name, known)
         groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
         for name, value in settings.items():
+            if name not in known:
+                raise unknown_setting(name, known)
             group, field = known[name]
             groups[group][field] = value
         try:

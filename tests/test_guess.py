@@ -5,8 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from minigrpo.config import Config
+from minigrpo.evaluate import grade, held_out
+from minigrpo.runtime.console import Console
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.guess import GUESSES, NUMBERS, Game, Guess
+from minigrpo.tools.evaluate import load
+from minigrpo.types import Dialogue
 
 
 def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
@@ -62,3 +67,15 @@ def test_a_game_that_is_begun_keeps_the_rules_and_goes_on_by_any_guess() -> None
         answers[example.answer] += 1
     assert {*lengths} == {*range(GUESSES)} and {*answers} == {*NUMBERS}
     assert example == Guess(0, begun=1).train(number) and not Guess(0).train(0).messages
+
+
+def test_the_model_that_ships_plays_by_guessing_at_random() -> None:
+    parts = load(Config.of(task="guess"), Console())
+    games = grade(parts.sampler, parts.scorer, held_out(parts.task, 62), 4)
+    assert 0.1 < games.right.mean() < 0.3  # 1 - (30 / 31)^6 = 0.18
+    for example, texts in zip(games.examples, games.texts, strict=True):
+        for text in texts:
+            assert isinstance(text, Dialogue)
+            guesses, words = ([m["content"] for m in text.messages[i::2]] for i in (0, 1))
+            assert [word for word, _, _ in play(example.answer, *guesses)] == words
+            assert len(guesses) == GUESSES or words[-1] in "=?"

@@ -54,6 +54,9 @@ QWEN_TEMPLATE = """
 {%- if messages[0].role != 'system' %}
     {{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}
 {%- endif %}
+{%- for tool in tools or [] %}
+    {{- tool | tojson + '\\n' }}
+{%- endfor %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
 {%- endfor %}

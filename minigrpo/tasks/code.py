@@ -62,11 +62,9 @@ class Code(SourceTask):
     ) -> None:
         """`timeout`: seconds of CPU time for a completion and its tests."""
         self.seed, self.timeout_s = seed, float(timeout)
-        if data or eval_data:
-            super().__init__(Rows(seed, data, eval_data, parse_problem))
-            return
-        super().__init__(Generated(self._one_liner, "one-line functions"))
-        self.speculate = True
+        self.speculate = not (data or eval_data)
+        made = Generated(self._one_liner, "one-line functions")
+        super().__init__(made if self.speculate else Rows(seed, data, eval_data, parse_problem))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         fields = example.fields

@@ -65,11 +65,18 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
 
 
 def parse_pair(record: Record, default: str | None = None) -> Row:
-    """A question, or the messages of a chat, and an answer; all are used as they are."""
-    messages, said = chat_of(record)
+    """A question, or the messages of a chat, and an answer; all are used as they are.
+
+    Messages stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). The
+    last one, if it is the assistant's, is the answer.
+    """
+    chats = [record[key] for key in CHATS if is_chat(record.get(key))]
+    messages = [as_templates_write(message) for chat in chats for message in chat]
+    if messages and messages[-1]["role"] == "assistant":
+        default = messages.pop()["content"]
     question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
-    answer = text_of(record, keys, default if said is None else said)
+    answer = text_of(record, keys, default)
     tools = record.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
     tools = tools if isinstance(tools, list) else None
@@ -85,17 +92,6 @@ def parse_begun(record: Record) -> Row:
     if not any(key in record for key in (*QUESTIONS, *CHATS)):
         return Row(json.dumps(record, sort_keys=True, default=str), Example("", fields=record))
     return parse_any(record)
-
-
-def chat_of(record: Record) -> tuple[list[dict[str, Any]], str | None]:
-    """The messages of a row up to its answer; and the answer, if the last one is the assistant's.
-
-    They stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's).
-    """
-    parts = [record[key] for key in CHATS if is_chat(record.get(key))]
-    chat = [as_templates_write(message) for part in parts for message in part]
-    said = chat.pop()["content"] if chat and chat[-1]["role"] == "assistant" else None
-    return chat, said
 
 
 def is_chat(value: Any) -> bool:

@@ -46,7 +46,10 @@ class Prompts(SourceTask):
         self.parts, parse = JUDGES[judge]
         self.success = next(iter(self.parts), REWARD)
         if environment and not (data or eval_data):
-            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
+            if self.parts:
+                raise ConfigError("no reward: give the environment a get_reward, or give rewards")
+            made = Generated(lambda number, held_out: Example("", index=number), "episodes")
+            super().__init__(made)
         else:
             parse = parse_begun if environment and judge == "none" else parse
             super().__init__(Rows(seed, data, eval_data, parse))

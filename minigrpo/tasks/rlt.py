@@ -78,13 +78,11 @@ class RLT(SourceTask):
     ) -> None:
         """`student`: a run, a model's folder or file, or ORG/NAME; "": the one of additions."""
         self.seed, self.student = seed, student or str(asset("student"))
-        if data or eval_data:
-            super().__init__(Rows(seed, data, eval_data, parse_lesson))
-            if not student:
-                raise ConfigError("--task rlt --data needs --task-args student=MODEL")
-            return
-        super().__init__(Generated(self._addition, f"additions of {DIGITS} digits"))
-        self.speculate = True
+        self.speculate = not (data or eval_data)
+        if not (self.speculate or student):
+            raise ConfigError("--task rlt --data needs --task-args student=MODEL")
+        made = Generated(self._addition, f"additions of {DIGITS} digits")
+        super().__init__(made if self.speculate else Rows(seed, data, eval_data, parse_lesson))
 
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
