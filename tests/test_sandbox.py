@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -85,6 +86,7 @@ def f(x): return x + 1 if found else 7
 """,
     "looks for the last answer": """
 import sys
+import time
 frame, found = sys._getframe(), False
 while frame:
     found = found or any(x in (3, [3], b'[3]\\n') for x in frame.f_locals.values())
@@ -173,8 +175,10 @@ def children(pid: int) -> list[int]:
 
 def program_of(worker: client.Worker) -> int:
     """The one process of a worker, when the last program has been ended."""
-    wait_until(lambda: len(children(worker.process.pid)) == 1)
-    return children(worker.process.pid)[0]
+    deadline = time.monotonic() + 20
+    while len(found := children(worker.process.pid)) != 1:
+        assert time.monotonic() < deadline
+    return found[0]
 
 
 def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
