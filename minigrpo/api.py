@@ -63,7 +63,7 @@ def train(
     given |= {"task": task, "rewards": rewards, "loss": loss}
     given["environment"] = World.of(environment, tools) if tools else environment
     names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
-    objects = {name: x for name, x in given.items() if x is not None and name not in names}
+    objects = {name: x for name, x in given.items() if name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}
     if isinstance(model, Transformer):
         chosen = settings_for(Size.of(model), Config.of(**chosen)) | chosen

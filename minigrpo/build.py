@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from .config import LOSS_NAMES, Config, ModelConfig
+from .config import LOSS_NAMES, Config
 from .environments import Begun, World, load_name
 from .evaluate import held_out
 from .losses import LossSpec, loss_spec
@@ -120,7 +120,8 @@ def task_of(parts: "Parts") -> dict[str, Any]:
     With reward functions of the caller's, nothing that is built in is paid.
     """
     task, functions, world = parts.config.task, parts.functions, parts.world
-    if world or (task.data and not task.data.endswith(CHESS_FILES)):
+    files = task.data or task.eval_data
+    if world or (files and not files.endswith(CHESS_FILES)):
         args = {"judge": "none"} if functions or (world and world.parts) else {}
         return {"task": "prompts", "task_args": {**args, **task.task_args}}
     weights = {function.name: function.weight for function in functions}
@@ -211,6 +212,8 @@ class Parts:
     def check_examples(self) -> None:
         """Raise ConfigError for examples that do not fit the model, before a run gets to them."""
         config, task, tokenizer = self.config, self.task, self.tokenizer
+        if config.task.eval_data and not config.task.data:
+            raise ConfigError("--eval-data needs --data, the files to train on")
         context = self.model.shape.context
         examples = [task.train(i) for i in range(CHECKED)]
         examples += [*held_out(task, CHECKED), *task.longest(4 * CHECKED)]
@@ -232,8 +235,7 @@ class Parts:
         given = self.get("loss")
         if not isinstance(given, str) or given in LOSS_NAMES:
             return loss_spec(given)
-        file, _, name = given.rpartition(":")
-        return loss_spec(load_name(f"--loss {given}", file, name))
+        return loss_spec(load_name("--loss", given))
 
     @cached_property
     def scorer(self) -> RewardScorer:
@@ -274,7 +276,7 @@ class Parts:
         elif isinstance(model, str):  # without adapters all weights are trained, in float32
             model = self.load(model, settings.base_dtype if settings.lora_rank else "float32")
         fit_vocab(model, f"--model {settings.name}", self.tokenizer)
-        add_lora(model, settings, int(stream(seed, "adapters").integers(2**32)))
+        add_adapters(model, settings, int(stream(seed, "adapters").integers(2**32)))
         return model.to(self.device)
 
     def load(self, name: str, matrices: str = "float32") -> Transformer:
@@ -362,14 +364,6 @@ class Parts:
             autocast=self.autocast,
             offload=config.memory.offload_reference and not shares_weights,
         )
-
-
-def add_lora(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
-    """Freeze a model and add the adapters of --lora-rank, in place; without it, do nothing."""
-    if rank := settings.lora_rank:
-        targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
-        alpha = settings.lora_alpha or 2.0 * rank
-        add_adapters(model, rank=rank, alpha=alpha, targets=targets, seed=seed)
 
 
 def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:

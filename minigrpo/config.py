@@ -67,8 +67,8 @@ class TaskConfig(Group):
     """A system message for all prompts without their own; the chat template then writes them."""
     rewards: str = ""
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
-    environment: str = ""
-    """FILE.py:NAME,..: a class that answers turns, and functions that are tools (docs/turns.md)."""
+    environment: str = Field("", pattern=r"^((.+\.py:\w+,?)*|python:.+)$")
+    """FILE.py:NAME,FILE.py:NAME: a class that answers turns, functions as tools (docs/turns.md)."""
     reward_weights: Weights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
 
@@ -281,8 +281,6 @@ class Config(Group):
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.speed.device == "mps" and self.speed.compile_model:
             raise ConfigError("--device mps has no --compile-model")
-        if self.task.eval_data and not self.task.data:
-            raise ConfigError("--eval-data needs --data, the files to train on")
         return self
 
     # --- flat names -----------------------------------------------------------------------------
@@ -342,11 +340,10 @@ class Config(Group):
     def _of_flat(cls, settings: Mapping[str, Any]) -> Self:
         """The plain defaults, then `settings`, by flat name."""
         known = places()
-        for name in settings:
-            if name not in known:
-                raise unknown_setting(name, known)
         groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
         for name, value in settings.items():
+            if name not in known:
+                raise unknown_setting(name, known)
             group, field = known[name]
             groups[group][field] = value
         try:

@@ -23,8 +23,8 @@ import json
 import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
@@ -51,10 +51,11 @@ Tools = Mapping[str, Callable[..., Any]]
 
 def methods_of(environment: Any) -> Tools:
     """The public methods of an environment, which are tools. A game has none."""
-    if environment is None or hasattr(environment, "step"):
+    if hasattr(environment, "step"):
         return {}
-    members = {name: getattr(environment, name) for name in dir(environment) if name[0] != "_"}
-    return {x: member for x, member in members.items() if callable(member) and x not in NO_TOOLS}
+    members = inspect.getmembers(type(environment), inspect.isfunction)
+    names = [name for name, _ in members if name[0] != "_" and name not in NO_TOOLS]
+    return {name: getattr(environment, name) for name in names}
 
 
 def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
@@ -86,12 +87,18 @@ def calls_of(text: str) -> list[tuple[str, Any]]:
 # --- environments ---------------------------------------------------------------------------------
 
 
+class ToolsAlone:
+    """The environment of a run that has none."""
+
+    def reset(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class World:
     """The environments and tools of a run."""
 
-    classes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    tools: Tools = field(default_factory=dict)
+    classes: Mapping[str, Callable[..., Any]]
+    tools: Tools
 
     @classmethod
     def of(cls, environment: Any = None, tools: Sequence[Callable[..., Any]] = ()) -> "World":
@@ -102,12 +109,15 @@ class World:
             tools: functions.
         """
         if isinstance(environment, str):
-            named = [part.rpartition(":")[::2] for part in environment.split(",")]
-            found = [load_name(f"--environment {environment}", *each) for each in named]
+            found = [load_name("--environment", part) for part in environment.split(",")]
             tools = [*tools, *(x for x in found if not isinstance(x, type))]
             environment = {x.__name__: x for x in found if isinstance(x, type)}
-        if not isinstance(environment, Mapping):
-            environment = {environment.__name__: environment} if environment else {}
+        environment = environment or ToolsAlone
+        if isinstance(environment, type):
+            environment = {environment.__name__: environment}
+        kinds = environment.values() if isinstance(environment, Mapping) else [environment]
+        if not all(isinstance(kind, type) for kind in kinds):
+            raise ConfigError("environment: give a class, or a dict of classes")
         return cls(environment, {tool.__name__: tool for tool in tools})
 
     @property
@@ -117,33 +127,28 @@ class World:
     @property
     def parts(self) -> dict[str, float]:
         """The environments that give a reward, by the name of their class, and its weight."""
-        giving = [
-            x for x in self.classes.values() if hasattr(x, "step") or hasattr(x, "get_reward")
-        ]
+        giving = [x for x in self.classes.values() if {"step", "get_reward"} & {*dir(x)}]
         return {x.__name__: 1.0 for x in giving}
 
     def class_of(self, example: Example) -> Callable[..., Any]:
-        """What makes the environment of an example; there is none if there are tools alone."""
-        if not self.classes:
-            return lambda: None
+        """What makes the environment of an example."""
         name = example.fields.get("environment", next(iter(self.classes)))
         if name not in self.classes:
             raise ConfigError(f"environment {name!r} is none of {', '.join(self.classes)}")
         return self.classes[name]
 
 
-def load_name(setting: str, file: str, name: str) -> Any:
-    """What a Python file calls so. Raises ConfigError."""
+def load_name(flag: str, setting: str) -> Any:
+    """What FILE.py:NAME means. Raises ConfigError."""
+    file, _, name = setting.rpartition(":")
     found = runpy.run_path(file).get(name)
     if found is None:
-        raise ConfigError(f"{setting}: {file} has no class or function {name}")
+        raise ConfigError(f"{flag} {setting}: the file has no class or function of this name")
     return found
 
 
 def reset(environment: Any, example: Example) -> str:
     """What an environment says first."""
-    if environment is None:
-        return ""
     row, named = dict(example.fields), inspect.signature(environment.reset).parameters
     if not any(x.kind is x.VAR_KEYWORD for x in named.values()):
         row = {name: value for name, value in row.items() if name in named}
@@ -195,7 +200,7 @@ class Episode:
         self.environment: Any = None
         self.messages: list[Message] = []
         self.start = 0  # tokens of the completion before the turn in work
-        self.turns, self.reward = 0, 0.0
+        self.said, self.reward = list[str](), 0.0  # what the policy said, by turn
         self.over = self.cut = self.failed = False
         self.timeout_s = getattr(self.kind, "timeout_s", TIMEOUT_S)
 
@@ -227,9 +232,8 @@ class Episode:
 
     def dialogue(self) -> Dialogue:
         """The text of the last turn, with what there is to say of the whole."""
-        said = [message["content"] for message in self.messages if message["role"] == "assistant"]
-        text, name = Dialogue(said[-1]), getattr(self.kind, "__name__", "")
-        text.messages, text.turns = self.messages, len(said)
+        text, name = Dialogue(self.said[-1]), self.kind.__name__
+        text.messages, text.turns = self.messages, len(self.said)
         text.cut, text.failed = self.cut, self.failed
         text.rewards = {name: self.reward} if name in self.world.parts else {}
         return text
@@ -258,11 +262,12 @@ class Dialogues:
         self.max_turns, self.longest = config.sampling.max_turns, config.sampling.max_new_tokens
         self.num_workers, self.pool = config.speed.num_reward_workers, Pool(0)
         self.episodes: list[Episode] = []
-        for kind in world.classes.values() or [None]:  # refuse a template that cannot write answers
+        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
+        for kind in world.classes.values():  # refuse a template that cannot write answers
             role = "user" if hasattr(kind, "step") else "tool"
             if role == "tool" and not tokenizer.chat:
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            self._encode([{"role": role, "name": "tool", "content": "A"}])
+            self.encode(json.dumps([{"role": role, "name": "tool", "content": "A"}]))
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
@@ -306,7 +311,8 @@ class Dialogues:
         """Add what the policy said to the messages."""
         text = self.tokenizer.decode(ids[episode.start :])
         episode.messages.append({"role": "assistant", "content": text})
-        episode.turns, episode.start = episode.turns + 1, len(ids)
+        episode.said.append(text)
+        episode.start = len(ids)
         return text
 
     def _go_on(
@@ -319,19 +325,21 @@ class Dialogues:
             if error:
                 raise error
             if messages and not episode.over:
-                ids = self._encode(messages)
+                ids = self.encode(json.dumps(messages))
         except Exception as failure:  # of the environment; or the answer spells a special token
             episode.failed = True
             if not self.has_warned:
                 self.has_warned = True
                 self.warn(f"environment: {failure!r:.200}; such a dialogue ends with reward 0")
         full = episode.start + len(ids) >= self.longest  # there must be room for a turn after it
-        if ids and (episode.turns == self.max_turns or full):
+        if ids and (len(episode.said) == self.max_turns or full):
             episode.cut, ids = True, []
         episode.start += len(ids)
         return ids
 
-    def _encode(self, answers: Sequence[Message]) -> list[int]:
+    def _encode(self, messages: str) -> list[int]:
+        """The tokens of answers, given as JSON, up to where the next turn begins."""
+        answers = json.loads(messages)
         if self.tokenizer.chat:
             return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
         return self.tokenizer.encode("".join(answer["content"] for answer in answers))

@@ -41,7 +41,7 @@ TRL_WORDS = {
     "mask_truncated_completions": "--overlong mask",
     "environment_factory": "--environment FILE.py:NAME, or from Python a class",
     "tools": "--environment FILE.py:NAME, or from Python functions",
-    "max_tool_calling_iterations": "--max-turns",
+    "max_tool_calling_iterations": "--max-turns, one more",
     "multi_objective_aggregation": "--aggregate normalize-then-sum, or sum-then-normalize",
     "vllm_importance_sampling_mode": "--sampler-correction",
     "vllm_importance_sampling_clip_max": "--sampler-cap",

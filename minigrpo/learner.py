@@ -183,7 +183,7 @@ class Learner:
         completions, mask = part.completions, part.completions.completion_mask
         logp, entropy, *kl = self.forward(packing, other)  # the KL to the teacher, if exact
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        added: Tensor | float = -self.entropy_coef * entropy if self.entropy_coef else 0.0
+        added = -self.entropy_coef * entropy
         advantages, weights = part.advantages, None
         if kl:
             added = added + config.teacher_coef * kl[0]
@@ -212,9 +212,12 @@ class Learner:
             entropy=entropy if self.loss.entropy else None,
             added=added,
         )
-        metrics |= {"loss": loss.detach(), "entropy": entropy.detach().sum()}
-        run = logp.new_full((), len(packing.ids))
-        metrics |= {"tokens": mask.sum().to(logp), "tokens/run": run}
+        metrics |= {
+            "loss": loss.detach(),
+            "entropy": entropy.detach().sum(),
+            "tokens": mask.sum().to(logp),
+            "tokens/run": logp.new_full((), len(packing.ids)),
+        }
         if kl:
             metrics["teacher_kl"] = kl[0].detach().sum()
         if completions.sampler_logp is not None:

@@ -57,8 +57,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
     """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
 
-    `advantages` of it with the scale `batch` are those of GDPO (arXiv 2601.05242). A part that does
-    not concern a group is NaN there.
+    `advantages` of it by `batch` are those of GDPO (arXiv 2601.05242). NaN: concerns no group.
     """
     centred = [x * advantages(parts[name].nan_to_num()) for name, x in weights.items()]
     return torch.stack(centred).sum(0)
@@ -71,11 +70,6 @@ class LossNormalizer:
     completions: int | Tensor  # B, also those outside the loss mask
     tokens: int | Tensor  # N, completion tokens in the loss
     max_length: int  # tokens that a completion may have
-
-    @classmethod
-    def of(cls, mask: Tensor, max_length: int | None = None) -> "LossNormalizer":
-        completions, tokens = max(1, mask[..., 0].numel()), mask.sum().clamp(min=1)
-        return cls(completions, tokens, max_length or mask.shape[-1])
 
 
 # The ratio: how far the policy has moved from the one that sampled.
@@ -289,7 +283,11 @@ def policy_loss(
     spec = loss_spec(loss)
     given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
     clip = replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
-    normalizer = normalizer or LossNormalizer.of(mask, max_completion_length)
+    normalizer = normalizer or LossNormalizer(
+        completions=max(1, mask[..., 0].numel()),
+        tokens=mask.sum().clamp(min=1),
+        max_length=max_completion_length or mask.shape[-1],
+    )
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
 
     def masked(x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         timeout_s: seconds per completion (default 10).
     """
     if function is None:
-        return lambda decorated: RewardFunction(decorated, **options)
+        return partial(RewardFunction, **options)
     return RewardFunction(function, **options)
 
 
@@ -117,6 +117,7 @@ def load_rewards(path: str) -> list[RewardFunction]:
 
 # --- the pool -------------------------------------------------------------------------------------
 
+WAIT_S = 0.05  # between two looks at the deadlines
 Outcome = tuple[Any, Any, BaseException | None]  # the key of a call, its result, its error
 
 
@@ -147,18 +148,18 @@ class Pool:
     def ended(self, *, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
         while self.num_open:
-            now, deadline = time.monotonic(), min(self.deadlines.values(), default=0.0)
             try:
-                outcome = self.done.get(wait, max(0.0, deadline - now) if deadline else 0.1)
+                outcome = self.done.get(wait, WAIT_S)
             except Empty:
-                late = [key for key, until in self.deadlines.copy().items() if until <= now]
+                now, running = time.monotonic(), self.deadlines.copy()
+                late = [key for key, until in running.items() if until <= now]
                 # its thread may just have taken it away
                 if not late or self.deadlines.pop(late[0], None) is None:
                     if wait:
                         continue
                     return
                 self._start_thread()
-                outcome = late[0], None, TimeoutError()
+                outcome = late[0], None, TimeoutError("it took longer than its timeout_s")
             self.num_open, wait = self.num_open - 1, False
             yield outcome
 
@@ -218,9 +219,9 @@ class RewardScorer:
             token_model: for functions of tokens: from a name to a frozen model.
             tokenizer: the policy's, for functions of tokens.
         """
-        environments = task.world.parts if task.world else {}
-        self.names = [*task.parts, *environments, *(function.name for function in functions)]
-        own = {**task.parts, **environments, **{x.name: x.weight for x in functions}}
+        self.environments: Mapping[str, float] = task.world.parts if task.world else {}
+        self.names = [*task.parts, *self.environments, *(x.name for x in functions)]
+        own = {**task.parts, **self.environments, **{x.name: x.weight for x in functions}}
         self.task, self.weights = task, dict(weights or own)
         for name in {*self.names, *self.weights}:
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
@@ -228,11 +229,10 @@ class RewardScorer:
                 raise ConfigError(f"reward {name}: each needs a __name__ of its own, got {names}")
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.success = next((f.name for f in functions if f.success), task.success)
-        self.functions = [function for function in functions if not function.tokens]
-        self.token_functions = [function for function in functions if function.tokens]
-        self.token_model, self.tokenizer = token_model, tokenizer
+        self.functions, self.token_model, self.tokenizer = functions, token_model, tokenizer
         self.workers, self.warn, self.warned = max(1, workers), warn, set[str]()
 
+    @torch.no_grad()
     def score(
         self,
         examples: Sequence[Example],
@@ -254,7 +254,7 @@ class RewardScorer:
         same = np.array([places.setdefault(key, i) for i, key in enumerate(keys)])
         distinct = [*places.values()]
         parts, failures = dict[str, np.ndarray](), dict[str, int]()
-        for name in self.task.world.parts if self.task.world else ():
+        for name in self.environments:
             dialogues = [text for text in flat if isinstance(text, Dialogue)]
             given = [text.rewards.get(name, np.nan) for text in dialogues]
             parts[name] = np.array(given).reshape(shape)
@@ -267,12 +267,9 @@ class RewardScorer:
             own = copy.deepcopy((examples, texts, completions))
             return TokenBatch(*own, temperature, self.tokenizer.decode, self.token_model)
 
-        with torch.no_grad():
-            if self.task.token_parts:
-                by_token = self.task.score_tokens(batch())
-                parts |= {x: np.asarray(by_token[x], np.float64) for x in self.task.token_parts}
-            for function in self.token_functions:
-                parts[function.name] = as_numbers(function(batch()), shape)
+        if self.task.token_parts:
+            by_token = self.task.score_tokens(batch())
+            parts |= {x: np.asarray(by_token[x], np.float64) for x in self.task.token_parts}
         if self.text_parts:
             pieces = np.array_split(distinct, min(self.workers, len(distinct)))
             with ThreadPoolExecutor(self.workers) as pool:
@@ -282,6 +279,9 @@ class RewardScorer:
                 values[distinct] = np.concatenate([x[name] for x in rows])
                 parts[name] = values[same].reshape(shape)
         for function in self.functions:
+            if function.tokens:
+                parts[function.name] = as_numbers(function(batch()), shape)
+                continue
             calls: Any = [[i] for i in distinct]
             if function.batched:
                 calls = [distinct]

@@ -35,7 +35,7 @@ class Batches:
         self.examples = ExamplePrefetcher(parts.config, parts.task, dist, visits)
 
     def batch(self, step: int) -> RolloutBatch:
-        """This process's share of a step's batch, on the host.
+        """This process's share of a step's batch.
 
         A pure function of the config, the step, the weights, and with --rest-solved of the visits.
         """
@@ -132,8 +132,8 @@ class Batches:
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:
     """`[P, G]` rewards, shuffled within each group, so that they say nothing about the texts."""
-    draws = [stream(seed, "shuffle", step, example.index) for example in examples]
-    rows = [rng.permutation(row) for rng, row in zip(draws, total.numpy(), strict=True)]
+    pairs = zip(examples, total.numpy(), strict=True)
+    rows = [stream(seed, "shuffle", step, x.index).permutation(row) for x, row in pairs]
     return torch.from_numpy(np.stack(rows))
 
 

@@ -45,8 +45,11 @@ class Dialogue(str):
 class Rows(Sized):
     """A dataclass with a row for each prompt in its tensors, arrays, lists and other `Rows`.
 
-    A group is never split: all completions of a prompt are in its row.
+    A group is never split: all completions of a prompt are in its row. The first field has rows.
     """
+
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values())))
 
     def each(self, change: Callable[..., Any], *others: Self) -> Self:
         """A copy, in which `change` was applied to all that has rows, and to counts."""
@@ -115,9 +118,6 @@ class Completions(Rows):
             said = f"got {mask.dtype} {list(mask.shape)}"
             raise ValueError(f"completion_mask must be bool {list(ids.shape)}, {said}")
 
-    def __len__(self) -> int:
-        return len(self.prompt_len)
-
     @property
     def completion_len(self) -> Tensor:
         """`[P, G]` int64, tokens up to the last sampled one; others in between are counted too."""
@@ -139,9 +139,6 @@ class RewardTable(Rows):
     total: np.ndarray  # [P, G] float64
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float64, NaN where a part does not apply
     failures: Mapping[str, int] = field(default_factory=dict)  # part -> completions it failed on
-
-    def __len__(self) -> int:
-        return len(self.total)
 
 
 @dataclass(frozen=True)
@@ -168,6 +165,3 @@ class RolloutBatch(Rows):
     teacher_logp: Tensor | None = None  # [P, G, S] float32; None: no advantages of tokens
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
-
-    def __len__(self) -> int:
-        return len(self.examples)

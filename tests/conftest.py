@@ -1,4 +1,4 @@
-"""Markers, and one tiny finished run that tests copy instead of training their own."""
+"""Markers, models and completions, and one finished run that tests copy instead of training."""
 
 import os
 
@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from . import tiny
+from minigrpo.model.transformer import Transformer
+from minigrpo.types import Completions
+
+from . import steps
 
 settings.register_profile("quick", max_examples=50, deadline=None)
 settings.register_profile("thorough", max_examples=5000, deadline=None)
@@ -60,18 +63,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(params=steps.SHAPES)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return Transformer(steps.SHAPES[request.param], seed=1).double()
+
+
+@pytest.fixture(params=[0, 1])
+def completions(request: pytest.FixtureRequest) -> Completions:
+    return steps.make_completions(request.param)
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of chess-env: four steps, evaluations and checkpoints at 0, 2 and 4.
 
     Do not change it: `tiny_run` is a copy.
     """
-    from minigrpo import Config, Trainer
-
-    folder = tmp_path_factory.mktemp("finished")
-    model, run = tiny.tiny_chess_model(folder / "model"), folder / "run"
-    config = Config.of(**tiny.TINY, model=str(model), out_dir=str(run))
-    Trainer(config, quiet=True).fit()
+    run = tmp_path_factory.mktemp("finished") / "run"
+    steps.tiny_trainer(run).fit()
     return run
 
 

@@ -1,6 +1,10 @@
 """A tiny step in float64, for tests that compare gradients, batches and weights."""
 
 import hashlib
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from minigrpo.model.transformer import ModelShape
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions
 
-from .tiny import TINY
+from .tiny import TINY, tiny_chess_model
 
 VOCAB = 12
 EOS = VOCAB - 1
@@ -64,6 +68,13 @@ def make_completions(
     )
 
 
+def tiny_trainer(folder: Path, **changes: Any) -> Trainer:
+    """A quiet trainer with the settings TINY, on a model that lies beside its folder."""
+    model = str(tiny_chess_model(folder.parent / "model"))
+    config = Config.of(**{**TINY, "model": model, **changes, "out_dir": str(folder)})
+    return Trainer(config, quiet=True)
+
+
 def make_trainer(
     folder: Path,
     dist: DistContext | None = None,
@@ -93,3 +104,32 @@ def bits(trainer: Trainer) -> str:
         for name in sorted(tensors):
             digest.update(torch.as_tensor(tensors[name]).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+# --- two processes --------------------------------------------------------------------------------
+
+
+def join(rank: int, port: int) -> DistContext:
+    """Meet the other one of two processes."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return DistContext.from_env()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def run_two(work: Callable[[Path, int, list[int]], None], folder: Path) -> None:
+    """Run `work(folder, rank, ports)` in two processes, which may meet twice."""
+    # it imports torch once for both, and has no threads that a fork would lose
+    server, ports = multiprocessing.get_context("forkserver"), [free_port(), free_port()]
+    server.set_forkserver_preload([work.__module__])
+    pair = [server.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(120)
+        process.kill()

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from minigrpo.tools.runs import read_run
 from minigrpo.types import REWARD, ConfigError, Example, RewardTable
 
 from . import tiny
+from .test_tools import call
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": f"{i} + 1?"}], "solution": i + 1} for i in range(40)
@@ -80,9 +80,7 @@ def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
     assert HELD_OUT not in [rule.series for rule, _ in diagnose(found)]
 
 
-def test_a_resume_needs_the_objects_again_and_is_bit_equal(
-    run: Any, model: str, tmp_path: Path
-) -> None:
+def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_path: Path) -> None:
     def go(data: Any = ROWS, rewards: Any = (digits, solved), **settings: Any) -> Any:
         return minigrpo.train(
             model=model, data=data, rewards=rewards, out_dir=str(tmp_path), **SIZES, **settings
@@ -95,9 +93,7 @@ def test_a_resume_needs_the_objects_again_and_is_bit_equal(
             go(resume="auto", **changed)
     flags = ["--config", f"{tmp_path}/config.toml", "--out-dir", str(tmp_path), "--resume", "auto"]
     for command in (["train", *flags], ["evaluate", str(tmp_path)]):
-        with pytest.raises(SystemExit) as error:
-            main(command)
-        assert error.value.code == 2
+        assert call(*command) == 2
     assert go(resume="auto").summary["step"] == 4
     assert weights(tmp_path) == weights(run.folder)
     main(["sample", str(tmp_path), "--prompt", "3 + 1?", "--n", "1"])  # needs no objects
@@ -218,9 +214,8 @@ def test_torchrun_runs_the_same_script(run: Any, model: str, tmp_path: Path) -> 
     root = Path(__file__).parents[1]
     (tmp_path / "script.py").write_text(SCRIPT)
     folders = [str(tmp_path / name) for name in ("a", "b")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
-        [*launcher, str(tmp_path / "script.py"), model, *folders],
+        [*tiny.TORCHRUN, str(tmp_path / "script.py"), model, *folders],
         env={**os.environ, "PYTHONPATH": str(root)},
         timeout=120,
         check=True,

@@ -6,16 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minigrpo.tasks.base import load_task
 from minigrpo.tasks.calibration import HALVES, REQUEST, Calibration, parse
 
 from .tiny import write_jsonl
 
 CHAT = "<think>2 < 3</think> <answer>8</answer>\n<analysis>sure</analysis> "
 CHAT += "<confidence>{}</confidence>"
-
-
-# --- the form -------------------------------------------------------------------------------------
 
 
 def test_a_confidence_is_a_plain_number_from_0_to_1() -> None:
@@ -50,18 +46,11 @@ def test_the_chat_form_has_each_tag_once_and_in_order() -> None:
 
 
 def test_in_the_plain_form_the_answer_stands_before_the_tag() -> None:
-    answers = {
-        "8<confidence>0.5</confidence>": "8",
-        " M: a1a8 B: a1a8 <confidence>0.5</confidence>\n": " M: a1a8 B: a1a8",
-        "<answer>1 < 2</answer><confidence>0.5</confidence>": "<answer>1 < 2</answer>",
-        "<confidence>0.5</confidence>": "",
-        "8<confidence>0.5": None,
-        "8<confidence>0.5</confidence>8": None,
-        "8<confidence>0.5</confidence><confidence>0.5</confidence>": None,
-        "8 0.5": None,
-    }
-    for text, answer in answers.items():
-        assert parse(text, chat=False) == (None if answer is None else (answer, 0.5)), text
+    form = "<confidence>0.5</confidence>"
+    for answer in ("8", " M: a1a8 B: a1a8", "<answer>1 < 2</answer>", ""):
+        assert parse(f"{answer} {form}\n", chat=False) == (answer, 0.5)
+    for text in (f"8{form[:-1]}", f"8{form}8", f"8{form}{form}", "8 0.5"):
+        assert parse(text, chat=False) is None, text
 
 
 def test_a_long_completion_is_read_in_no_time() -> None:
@@ -69,9 +58,6 @@ def test_a_long_completion_is_read_in_no_time() -> None:
         long = piece * 20_000
         for text in (long, CHAT.format(f"{long}x"), f"{long}{CHAT.format(0.5)}<confidence>"):
             assert parse(text, chat=True) is parse(text, chat=False) is None
-
-
-# --- the reward -----------------------------------------------------------------------------------
 
 
 def capitals(folder: Path, **changes: Any) -> Calibration:
@@ -124,32 +110,12 @@ def test_other_judges_say_what_is_right(tmp_path: Path) -> None:
         assert found["correct"] == right
 
 
-# --- evaluation -----------------------------------------------------------------------------------
-
-
 def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
     rows = np.array([(1, 0.75, 1.0), (1, 0.25, 0.0), (0, 0.0, 0.0), (0, 0.0, 0.0)]).T
     parts = dict(zip(("format", "confidence", "correct"), rows, strict=True))
     expected = {"brier_score": 0.0625, "ece": 0.25, "auroc": 1, "mean_confidence": 0.5}
     assert Calibration(0).summaries(parts) == pytest.approx(expected)
     assert not Calibration(0).summaries({name: values[2:] for name, values in parts.items()})
-
-
-def test_a_model_that_knows_the_chances_is_calibrated() -> None:
-    task = load_task("calibration", seed=1)
-    examples = [task.held_out(i) for i in range(1000)]
-    texts = []
-    for example in examples:
-        possible = example.fields["possible"]
-        texts.append(f"{possible[0]}<confidence>{1 / len(possible):.1f}</confidence>")
-    scores = task.score_batch(examples, texts)
-    found = task.summaries({name: np.array(values) for name, values in scores.items()})
-    assert np.mean(scores["correct"]) == pytest.approx(0.45, abs=0.04)
-    assert found["brier_score"] == pytest.approx(0.125, abs=0.015)
-    assert found["ece"] < 0.05
-
-
-# --- questions whose chances are known ------------------------------------------------------------
 
 
 def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:

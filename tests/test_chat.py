@@ -124,8 +124,10 @@ def load(folder: Path, kind: str, **config: Any) -> tuple[Tokenizer, Chat]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_are_the_golden_ones(tmp_path: Path, kind: str) -> None:
+def test_prompts_are_the_golden_ones_and_the_end_of_a_turn_stops(tmp_path: Path, kind: str) -> None:
     tokenizer, chat = load(tmp_path, kind)
+    end = tokenizer.special[KINDS[kind][2]]
+    assert tokenizer.turn_end == end and tokenizer.stops == {end, tokenizer.eot}
     assert len(KNOWN[f"chat {kind}"]) == len(DIALOGUES)
     for messages, (text, ids, whole) in zip(DIALOGUES, KNOWN[f"chat {kind}"], strict=True):
         assert chat.render(messages) == text
@@ -164,13 +166,6 @@ def test_the_golden_prompts_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_end_of_a_turn_is_a_stop(tmp_path: Path, kind: str) -> None:
-    tokenizer, _ = load(tmp_path, kind)
-    end = tokenizer.special[KINDS[kind][2]]
-    assert tokenizer.turn_end == end and tokenizer.stops == {end, tokenizer.eot}
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_come_from_the_template_alone(tmp_path: Path, kind: str) -> None:
     tokenizer, chat = load(tmp_path, kind)
     for token in tokenizer.special:
@@ -199,8 +194,6 @@ def test_a_system_message_begins_all_chats_without_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):  # it would do nothing
         load_tokenizer("chess", system="Be short.")
 
-
-# --- templates that would teach nothing, or are wrong ---------------------------------------------
 
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 

@@ -59,8 +59,8 @@ def test_the_examples_of_a_seed_never_change(seed: int, args: dict[str, Any], di
 
 def test_examples_are_true_legal_and_in_their_split() -> None:
     env = ChessEnv(1)
-    train = [env.train(i) for i in range(700)]
-    held_out = [env.held_out(i) for i in range(100)]
+    train = [env.train(i) for i in range(300)]
+    held_out = [env.held_out(i) for i in range(40)]
     kinds = Counter(example.kind for example in train)
     assert set(kinds) == {*PICK_BIAS, "quiet", "capture", "illegal"}
     assert 0.02 < kinds["illegal"] / len(train) < 0.09
@@ -100,10 +100,7 @@ def test_parts_of_a_successor() -> None:
         assert parts == dict(zip(names, values, strict=True)), text
 
 
-HOSTILE = ["+" * 1000, "\x00", "\ud800", "x" * 1_000_000, f"{AFTER_E4} e3 0 1+١.001+0+0"]
-
-
-@given(st.one_of(st.text(), st.sampled_from(HOSTILE)))
+@given(st.text() | st.sampled_from(["+" * 1000, "\ud800", f"{AFTER_E4} e3 0 1+١.001+0+0"]))
 def test_any_text_has_parts_between_0_and_1(text: str) -> None:
     assert all(0 <= value <= 1 for value in ChessEnv(0).score(QUIET, text).values())
 

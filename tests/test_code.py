@@ -127,23 +127,14 @@ def test_a_system_that_cannot_run_code_ends_the_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("minigrpo.tasks.code.run_tests", refuse)
     with pytest.raises(OSError):
         RewardScorer(task, workers=2).score([task.train(0)], [["x"]])
-    monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(ConfigError):
-        load_task("code", seed=0)
 
 
-# --- one-line functions -------------------------------------------------------------------------
-
-
-def test_one_liners_are_seeded_and_split_by_function() -> None:
-    task, again, other = (load_task("code", seed=seed) for seed in (0, 0, 1))
-    train = [task.train(number) for number in range(300)]
-    held_out = [task.held_out(number) for number in range(300)]
-    assert [again.train(number) for number in range(300)] == train
-    assert [other.train(number).prompt for number in range(300)] != [x.prompt for x in train]
-    assert not {x.prompt for x in train} & {x.prompt for x in held_out}
-    assert {x.kind for x in train} == {x.kind for x in held_out} == set(KINDS)
-    assert [(split[0].prompt, split[0].answer) for split in (train, held_out)] == GOLDEN
+def test_one_liners_are_those_that_the_shipped_model_was_trained_on() -> None:
+    task = Code(0)
+    for get, golden in zip((task.train, task.held_out), GOLDEN, strict=True):
+        examples = [get(number) for number in range(60)]
+        assert {x.kind for x in examples} == set(KINDS)
+        assert (examples[0].prompt, examples[0].answer) == golden
 
 
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:

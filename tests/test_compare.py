@@ -10,10 +10,10 @@ import pytest
 
 from minigrpo.config import Config
 from minigrpo.runtime.stats import Difference, mcnemar
-from minigrpo.tools import cli
 from minigrpo.tools.compare import differences, settings_of
 from minigrpo.tools.runs import read_run
 
+from .test_tools import call
 from .tiny import toml, write_jsonl
 
 
@@ -93,9 +93,7 @@ def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("won", "shown"), [((10, -2, 9), False), ((10, 9, 11), True)])
-def test_three_seeds_decide_by_their_spread(
-    tmp_path: Path, won: tuple[int, ...], shown: bool
-) -> None:
+def test_three_seeds_decide_by_spread(tmp_path: Path, won: tuple[int, ...], shown: bool) -> None:
     """All examples together would show a difference in both cases."""
     a = seeds(tmp_path, "a", [[1] * 10 + [0] * 40] * 3)
     b = seeds(tmp_path, "b", [[1] * (10 + x) + [0] * (40 - x) for x in won], kl_coef=0.1)
@@ -128,7 +126,7 @@ def test_the_command_draws_runs_of_any_name(tmp_path: Path) -> None:
     a = write_run(tmp_path / "[bold] a $x_", [1, 0] * 8)
     b = write_run(tmp_path / "b", [1, 1] * 8, group_size=8)
     for more in ([], ["--plot", str(tmp_path / "c.png")]):
-        cli.main(["compare", str(a), str(b), *more])
+        assert call("compare", a, b, *more) == 0
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -141,7 +139,5 @@ def test_misuse_ends_with_code_2_and_writes_nothing(
     a, _ = (write_run(tmp_path / name, [1, 0]) for name in "ab")
     monkeypatch.chdir(tmp_path)
     before = (a / "metrics.jsonl").read_bytes()
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["compare", *argv])
-    assert stop.value.code == 2
+    assert call("compare", *argv) == 2
     assert (a / "metrics.jsonl").read_bytes() == before

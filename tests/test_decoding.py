@@ -25,11 +25,6 @@ LENGTH, SAMPLES = 20, 3
 STOPS = (EOS, 4)
 
 
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
 @pytest.fixture
 def prompts() -> Completions:
     return make_completions(0, prompts=6)

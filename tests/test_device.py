@@ -23,10 +23,7 @@ from .steps import make_trainer
 CPU = torch.device("cpu")
 SHAPE = ModelShape(vocab_size=23, context=40, layers=2, width=16, heads=2)
 IDS = torch.arange(24).reshape(2, 12) % 23
-
-
-def config(**settings: Any) -> Config:
-    return Config.of(**settings)
+config = Config.of
 
 
 def loss_of(model: Transformer) -> Tensor:
@@ -49,9 +46,7 @@ def test_each_local_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.Mon
     assert found == chosen == [torch.device("cuda", n) for n in (3, 3, 1)]
 
 
-def test_an_apple_gpu_serves_one_process_in_float32_or_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_apple_gpu_serves_one_process_without_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     mps = torch.device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert layers.pick_device("mps") == mps

@@ -1,12 +1,9 @@
 """Two processes over gloo: what they exchange, and that they train as one."""
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +23,7 @@ from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
 
 from . import tiny
+from .steps import join, run_two
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=3)  # of a collective
@@ -66,26 +64,18 @@ def exchange(dist: DistContext) -> dict[str, Any]:
 
     torch.manual_seed(rank)
     model = nn.Linear(3, 1)  # other weights in each process
-    wrapped, x = dist.wrap(model), torch.arange(1.0, 4.0) + rank
+    dist.wrap(model)
     found["weights"] = model.weight.tolist()
-    wrapped.require_backward_grad_sync = False  # as the learner does
-    wrapped(x).backward()
-    found["own_gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
-    wrapped.require_backward_grad_sync = True
-    wrapped(x).backward()
-    found["gradient"] = model.weight.grad.tolist()  # type: ignore[union-attr]
     return found
 
 
 def work(folder: Path, rank: int, ports: list[int]) -> None:
     """One of two processes, which meet twice."""
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    dist = DistContext.from_env()
+    dist = join(rank, ports[0])
     train(folder, folder / "two", dist)
     dist.close()
-    os.environ["MASTER_PORT"], distributed.TIMEOUT = str(ports[1]), TIMEOUT
-    dist = DistContext.from_env()
+    distributed.TIMEOUT = TIMEOUT
+    dist = join(rank, ports[1])
     (folder / f"{rank}.json").write_text(json.dumps(exchange(dist)))
     dist.close()
 
@@ -99,12 +89,6 @@ def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
     Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have left."""
@@ -114,13 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_jsonl(folder / "rows.jsonl", rows[:5])
     tiny.write_jsonl(folder / "held_out.jsonl", rows[5:])
     (folder / "solved.py").write_text(SOLVED)
-    spawn, ports = multiprocessing.get_context("spawn"), [free_port(), free_port()]
-    pair = [spawn.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
-    for process in pair:
-        process.start()
-    for process in pair:
-        process.join(120)
-        process.kill()
+    run_two(work, folder)
     return folder
 
 
@@ -134,7 +112,7 @@ def test_collectives_give_all_processes_the_same(found: list[dict[str, Any]]) ->
     for one in found:
         assert one["sum"] == [3, 20] and one["max"] == [1, 0]
         assert one["gather"] == [[0], [1], [2], [3]]
-        assert one["stop"] == "SIGUSR1"
+        assert one["stop"] == "SIGUSR1" and one["weights"] == found[0]["weights"]
 
 
 def test_metrics_are_sums_or_means_over_processes(found: list[dict[str, Any]]) -> None:
@@ -151,17 +129,6 @@ def test_the_main_process_works_while_no_collective_is_pending(found: list[dict[
     assert main["on_main"] == other["on_main"] == "from 0"
     assert (main["raised"], other["raised"]) == ("IndexError", "RunFailed")
     assert main["after"] == other["after"] == 2
-
-
-def test_gradients_are_averaged_in_the_last_of_several_backward_passes(
-    found: list[dict[str, Any]],
-) -> None:
-    torch.manual_seed(0)
-    for rank, one in enumerate(found):
-        assert one["weights"] == found[0]["weights"]  # the main process's
-        assert one["own_gradient"] == [[1.0 + rank, 2.0 + rank, 3.0 + rank]]
-        assert one["gradient"] == [[3.0, 5.0, 7.0]]
-    assert found[0]["weights"] == nn.Linear(3, 1).weight.tolist()
 
 
 def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
@@ -185,8 +152,7 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
     def start(out_dir: Path) -> subprocess.Popen[bytes]:
         settings = {**tiny.TINY, **STEPS, "max_steps": 30, "save_every": 1, "resume": "auto"}
         settings |= {"model": folder / "model", "out_dir": out_dir, "reward_weights": "valid=1"}
-        launcher = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-        words = [sys.executable, "-m", "torch.distributed.run", *launcher, "distributed_train.py"]
+        words = [*tiny.TORCHRUN, "--max-restarts=1", "distributed_train.py"]
         return subprocess.Popen([*words, *tiny.flags(settings)], cwd=ROOT, start_new_session=True)
 
     runs = [folder / "calm", folder / "killed"]
@@ -194,8 +160,7 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(folder: Path
         process = start(run)
         try:
             if run.name == "killed":
-                while not list(run.glob("checkpoints/*/manifest.json")):
-                    time.sleep(0.05)
+                tiny.wait_until(lambda: list(runs[1].glob("checkpoints/*/manifest.json")))
                 listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
                 os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
                 assert not (run / "summary.json").exists()  # there was something left to do

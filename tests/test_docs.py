@@ -6,6 +6,7 @@ import shlex
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from string import Template
 
 import pytest
 import tyro
@@ -64,7 +65,11 @@ def test_every_flag_exists() -> None:
 def test_every_command_parses() -> None:
     found = [block for page in PAGES for block in CODE.findall(page.read_text())]
     code = [body for kind, body in found if kind == "bash"]
-    for line in re.sub(r"\\\n", " ", "".join(code)).replace("$s", "0").splitlines():
+    values = {"s": "0"}
+    for line in re.sub(r"\\\n", " ", "".join(code)).splitlines():
+        line = Template(line).safe_substitute(values)
+        if assigned := re.fullmatch(r' *(\w+)="(.*)"', line):
+            values[assigned[1]] = assigned[2]
         words = shlex.split(line.replace("python train.py", "minigrpo train"), comments=True)
         if words[:1] != ["minigrpo"] or {"${@:2}", "runs/a/config.toml"} & {*words}:
             continue

@@ -225,6 +225,23 @@ def test_tools_answer_and_the_environment_gives_the_reward() -> None:
     assert len(bad.messages) == 8 and bad.score() == 0  # each error is an answer
 
 
+def test_episodes_without_rows_have_random_numbers_of_their_own() -> None:
+    class Same(Shop):
+        def reset(self, seed: int) -> str:  # type: ignore[override]
+            return "Go."
+
+    task = Begun(
+        load_task("prompts", seed=0, data="", environment=True, args=NONE), World.of(Same), 0
+    )
+    examples = [task.train(i) for i in range(8)]
+    assert [x.index for x in examples] == [*range(8)]
+    assert len({x.fields["seed"] for x in examples}) == 8 and {x.prompt for x in examples} == {
+        "Go."
+    }
+    with pytest.raises(ConfigError):  # nothing gives a reward
+        load_task("prompts", seed=0, data="", environment=True)
+
+
 def test_members_of_a_group_must_start_alike() -> None:
     class Moody:
         count = 0
@@ -319,6 +336,8 @@ def test_the_text_between_turns_begins_after_the_end_of_the_turn(
     assert chat.between([ANSWER]) == expected
     with pytest.raises(ConfigError):
         chat.between([{**ANSWER, "content": f"4{special[0]}"}])
+    with pytest.raises(ConfigError):  # it does not write tools
+        chat.prompt([{"role": "user", "content": "A"}], [schema_of("f", weather)])
     deaf = "{% for m in messages if m.role != 'tool' %}" + template.partition("%}")[2]
     with pytest.raises(ConfigError):
         Chat(deaf, special=special).between([ANSWER])

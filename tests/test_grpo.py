@@ -12,11 +12,11 @@ import grpo
 from minigrpo import losses
 from minigrpo.config import Config
 from minigrpo.learner import Learner
-from minigrpo.model.packing import PACKINGS
+from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .steps import EOS, SHAPES, make_completions
+from .steps import EOS, make_completions
 
 SOURCE = Path(grpo.__file__).read_text()
 LIBRARY_AS_DATA = {
@@ -26,16 +26,6 @@ LIBRARY_AS_DATA = {
     "minigrpo.tasks.chess_env",
     "minigrpo.types",
 }
-
-
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
-@pytest.fixture(params=[0, 1])
-def completions(request: pytest.FixtureRequest) -> Completions:
-    return make_completions(request.param)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5]]
@@ -68,13 +58,8 @@ def perturbed(model: Transformer, seed: int) -> Transformer:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 @pytest.mark.parametrize("policy_has_moved", [False, True])
-@pytest.mark.parametrize("packing", ["repeated", "prefix-tree"])
 def test_the_gradient_is_the_librarys(
-    model: Transformer,
-    completions: Completions,
-    kl_coef: float,
-    policy_has_moved: bool,
-    packing: str,
+    model: Transformer, completions: Completions, kl_coef: float, policy_has_moved: bool
 ) -> None:
     """With a reference that is not the policy, and with old log-probs that let the clip act."""
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +78,7 @@ def test_the_gradient_is_the_librarys(
         ratio = (logp - old_logp).exp()[mask]
         assert ratio.min() < 1 - grpo.CLIP and ratio.max() > 1 + grpo.CLIP
 
-    packed = PACKINGS[packing](completions)
+    packed = pack(completions)
     with torch.no_grad():
         batch = RolloutBatch(
             examples=[Example("", "")] * len(completions),
@@ -104,7 +89,7 @@ def test_the_gradient_is_the_librarys(
         )
         if policy_has_moved:
             batch = replace(batch, old_logp=old(packed)[0])
-    learner = Learner(Config.of(loss="grpo", kl_coef=kl_coef, packing=packing), model)
+    learner = Learner(Config.of(loss="grpo", kl_coef=kl_coef), model)
     metrics = learner.gradient(*learner.prepare(batch))
 
     assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-10, abs=1e-14)

@@ -34,9 +34,6 @@ from minigrpo.types import ConfigError, Example
 def ignore(text: str) -> None: ...
 
 
-# --- not finite -----------------------------------------------------------------------------------
-
-
 def test_bad_steps_in_a_row_halve_the_learning_rate_and_then_stop() -> None:
     guard = NonFiniteGuard()
     for _ in range(BAD_STEPS_TO_HALVE - 1):
@@ -81,9 +78,6 @@ def test_the_largest_weight_tells_whether_all_are_finite() -> None:
     for x in (1e30, -torch.inf, torch.nan):  # the square of the first overflows
         model.weight.data[0, 0] = x
         assert largest_weight(model).isfinite() == (x == 1e30)
-
-
-# --- out of memory --------------------------------------------------------------------------------
 
 
 def test_the_size_is_halved_until_it_fits_and_stays() -> None:
@@ -134,9 +128,6 @@ def test_only_out_of_memory_is_tried_again(work: Callable[[], object], expected:
     assert sizes[-1] == 4
 
 
-# --- signals --------------------------------------------------------------------------------------
-
-
 def test_the_first_signal_asks_to_stop_and_a_later_one_stops_at_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(ignore) as request:
@@ -148,9 +139,6 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_stops_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-# --- examples -------------------------------------------------------------------------------------
 
 
 class Counting(Task):

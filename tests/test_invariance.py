@@ -7,20 +7,17 @@ causal forward, and one loss of the whole batch.
 """
 
 import itertools
-import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from minigrpo.config import Config
+from minigrpo.config import Config, ModelConfig
 from minigrpo.learner import Learner
 from minigrpo.losses import policy_loss, sampler_weights
 from minigrpo.model import logprobs, lora
@@ -30,8 +27,7 @@ from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .steps import SHAPES, make_completions
-from .test_distributed import free_port
+from .steps import SHAPES, join, make_completions, run_two
 from .test_packing import naive, one_by_one
 
 PROMPTS, LENGTH = 6, 9
@@ -56,7 +52,8 @@ EXACT = {"teacher": "initial", "teacher_kl": "exact"}
 # "teacher_coef" without a "teacher": with the log-probs of one
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.1, "temperature": 0.8, "off-policy": True},
-    "dr_grpo": {"kl_coef": 0.1, "kl": "k2", "entropy_coef": 0.1, **EXACT, "teacher_coef": 0.5},
+    "dr_grpo": {"kl_coef": 0.1, "kl": "k2", **EXACT, "teacher_coef": 0.5, "temperature": 0.7}
+    | {"entropy_coef": 0.1},
     "dapo": {"kl_coef": 0.1, "kl": "k3_is", "off-policy": True, "teacher_coef": 0.5},
     "gspo": {"off-policy": True, "sampler_correction": "deepseek", "sampler_cap": 0.02},
     "cispo": {"sampler_correction": "token-truncate", "sampler_cap": 1.5, "temperature": 0.7},
@@ -102,7 +99,7 @@ def make_model(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
     if way.lora_rank:
         if way.dialogue:
             model.store("nf4")
-        lora.add_adapters(model, rank=way.lora_rank, alpha=4)
+        lora.add_adapters(model, ModelConfig(lora_rank=way.lora_rank, lora_alpha=4))
     noise = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:  # biases begin at 0, and so does one of a pair of adapters
@@ -111,12 +108,13 @@ def make_model(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
 
 
 def make_batch(way: Way, dtype: torch.dtype = torch.float64) -> RolloutBatch:
-    """Six groups of four completions, of which two have no variance."""
+    """Six groups of four completions, of which two have no variance; padding is NaN."""
     completions = make_completions(5, PROMPTS, 4, 7, LENGTH, bool(way.dialogue))
     rng = torch.Generator().manual_seed(4)
-    shape = completions.completion_ids.shape
+    shape, mask = completions.completion_ids.shape, completions.completion_mask
     near, old, reference, teacher = (
-        (-2.5 + 0.4 * torch.randn(shape, generator=rng)).to(dtype) for _ in range(4)
+        (-2.5 + 0.4 * torch.randn(shape, generator=rng)).to(dtype).where(mask, torch.nan)
+        for _ in range(4)
     )
     advantages = torch.randn(shape[:2], generator=rng).to(dtype)
     advantages[[1, 4]] = 0
@@ -252,12 +250,10 @@ def chunk_log_probs(set_attribute: Any) -> None:
     set_attribute(logprobs, "MAX_LOGITS", {"cpu": 1})
 
 
-def one_of_two(folder: Path, rank: int, port: int) -> None:
+def one_of_two(folder: Path, rank: int, ports: list[int]) -> None:
     """All rows of two processes, in one of them; writes the gradients and numbers reduced."""
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist, found = DistContext.from_env(), {}
+    dist, found = join(rank, ports[0]), {}
     plain = logprobs.SMALLEST_CHUNK, logprobs.MAX_LOGITS
     for way in WAYS:
         if way.processes == 2:
@@ -272,16 +268,7 @@ def one_of_two(folder: Path, rank: int, port: int) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
     """Row -> gradient, in each of two processes."""
-    folder, port = tmp_path_factory.mktemp("two"), free_port()
-    # it imports torch once for both, and has no threads that a fork would lose
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.test_invariance"])
-    pair = [server.Process(target=one_of_two, args=(folder, rank, port)) for rank in range(2)]
-    for process in pair:
-        process.start()
-    for process in pair:
-        process.join(120)
-        process.kill()
+    run_two(one_of_two, folder := tmp_path_factory.mktemp("two"))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -364,36 +351,6 @@ def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> 
     assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0
 
 
-@pytest.mark.parametrize("loss", ["grpo", "cispo"])
-def test_padding_is_invisible(loss: str) -> None:
-    """More columns of junk to the right of prompts and completions change nothing at all."""
-    way, pad = Way(loss), nn.functional.pad
-    batch = make_batch(way)
-    c = batch.completions
-    assert c.sampler_logp is not None
-    junk = replace(
-        c,
-        prompt_ids=pad(c.prompt_ids, (0, 5), value=7),
-        completion_ids=pad(c.completion_ids, (0, 3), value=9),
-        completion_mask=pad(c.completion_mask, (0, 3)),
-        sampler_logp=pad(c.sampler_logp, (0, 3), value=torch.nan),
-    )
-    per_token = {name: getattr(batch, name) for name in ("old_logp", "ref_logp")}
-    wider = {
-        name: None if x is None else pad(x, (0, 3), value=torch.inf)
-        for name, x in per_token.items()
-    }
-    padded = replace(batch, completions=junk, **wider)
-    models = make_model(way), make_model(way)
-    plain, with_junk = (
-        make_learner(way, model).learn(given, 0)
-        for model, given in zip(models, (batch, padded), strict=True)
-    )
-    assert with_junk == pytest.approx(plain, rel=1e-12)
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 @pytest.fixture
 def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiler's front end alone; the default one needs minutes of a C++ compiler."""
@@ -416,15 +373,3 @@ def test_compiled_blocks_have_the_gradient_of_plain_ones(way: Way, eager_compile
     before = counters["stats"]["unique_graphs"]
     assert_same(gradient(way, compile_model=True), formula(way))
     assert counters["stats"]["unique_graphs"] > before
-
-
-def test_the_batch_has_what_the_matrix_is_about() -> None:
-    """Equal completions, common beginnings, ragged lengths, groups without variance."""
-    batch = make_batch(WAYS[0])
-    c, lengths = batch.completions, batch.completions.completion_mask.sum(-1)
-    assert len(lengths.unique()) > 3 and len(c.prompt_len.unique()) > 2
-    assert all(torch.equal(c.completion_ids[p, 0], c.completion_ids[p, 1]) for p in range(PROMPTS))
-    assert batch.advantages is not None and np.flatnonzero(~batch.advantages.any(1)).tolist() == [
-        1,
-        4,
-    ]

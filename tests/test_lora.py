@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minigrpo.config import Config
+from minigrpo.config import Config, ModelConfig
 from minigrpo.model import lora
 from minigrpo.model.hf import save_model_folder
 from minigrpo.model.linear import NF4, dense, to_nf4
-from minigrpo.model.packing import PACKINGS, pack
+from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import autocast, low_precision_copy, sharing_weights
 from minigrpo.types import Completions, ConfigError
@@ -31,11 +31,6 @@ TOKENS = torch.arange(VOCAB).view(2, -1)
 ADAPTERS = ("lora_A", "lora_B")  # ends of the names of trained tensors
 
 
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
 def randomise(model: Transformer) -> None:
     """Adapters start without effect; give them one."""
     generator = torch.Generator().manual_seed(7)
@@ -44,7 +39,7 @@ def randomise(model: Transformer) -> None:
 
 
 def with_adapters(model: Transformer) -> Transformer:
-    lora.add_adapters(model, rank=2, alpha=4)
+    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=4))
     randomise(model.double())
     return model
 
@@ -55,9 +50,8 @@ def save(model: Transformer, folder: Path, base: str) -> None:
         write(folder / name)
 
 
-def gradient(model: Transformer, c: Completions, packing: str = "prefix-tree") -> list[Tensor]:
-    built = PACKINGS[packing](c)
-    logp, _ = model(built)
+def gradient(model: Transformer, c: Completions) -> list[Tensor]:
+    logp, _ = model(pack(c))
     weights = torch.arange(logp.numel(), dtype=torch.float64).view(logp.shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     return list(torch.autograd.grad((logp * weights).sum(), trained))
@@ -65,7 +59,7 @@ def gradient(model: Transformer, c: Completions, packing: str = "prefix-tree") -
 
 def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transformer) -> None:
     before = model.logits(TOKENS)
-    lora.add_adapters(model, rank=2, alpha=4)
+    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=4))
     assert torch.equal(model.double().logits(TOKENS), before)
     randomise(model)
     model.logits(TOKENS).square().sum().backward()
@@ -73,25 +67,20 @@ def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transfor
         assert (p.grad is not None) == name.endswith(ADAPTERS)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_the_gradient_is_that_of_full_training_by_the_chain_rule(
-    model: Transformer, packing: str
-) -> None:
+def test_the_gradient_is_that_of_full_training_by_the_chain_rule(model: Transformer) -> None:
     """W + s B A: the gradient of B is s dW A', that of A is s B' dW."""
     full = lora.merge_adapters(copy.deepcopy(with_adapters(model)))
     c, names = make_completions(0), [name for name, _ in full.named_parameters()]
-    of_weights = dict(zip(names, gradient(full, c, "repeated"), strict=True))
+    of_weights = dict(zip(names, gradient(full, c), strict=True))
     expected = []
     for name, layer in lora.adapters(model).items():
         dw = of_weights[f"{name}.weight"]
         expected += [layer.scale * layer.lora_B.T @ dw, layer.scale * dw @ layer.lora_A.T]
     assert any(g.any() for g in expected)
-    torch.testing.assert_close(gradient(model, c, packing), expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(gradient(model, c), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_without_adapters_the_model_is_the_initial_one_and_shares_its_memory(
-    model: Transformer,
-) -> None:
+def test_without_adapters_the_model_is_initial_and_shares_its_memory(model: Transformer) -> None:
     packing = pack(make_completions(1))
     before, _ = model(packing)
     with_adapters(model)
@@ -103,18 +92,7 @@ def test_without_adapters_the_model_is_the_initial_one_and_shares_its_memory(
     assert all(a is b for a, b in pairs)
 
 
-def test_merged_weights_compute_the_same(model: Transformer) -> None:
-    expected = with_adapters(model).logits(TOKENS)
-    merged = lora.merge_adapters(model)
-    assert not lora.adapters(merged) and all(p.requires_grad for p in merged.parameters())
-    assert merged.state_dict().keys() == Transformer(model.shape).state_dict().keys()
-    torch.testing.assert_close(merged.logits(TOKENS), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_frozen_weights_in_bfloat16_keep_their_memory_and_pass_gradients(
-    model: Transformer, packing: str
-) -> None:
+def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transformer) -> None:
     with_adapters(model).float()
     rounded = copy.deepcopy(model)
     for ours, other in zip(model.parameters(), rounded.parameters(), strict=True):
@@ -122,7 +100,7 @@ def test_frozen_weights_in_bfloat16_keep_their_memory_and_pass_gradients(
             ours.data = ours.data.bfloat16()  # as from_pretrained(matrices=) stores them
             other.data = other.data.bfloat16().float()
     c = make_completions(1)
-    pairs = zip(gradient(model, c, packing), gradient(rounded, c, packing), strict=True)
+    pairs = zip(gradient(model, c), gradient(rounded, c), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
@@ -131,7 +109,7 @@ def test_adapters_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     shape = SHAPES["grouped-query"]
     save_model_folder(Transformer(shape), tmp_path)
     model = Transformer.from_pretrained(tmp_path, "bfloat16")
-    lora.add_adapters(model, rank=2, alpha=4)
+    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=4))
     found = {name: x.dtype for name, x in model.named_parameters() if x.dim() == 2}
     assert {x for n, x in found.items() if n.endswith(ADAPTERS)} == {torch.float32}
     assert {x for n, x in found.items() if not n.endswith(ADAPTERS)} == {torch.bfloat16}
@@ -165,10 +143,7 @@ def test_a_number_in_nf4_is_the_nearest_value_times_the_largest_of_its_block(wid
     assert to_nf4(weight).nbytes == weight.numel() // 2 + 2 * weight.numel() // block
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(
-    model: Transformer, packing: str
-) -> None:
+def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(model: Transformer) -> None:
     model.store("nf4")
     with_adapters(model)
     plain = copy.deepcopy(model)
@@ -179,7 +154,7 @@ def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(
     assert not torch.equal(plain.logits(TOKENS), Transformer(model.shape, seed=1).logits(TOKENS))
     torch.testing.assert_close(model.logits(TOKENS), plain.logits(TOKENS), rtol=1e-12, atol=1e-12)
     c = make_completions(1)
-    pairs = gradient(model, c, packing), gradient(plain, c, packing)
+    pairs = gradient(model, c), gradient(plain, c)
     torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-10)
     u = torch.rand(len(c), 4, 9, generator=torch.Generator().manual_seed(0))
     given = {"stops": (), "num_samples": 4, "max_new_tokens": 9, "u": u}
@@ -206,12 +181,12 @@ def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
 def test_targets_are_names_of_layers(kind: str) -> None:
     model, names = Transformer(SHAPES[kind]), sorted(LAYERS[kind])
     with pytest.raises(ConfigError):
-        lora.add_adapters(model, rank=1, alpha=1, targets=[names[0], "q_prj"])
+        lora.add_adapters(model, ModelConfig(lora_rank=1, lora_targets=f"{names[0]},q_prj"))
     assert all(p.requires_grad for p in model.parameters())
-    lora.add_adapters(model, rank=1, alpha=1, targets=names[:1])
+    lora.add_adapters(model, ModelConfig(lora_rank=1, lora_targets=names[0]))
     assert lora.layer_names(lora.adapters(model)) == names[:1]
     every = Transformer(SHAPES[kind])
-    lora.add_adapters(every, rank=1, alpha=1)
+    lora.add_adapters(every, ModelConfig(lora_rank=1))
     assert {*lora.layer_names(lora.adapters(every))} == LAYERS[kind]
 
 
@@ -233,7 +208,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them
 
 def test_a_file_has_the_names_and_settings_of_peft(tmp_path: Path) -> None:
     model = Transformer(SHAPES["grouped-query"])
-    lora.add_adapters(model, rank=2, alpha=6, targets=["q_proj"])
+    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=6, lora_targets="q_proj"))
     save(model, tmp_path, base="org/name@v1")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers"
@@ -254,8 +229,8 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
 
     make_theirs(name).save_pretrained(tmp_path / "base")
     ours = Transformer.from_pretrained(tmp_path / "base")
-    targets = {"gpt2": ("c_attn",)}.get(name, ("q_proj", "down_proj")) if few else ()
-    lora.add_adapters(ours, rank=4, alpha=8, targets=targets)
+    targets = {"gpt2": "c_attn"}.get(name, "q_proj,down_proj") if few else ""
+    lora.add_adapters(ours, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=targets))
     randomise(ours)
     save(ours, tmp_path / "adapters", base=str(tmp_path / "base"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

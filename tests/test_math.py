@@ -36,8 +36,6 @@ def is_right(truth: str, text: str) -> bool:
     return Math(0).score(Example("?", truth), text)["correct"] == 1
 
 
-# --- answers --------------------------------------------------------------------------------------
-
 EQUAL = [
     ("1/2", "0.5", ".50", "$1/2$", "\\frac{1}{2}", "\\dfrac{1}{2}"),
     ("-3/2", "-1.5", "\u22121.5", "- 1.5", "-\\frac{3}{2}", "\\frac{-3}{2}"),
@@ -117,9 +115,6 @@ def test_hostile_texts_score_nothing_in_bounded_time() -> None:
         assert time.process_time() - start < 0.5, text[:40]
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def numbered(count: int, start: int = 0) -> list[dict[str, Any]]:
     """Lines in GSM8K's format."""
     return [
@@ -157,8 +152,6 @@ def test_lines_as_they_are_published(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             Math(0, [write(tmp_path / "c.jsonl", [*numbered(60), line])])
 
-
-# --- math-verify ----------------------------------------------------------------------------------
 
 LIBRARY = """
 import os

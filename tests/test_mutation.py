@@ -77,9 +77,6 @@ def damaged_json(content: bytes, chance: random.Random) -> bytes:
     return b"\n".join(rows) + b"\n"
 
 
-# --- the inputs: how to make a valid folder, the file to damage, and what reads the folder --------
-
-
 def make_settings(folder: Path) -> None:
     config = Config.of(task_args={"difficulty": "2x12"}, reward_weights="exact_fen=1", kl_coef=0.1)
     (folder / "a.toml").write_text(tiny.toml(config))
@@ -102,16 +99,6 @@ def read_data(folder: Path) -> None:
     task = load_task("prompts", seed=0, data=str(folder / "a.jsonl"))
     for example in (task.train(0), task.held_out(0), *task.longest(3)):
         task.score(example, example.answer)
-
-
-def make_countdown(folder: Path) -> None:
-    rows = [{"nums": [i, 7, 3], "target": i + 4} for i in range(1, 60)]
-    tiny.write_jsonl(folder / "a.jsonl", rows)
-
-
-def read_countdown(folder: Path) -> None:
-    task = load_task("countdown", seed=0, data=str(folder / "a.jsonl"))
-    assert task.score(task.held_out(0), "1+2+3")[task.success] in (0, 1)
 
 
 def read_model(folder: Path) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import doctest
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,19 +27,9 @@ from minigrpo.runtime.device import recompute
 from minigrpo.runtime.guard import OOMBackoff
 from minigrpo.types import Completions, ConfigError
 
-from .steps import EOS, SHAPES, SIZES, VOCAB, make_completions
+from .steps import EOS, SIZES, VOCAB, make_completions
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
-
-
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
-
-
-@pytest.fixture(params=[0, 1])
-def completions(request: pytest.FixtureRequest) -> Completions:
-    return make_completions(request.param)
 
 
 def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
@@ -159,21 +149,6 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     assert len(plain.ids) == num_prompt * completions.completion_ids.shape[1] + every
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_empty_completions_and_those_of_one_token_add_no_packed_tokens(
-    model: Transformer, packing: str
-) -> None:
-    c = make_completions(0)
-    short = dataclasses.replace(c, completion_mask=c.completion_mask & (torch.arange(9) < 1))
-    short.completion_mask[0] = False
-    built = PACKINGS[packing](short)
-    assert len(built.ids) == int(c.prompt_len.sum()) * (4 if packing == "repeated" else 1)
-    torch.testing.assert_close(model(built)[0], naive(model, short)[0], **CLOSE)
-    empty = dataclasses.replace(c, completion_mask=torch.zeros_like(c.completion_mask))
-    built = PACKINGS[packing](empty)
-    assert (model(built)[0] == 0).all()
-
-
 def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
     """One completion of 40 tokens beside 20 of 5; and 20 of equal lengths."""
     ids = torch.zeros(1, 21, 40, dtype=torch.int64)
@@ -196,11 +171,12 @@ def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:
     """Or CUDA's attention would copy it in every layer; and all layers share one."""
     last = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(0))
     part = CompletionRows(last, torch.zeros(3, 13, dtype=torch.int64), last)
-    mask = part._mask(torch.float64, 3)
+    for _ in range(2):
+        part.attend(torch.ones(13, 6, 4), torch.ones(13, 2, 4), torch.ones(13, 2, 4))
+    (mask,) = part.masks
     repeated = torch.arange(13) <= last.repeat(1, 3)[:, None, :, None]
     assert torch.equal(mask == 0, repeated) and torch.equal(mask == -torch.inf, ~repeated)
     assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
-    assert part._mask(torch.float64, 3) is mask
 
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
@@ -215,19 +191,16 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
 # --- frozen models --------------------------------------------------------------------------------
 
 
-class InParts:
-    """Runs two prompts at a time."""
-
-    def run(self, function: Callable[[int], Tensor], total: int) -> Tensor:
-        assert total == 3
-        return function(2)
+def make_frozen(model: Transformer) -> FrozenModel:
+    """It runs two prompts at a time."""
+    tokenizer: Any = None
+    backoff = OOMBackoff("frozen", "--micro-batch-size", 2)
+    return FrozenModel(model, tokenizer, pack, "the reference", backoff, autocast=nullcontext)
 
 
 def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
-    tokenizer: Any = None
-    options: Any = {"name": "the reference", "backoff": InParts(), "autocast": nullcontext}
-    frozen = FrozenModel(model, tokenizer, packing=pack, **options)
-    c = make_completions(0)
+    frozen, c = make_frozen(model), make_completions(0)
+    assert len(c) == 3
     for temperature in (0.7, 1.3):
         found = frozen.logp(c, temperature)
         assert not found.requires_grad
@@ -236,10 +209,7 @@ def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transf
 
 def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transformer) -> None:
     """Such positions have no embedding, or were never trained; the last token needs none."""
-    tokenizer: Any = None
-    backoff = OOMBackoff("frozen", "--micro-batch-size", 0)
-    options: Any = {"name": "the reference", "backoff": backoff, "autocast": nullcontext}
-    frozen = FrozenModel(model, tokenizer, packing=pack, **options)
+    frozen = make_frozen(model)
     for length in (36, 37):
         texts = to_completions([[1] * 5], [[[2] * length, [3]]])
         assert texts.completion_mask.sum(-1).tolist() == [[length, 1]]
@@ -251,30 +221,6 @@ def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transform
 
 
 # --- log-probs ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("learns", [True, False], ids=["trained head", "frozen head"])
-@pytest.mark.parametrize(("chunk", "temperature"), [(1, 1.0), (4, 0.7), (36, 0.7)])
-def test_chunks_have_the_log_probs_and_gradients_of_all_at_once(
-    chunk: int, temperature: float, learns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(37, 8, generator=rng, dtype=torch.float64, requires_grad=True)
-    head = torch.randn(VOCAB, 8, generator=rng, dtype=torch.float64, requires_grad=learns)
-    targets = torch.randint(0, VOCAB, (37,), generator=rng)
-    weights = torch.randn(37, generator=rng, dtype=torch.float64)
-    inputs = [hidden, head] if learns else [hidden]
-
-    def run() -> tuple[Tensor, ...]:
-        logp, entropy = token_logprobs(hidden, head, targets, temperature)
-        return logp, entropy, *torch.autograd.grad((logp * weights).sum(), inputs)
-
-    logps = (hidden @ head.T / temperature).log_softmax(-1)
-    logp, entropy = logps[range(37), targets], -(logps.exp() * logps).sum(-1)
-    expected = logp, entropy, *torch.autograd.grad((logp * weights).sum(), inputs)
-    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", chunk)
-    monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1})
-    torch.testing.assert_close(run(), expected, **CLOSE)
 
 
 def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(

@@ -62,9 +62,6 @@ def measured(run: Callable[[], object]) -> float:
     return most / MIB
 
 
-# --- by hand --------------------------------------------------------------------------------------
-
-
 def test_what_belongs_to_the_weights() -> None:
     found = bytes_of(job(kl_coef=0.1))
     for part in ("weights", "gradients", "reference"):
@@ -97,16 +94,13 @@ def test_parts_grow_with_what_they_are_about() -> None:
         assert bytes_of(job(**settings))[part] == pytest.approx(share * whole[part])
 
 
-def test_a_plan_reads_no_weights_and_without_data_no_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_reads_no_weights_and_without_data_no_tokenizer(tmp_path: Path) -> None:
     model = tiny.tiny_chat_model(tmp_path)
     (model / "model.safetensors").rename(model / "shard.safetensors")
     for file in ("shard.safetensors", "tokenizer.json"):
         (model / file).write_text("damaged")
     for flags in ([], ["--config", "qwen2.5-7b-lora"]):  # whose data is not here
         plan.main([*flags, "--model", str(model)], "plan")
-        assert f" {plan.ASSUMED} tokens" in capsys.readouterr().out
 
 
 def test_adapters_on_qwen2_5_7b_fit_24_gb_and_not_12() -> None:
@@ -121,9 +115,6 @@ def test_adapters_on_qwen2_5_7b_fit_24_gb_and_not_12() -> None:
     saved = (2 - 34 / 64) * 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)  # bytes, of the layers
     assert parts["weights"] - coded["weights"] == saved
     assert (peak_of(coded) + plan.CARD_SPARE) / MIB < 12 * 1024
-
-
-# --- against what torch allocates -----------------------------------------------------------------
 
 
 def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: int) -> Completions:
@@ -150,7 +141,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     monkeypatch.setitem(plan.MAX_LOGITS, "cuda", plan.MAX_LOGITS["cpu"])  # a plan is for a card
     config = job(**settings, prompts_per_step=3, group_size=6, max_new_tokens=40)
     base = Transformer(shape)
-    plan.add_lora(base, config.model)
+    plan.add_adapters(base, config.model)
     model = with_training_layers(config, base)
     packing = PACKINGS[config.speed.packing](made_up(shape, 3, group=6, prompt=30, length=40))
 

@@ -69,7 +69,7 @@ def test_the_reward_is_the_published_formula() -> None:
     before, opening, closing = map(CHESS.encode, ("<solution>", "<think>", "</think>"))
     for p, example in enumerate(examples):
         solution = CHESS.encode(example.fields["solution"])
-        question = CHESS.encode(example.fields["question"] + "\n")
+        question = CHESS.encode(example.fields["students_prompt"])
         prompt = CHESS.encode(example.prompt)
         for g, explanation in enumerate(map(CHESS.encode, EXPLANATIONS)):
             text = [*opening, *explanation, *closing, *before, *solution]
@@ -145,7 +145,7 @@ def test_lines_have_a_solution_or_gsm8ks_answer() -> None:
 def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
     task = RLT(3)
     for example in (get(i) for get in (task.train, task.held_out) for i in range(200)):
-        a, b = example.fields["question"].split("+")
+        a, b = example.fields["students_prompt"].strip().split("+")
         solution, bits = example.fields["solution"], example.answer[7:-8]
         assert int(a) + int(b) == int(solution) and len(solution) == len(a) + 1 == 7
         columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)

@@ -76,9 +76,7 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
 
 
-def test_the_same_prompts_are_sampled_anew_in_every_step_and_with_every_seed(
-    tmp_path: Path,
-) -> None:
+def test_the_same_prompts_are_sampled_anew_in_each_step_and_with_each_seed(tmp_path: Path) -> None:
     trainers = [make_trainer(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     trainers[1].model.load_state_dict(trainers[0].model.state_dict())
     examples = [trainers[0].task.train(i) for i in range(3)]

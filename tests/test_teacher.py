@@ -37,9 +37,7 @@ def sharp(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("teacher", ["self", "initial"])
-def test_the_model_itself_teaches_nothing_without_more_context(
-    tmp_path: Path, teacher: str
-) -> None:
+def test_the_model_itself_teaches_nothing_without_context(tmp_path: Path, teacher: str) -> None:
     run = make_run(tmp_path, teacher=teacher, **ALONE, num_iterations=2, warmup_steps=0)
     assert run.learner.teacher
     run.learner.teacher.model.load_state_dict(run.model.state_dict())  # `make_trainer` changed it
@@ -91,9 +89,7 @@ def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: b
 
 
 @pytest.mark.parametrize("kl", ["sampled", "exact"])
-def test_a_student_comes_near_its_teacher_without_rewards_and_groups(
-    tmp_path: Path, kl: str
-) -> None:
+def test_a_student_nears_its_teacher_without_rewards_and_groups(tmp_path: Path, kl: str) -> None:
     options = {"teacher": sharp(tmp_path), "teacher_kl": kl, **ALONE, "prompts_per_step": 16}
     run = make_run(tmp_path, max_steps=30, learning_rate=0.03, **options)
     found = [run.one_step() for _ in range(30)]
@@ -101,9 +97,7 @@ def test_a_student_comes_near_its_teacher_without_rewards_and_groups(
     assert sum(x["teacher_kl"] for x in found[-5:]) < 0.8 * sum(x["teacher_kl"] for x in found[:5])
 
 
-def test_a_resume_goes_on_with_the_same_teacher_and_coefficient_of_the_entropy(
-    tmp_path: Path,
-) -> None:
+def test_a_resume_has_the_same_teacher_and_coefficient_of_the_entropy(tmp_path: Path) -> None:
     """The target is high at first: the coefficient rises from 0; then it falls to 0 again."""
     options = {"teacher_context": "answer", "max_steps": 6, "entropy_target": 9.0, "seed": 3}
     options |= {"task": "prompts", "data": SUMS, "model": str(tiny_chess_model(tmp_path / "model"))}

@@ -37,9 +37,6 @@ def load(folder: Path, family: str = "qwen", **config: Any) -> Tokenizer:
     return load_tokenizer(str(tiny.tiny_tokenizer_folder(folder, family, **config)))
 
 
-# --- chess and GPT-2 ------------------------------------------------------------------------------
-
-
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
     tokenizer = load_tokenizer("chess")
@@ -50,9 +47,6 @@ def test_the_ids_of_the_shipped_models_do_not_change() -> None:
     tokenizer = load_tokenizer("chess")
     assert [tokenizer.encode(text) for text in TEXTS] == KNOWN["chess"]
     assert tokenizer.eot == tokenizer.turn_end == 359 and tokenizer.stops == {359}
-
-
-# --- tokenizer.json -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -95,15 +89,6 @@ def test_the_golden_tokens_are_those_of_transformers(tmp_path: Path, family: str
         assert ours.decode(encode(text)) == text_of(encode(text)), ascii(text)
 
 
-def test_special_tokens_come_from_no_text_and_added_ones_from_any(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path)
-    text = "<|im_start|>a<think>b</think><|im_end|><|endoftext|>"
-    ids, written = tokenizer.encode(text), tokenizer.encode(text, special=True)
-    assert not {*ids} & {*tokenizer.special.values()} and tokenizer.decode(ids) == text
-    assert len(tokenizer.encode("<think>")) == 1
-    assert {*tokenizer.special.values()} < {*written} and len(written) == 7
-
-
 def test_decoding_leaves_out_stops_and_shows_other_special_tokens(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
     start, end, eot = (tokenizer.special[name] for name in tiny.CHATML[1:] + tiny.CHATML[:1])
@@ -121,8 +106,6 @@ def test_the_texts_of_tokens_have_whole_characters(tmp_path: Path, family: str) 
     assert len(texts) == len(ids) > 5 and "".join(texts).lstrip() == "aé象\U0001f601"
     assert token_texts(tokenizer, ids[:-1])[-1].endswith("\ufffd")  # ends within a character
 
-
-# --- the files of a folder ------------------------------------------------------------------------
 
 TEXT_END, START, END = tiny.CHATML
 
@@ -187,8 +170,6 @@ def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             load_tokenizer(str(tmp_path))
 
-
-# --- prompts, answers, completions ----------------------------------------------------------------
 
 ASKED = ({"role": "user", "content": "12?"},)
 

@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,9 @@ QWEN_TEMPLATE = """
 {%- if messages[0].role != 'system' %}
     {{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}
 {%- endif %}
+{%- for tool in tools or [] %}
+    {{- tool | tojson + '\\n' }}
+{%- endfor %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
 {%- endfor %}
@@ -59,6 +64,14 @@ QWEN_TEMPLATE = """
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+
+
+def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for what another process does."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
@@ -184,6 +197,7 @@ def tiny_chess_model(folder: Path, context: int = 192) -> Path:
     return folder
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # the settings of a run that takes a second; `model` and `out_dir` are missing
 TINY: dict[str, Any] = {
     "prompts_per_step": 4,

@@ -90,7 +90,10 @@ class Chat:
         if self.system and not {message["role"] for message in messages} & {*INSTRUCTIONS}:
             messages = [{"role": "system", "content": self.system}, *messages]
         self._check(messages)
-        return self.render(messages, tools)
+        text = self.render(messages, tools)
+        if tools and tools[0].get("function", tools[0])["name"] not in text:
+            raise ConfigError(f"{self.name}: leaves out tools")
+        return text
 
     def between(self, answers: Sequence[Message]) -> str:
         """What the template writes from the end of an assistant's turn to its next one.

@@ -4,7 +4,6 @@ The reference of --kl-coef is one, the teacher, and every model that a reward as
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ class FrozenModel:
     name: str  # in errors
     # `run(function, total)` calls `function(size)` with as many of `total` prompts at a time as fit
     backoff: Any
-    autocast: Callable[[], AbstractContextManager[object]]
+    autocast: Callable[[], Any]  # a context
     # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
     offload: bool = False
 

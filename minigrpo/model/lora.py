@@ -8,13 +8,14 @@ model is the one that training started from, so the reference of a KL needs no s
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..config import ModelConfig
 from ..types import ConfigError
 from .hf import GPT2_PREFIX, HUB_NAME, read_tensors, stored_name, write_tensors
 from .linear import Linear, dense, linear
@@ -43,20 +44,17 @@ class LoRALinear(Linear):
         return out + linear(linear(x, self.lora_A), self.lora_B) * self.scale
 
 
-def add_adapters(
-    model: Transformer, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
-) -> None:
-    """Freeze a model, and add an adapter to linear layers of its blocks, in place.
-
-    Args:
-        targets: names of layers, such as q_proj; empty: every linear layer of the blocks.
-    """
+def add_adapters(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
+    """Freeze a model and add the adapters of --lora-rank, in place; without it, do nothing."""
+    if not (rank := settings.lora_rank):
+        return
+    targets = {name.strip() for name in settings.lora_targets.split(",") if name.strip()}
     found = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
     names = layer_names(found)
-    if unknown := set(targets) - set(names):
+    if unknown := targets - {*names}:
         raise ConfigError(f"--lora-targets: {', '.join(unknown)} is none of {', '.join(names)}")
     model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
+    generator, alpha = torch.Generator().manual_seed(seed), settings.lora_alpha or 2.0 * rank
     for name, base in found.items():
         # c_proj is the name of two layers of a GPT-2 block; both are meant
         if not targets or name.split(".")[-1] in targets:
@@ -70,7 +68,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 def layer_names(layers: Mapping[str, nn.Module]) -> list[str]:
     """The last parts of names, such as q_proj, each once."""
-    return list(dict.fromkeys(name.split(".")[-1] for name in layers))
+    return sorted({name.split(".")[-1] for name in layers})
 
 
 def disable_adapters(model: nn.Module) -> None:

@@ -130,27 +130,20 @@ class CompletionRows:
     queries: Tensor  # [C, T] places of packed tokens: C rows
     keys: Tensor  # [C, L] places: of the prompt and the completion's inputs
     last: Tensor  # [C, T] up to which of the L keys each query attends
-    masks: list[Tensor] = field(default_factory=list, init=False)  # that of all layers, once run
+    masks: list[Tensor] = field(default_factory=list, init=False)  # once run, sdpa's
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
-        share = q.shape[1] // k.shape[1]
+        if not self.masks:  # one for all layers; else autograd would keep one of each
+            share, keys = q.shape[1] // k.shape[1], self.keys.shape[1]
+            last = self.last.repeat(1, share)[:, None, :, None]
+            # rows of a multiple of 8 in memory, because CUDA's attention would copy others
+            hidden = torch.arange(keys + -keys % 8, device=last.device) > last
+            self.masks.append(hidden.to(q.dtype).masked_fill_(hidden, -torch.inf)[..., :keys])
         # gradients of tokens in several rows are summed: in bfloat16, small terms would be lost
         wide = (at_least_fp32(x) if x.requires_grad else x for x in (k, v))
         k, v = (rows_of(x, self.keys).to(q.dtype) for x in wide)
-        return sdpa(rows_of(q, self.queries), k, v, mask=self._mask(q.dtype, share))
-
-    def _mask(self, dtype: torch.dtype, share: int) -> Tensor:
-        """0 up to a query's last key, then -inf, for R queries of a key head: `[C, 1, R * T, L]`.
-
-        One mask for all layers; else autograd would keep one of each. Rows are padded in memory to
-        a multiple of 8, because CUDA's attention would copy others.
-        """
-        if not self.masks:
-            keys, last = self.keys.shape[1], self.last.repeat(1, share)[:, None, :, None]
-            hidden = torch.arange(keys + -keys % 8, device=last.device) > last
-            self.masks.append(hidden.to(dtype).masked_fill_(hidden, -torch.inf)[..., :keys])
-        return self.masks[0]
+        return sdpa(rows_of(q, self.queries), k, v, mask=self.masks[0])
 
 
 @dataclass(frozen=True)

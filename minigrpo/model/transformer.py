@@ -79,10 +79,13 @@ def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Divide by the root mean square, in the precision of the weights (arXiv 1910.07467)."""
+    """Divide by the root mean square, in the precision of the weights (arXiv 1910.07467).
+
+    The result is in that of its input: norms must not double the cache of keys under autocast.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
@@ -128,8 +131,7 @@ class LlamaProjections(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # norms in float32 must not double the cache of keys under autocast
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+        return self.q_norm(q), self.k_norm(k), v
 
     def project(self, x: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""

@@ -70,13 +70,12 @@ class Weights(nn.Module):
         are bfloat16.
         """
         for name, parameter in self.named_parameters():
-            is_low = matrices != "float32" and parameter.dim() >= 2
-            if is_low and matrices == "nf4" and name.startswith("h."):
-                stored = to_nf4(parameter.requires_grad_(False))
+            kind = matrices if parameter.dim() == 2 else "float32"
+            if kind == "nf4" and name.startswith("h."):
+                parameter.data = to_nf4(parameter.requires_grad_(False))
             else:
-                kind = torch.bfloat16 if is_low else torch.get_default_dtype()
-                stored = parameter.detach().to(kind, copy=True)
-            parameter.data = stored.contiguous()
+                dtype = torch.get_default_dtype() if kind == "float32" else torch.bfloat16
+                parameter.data = parameter.detach().to(dtype, copy=True).contiguous()
 
     def trim_vocab(self, number: int) -> None:
         """Keep only the first `number` tokens, so that vocabulary padding is never sampled."""

@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from ..config import Config
-from ..defaults import Size
 from ..model.transformer import Transformer
 from ..task import Task
 from .stats import SAMPLED, Estimate, headline
@@ -59,11 +58,10 @@ class Console:
     ) -> None:
         """Say what a step is, which layers are on, and what the reward is."""
         prompts, group = config.sampling.prompts_per_step, config.sampling.group_size
-        parameters = Size.of(Transformer(model.shape, seed=None)).parameters / 1e6
         self.say(
             f"{config.loss.name}: {prompts} prompts x {1 if config.supervised else group} "
             f"completions per step, on {processes} x {model.device.type}; "
-            f"{parameters:.1f} M parameters; learning rate {config.optimizer.learning_rate:g}"
+            f"learning rate {config.optimizer.learning_rate:g}"
         )
         self.defaults(config)
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}

@@ -50,7 +50,7 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
     next tensor when it is touched first. With large embeddings that took a quarter of a step.
     """
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and device.type == "cpu":  # glibc has it, other C libraries may not
         mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
         mallopt(TRIM_THRESHOLD, LARGEST_KEPT)

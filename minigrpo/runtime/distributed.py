@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..types import ConfigError
@@ -43,11 +45,19 @@ class DistContext:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        store, rank, world_size = next(rendezvous("env://"))
+        # after a restart the store may still hold messages of the previous attempt
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=PrefixStore(f"attempt_{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+        )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-        return cls(dist.get_rank(), local_rank, dist.get_world_size(), patient)
+        return cls(rank, local_rank, world_size, patient)
 
     @property
     def is_main(self) -> bool:

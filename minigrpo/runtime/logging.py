@@ -1,7 +1,7 @@
 """A run's logs: JSONL files, TensorBoard, and with --track also Weights & Biases or Trackio.
 
 A log never ends a run: what a full disk or a tracker does not take is lost with a warning. JSON is
-strict: a value that is not finite is null, and `num_nonfinite` counts such values in its record.
+strict: a value that is not finite is null.
 """
 
 import json
@@ -22,17 +22,13 @@ METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
 HELD_OUT = "held_out.jsonl"  # the answers of the last evaluation, which `minigrpo compare` pairs
 LOGS = (METRICS, EVALUATIONS, SAMPLES, HELD_OUT)
 TRACK_ID = "track_id"  # file with the name of the run in its tracker, so that a resume continues it
-NUM_NOT_FINITE = "num_nonfinite"
 Record = Mapping[str, Any]
 Warn = Callable[[str], object]
 
 
 def to_json(record: Record, indent: int | None = None) -> str:
     """A record as strict JSON, with a line break at the end."""
-    odd = list[str]()
-    strict = json.loads(json.dumps(record), parse_constant=odd.append)  # which returns None
-    if odd:
-        strict[NUM_NOT_FINITE] = len(odd)
+    strict = json.loads(json.dumps(record), parse_constant=lambda name: None)
     return json.dumps(strict, indent=indent) + "\n"
 
 

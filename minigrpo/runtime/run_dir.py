@@ -121,10 +121,12 @@ class RunDir:
         """Raise ConfigError for another run's checkpoint; warn of what may change bits."""
         free = {name for name, (group, _) in places().items() if group in MAY_DIFFER} - {"seed"}
         for name, x in self.run.items():
+            if then.get(name) == x:
+                continue
             said = f"--resume: {name} was {then.get(name)!r}, is {x!r}"
-            if then.get(name) != x and name not in free | self.versions.keys():
+            if name not in free | self.versions.keys():
                 raise ConfigError(said)
-            if then.get(name) != x and self.dist.is_main:
+            if self.dist.is_main:
                 self.console.warn(f"{said}: bits may differ")
 
     def open_log(self, state: State) -> RunLog:
@@ -142,19 +144,16 @@ class RunDir:
             write_text(self.path / RECORD, tomli_w.dumps({**settings, "versions": self.versions}))
             log.open(self.path, state["step"], self.base, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
-            self._write_trained_on()
+            # what this run and the run of --model are trained on, for honest evaluations
+            name = self.config.model.name
+            warn_of_known_questions(name, self.questions, self.console.warn)
+            before = trained_on(Path(name))
+            own, _ = self.questions or (before, before)
+            if len(both := np.union1d(before, own)):
+                write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, both))
 
         self.dist.on_main(start)
         return log
-
-    def _write_trained_on(self) -> None:
-        """Keep what this run and the run of --model are trained on, for honest evaluations."""
-        name = self.config.model.name
-        before = trained_on(Path(name))
-        own, _ = self.questions or (before, before)
-        warn_of_known_questions(name, self.questions, self.console.warn)
-        if len(both := np.union1d(before, own)):
-            write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, both))
 
     def close(self) -> None:
         """Unlock the folder."""

@@ -38,13 +38,13 @@ def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer)
     if batch.advantages is None or step % STEPS_BETWEEN:
         return
     completions, records = batch.completions, []
-    for g in range(len(batch.texts[0])):
+    for g, advantage in enumerate(batch.advantages[0].tolist()):
         ids = completions.completion_ids[0, g][completions.completion_mask[0, g]].tolist()
         records.append(
             {
                 "source": "train",
                 **_record(batch, 0, g),
-                "advantage": float(batch.advantages[0, g]),
+                "advantage": advantage,
                 "prompt_tokens": int(completions.prompt_len[0]),
                 "token_ids": ids,
                 "tokens": token_texts(tokenizer, ids),

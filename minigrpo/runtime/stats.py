@@ -47,6 +47,10 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
         if dialogues := [x for group in batch.texts for x in group if isinstance(x, Dialogue)]:
             values["dialogues/turns"] = [x.turns for x in dialogues]
             values["dialogues/cut_ratio"] = [x.cut for x in dialogues]
+            results = [[y["content"] for y in x.messages if y["role"] == "tool"] for x in dialogues]
+            values["tools/call_frequency"] = [len(x) for x in results]  # per dialogue
+            failed = [y.startswith("{'error': ") for x in results for y in x]
+            values["tools/failure_frequency"] = failed or [np.nan]  # per call
     if (log_kept_mass := batch.completions.log_kept_mass) is not None:
         values["sampling/removed_mass"] = 1 - log_kept_mass[mask].exp()
     return {name: np.asarray(x, dtype=np.float64) for name, x in values.items()}
@@ -124,7 +128,7 @@ def estimate(values: np.ndarray) -> Estimate:
         return Estimate(math.nan)
     if np.isin(each, (0, 1)).all():
         return wilson(float(each.mean()), len(each))
-    return Estimate(float(each.mean()), *students_t(each))
+    return students_t(each)
 
 
 def wilson(share: float, n: float) -> Estimate:
@@ -138,13 +142,13 @@ def wilson(share: float, n: float) -> Estimate:
     return Estimate(share, max(0.0, center - half), min(1.0, center + half))
 
 
-def students_t(values: np.ndarray) -> tuple[float, float]:
-    """The interval of the mean of `[n]` values; NaN for one value."""
-    if len(values) < 2:
-        return math.nan, math.nan
-    t = np.polyval(STUDENT_T, 1 / (len(values) - 1))
-    mean, half = values.mean(), t * values.std(ddof=1) / math.sqrt(len(values))
-    return float(mean - half), float(mean + half)
+def students_t(values: np.ndarray) -> Estimate:
+    """The mean of `[n]` values, with an interval unless n is 1."""
+    mean, n = float(values.mean()), len(values)
+    if n < 2:
+        return Estimate(mean)
+    half = float(np.polyval(STUDENT_T, 1 / (n - 1)) * values.std(ddof=1)) / math.sqrt(n)
+    return Estimate(mean, mean - half, mean + half)
 
 
 # --- pass@k and the headline ----------------------------------------------------------------------
@@ -205,16 +209,15 @@ def difference(first: np.ndarray, second: np.ndarray, by_seed: np.ndarray) -> Di
         by_seed: `[seeds]`, the change in each. Three or more decide, not the examples. The interval
             stays at least as wide as that over the examples: seeds may agree by chance.
     """
-    low, high = students_t(second - first)
-    p = math.nan
+    change, p = students_t(second - first), math.nan
     if len(by_seed) > 2:
-        low_by_seed, high_by_seed = students_t(by_seed)
-        low, high = min(low, low_by_seed), max(high, high_by_seed)
+        _, low, high = students_t(by_seed)
+        change = Estimate(change.value, min(change.low, low), max(change.high, high))
     elif np.isin([first, second], (0, 1)).all():
         p = mcnemar(int((first > second).sum()), int((first < second).sum()))
-    is_shown = low > 0 or high < 0 if math.isnan(p) else p < ALPHA
-    x, y = float(first.mean()), float(second.mean())
-    return Difference(len(first), x, y, Estimate(y - x, low, high), p, is_shown)
+    is_shown = change.low > 0 or change.high < 0 if math.isnan(p) else p < ALPHA
+    sides = float(first.mean()), float(second.mean())
+    return Difference(len(first), *sides, change, p, is_shown)
 
 
 def mcnemar(lost: int, won: int) -> float:

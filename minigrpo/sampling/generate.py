@@ -214,10 +214,11 @@ class Generation:
         number in place of the last token, which tells it from others.
         """
         ended, unread, running, _, lengths, last = state
-        for i in np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens)):
-            ids = self.ids[running[i], : lengths[i]].tolist()
-            self.dialogues.submit(int(running[i]), ids)
-            unread[i], unfinished[i] = WAITS, True
+        new = np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens))
+        rows = self.ids[torch.from_numpy(running[new]).to(self.ids.device)].tolist()
+        for i, ids in zip(new, rows, strict=True):
+            self.dialogues.submit(int(running[i]), ids[: lengths[i]])
+        unread[new], unfinished[new] = WAITS, True
         answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
         for sequence, answer in self.dialogues.replies(wait=not others).items():
@@ -294,7 +295,8 @@ class Sampler:
         longest = self.config.sampling.max_new_tokens
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
-        drafts = None
+        # a prompt of the user's own has no environment
+        drafts, self.in_turns = None, self.dialogues and examples[0].tools is not None
         if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
@@ -302,7 +304,7 @@ class Sampler:
 
         def completed(size: int) -> Completions:
             """With so many prompts at once; after an error, all begin again with fewer."""
-            if self.dialogues:
+            if self.in_turns:
                 self.dialogues.begin(examples, num_samples)
             with self.autocast():
                 low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
@@ -319,7 +321,7 @@ class Sampler:
                     drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
-                    dialogues=self.dialogues,
+                    dialogues=self.dialogues if self.in_turns else None,
                 ).run()
 
         most = min(batch_size or len(examples), len(examples))
@@ -327,6 +329,6 @@ class Sampler:
 
     def texts(self, completions: Completions) -> list[list[str]]:
         """The texts of the completions of the last `complete`, `[P][G]`; see `types.Dialogue`."""
-        if self.dialogues:
+        if self.in_turns:
             return self.dialogues.finish(completions)
         return decode(self.tokenizer, completions)

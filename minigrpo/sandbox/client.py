@@ -39,8 +39,30 @@ def run_tests(
     except (IndexError, OSError):  # none is idle, or the system has ended it
         worker = Worker()
         connection = worker.start()
-    with connection:
-        verdicts = judge(connection, code, tests, setup, timeout_s)
+    deadline = time.monotonic() + WALL_FACTOR * timeout_s + WALL_EXTRA_S
+    stream = connection.makefile("rwb")
+    stream.write(frame(timeout_s))  # sent with the first request
+
+    def ask(kind: str, source: str) -> list[Any]:
+        """[The value of an expression, None of statements]; [] if it raises or is not plain."""
+        key = secrets.token_hex(8)  # shows that an answer is one
+        with suppress(Exception):  # the program may send anything
+            connection.settimeout(deadline - time.monotonic())  # an error where none is left
+            stream.write(frame((kind, source)) + frame(key))
+            stream.flush()
+            echoed, answer = receive(stream), receive(stream)
+            if echoed == key:
+                return answer
+        return []
+
+    split = [sides(test) for test in tests]
+    expected = [ask("eval", right) for _, right in split]  # before a program can change them
+    loaded = ask("exec", f"{code}\n{setup}") == [None]
+    verdicts = [
+        loaded and (ask("eval", left) == right if right else ask("exec", test) == [None])
+        for test, (left, _), right in zip(tests, split, expected, strict=True)
+    ]
+    connection.close()
     with suppress(OSError):  # the worker ends the program, with all that it started
         worker.control.sendall(b"e")
         _idle.append(worker)
@@ -73,35 +95,6 @@ class Worker:
 
 # One for each thread that has run code at the same time. A worker ends when its connection does.
 _idle: list[Worker] = []
-
-
-def judge(
-    connection: socket.socket, code: str, tests: Sequence[str], setup: str, cpu_s: float
-) -> list[bool]:
-    """Load a program into a process, which may send anything, and decide each test."""
-    deadline = time.monotonic() + WALL_FACTOR * cpu_s + WALL_EXTRA_S
-    stream = connection.makefile("rwb")
-    stream.write(frame(cpu_s))  # sent with the first request
-
-    def ask(kind: str, source: str) -> list[Any]:
-        """[The value of an expression, None of statements]; [] if it raises or is not plain."""
-        key = secrets.token_hex(8)  # shows that an answer is one
-        with suppress(Exception):  # whatever was sent
-            connection.settimeout(deadline - time.monotonic())  # an error where none is left
-            stream.write(frame((kind, source)) + frame(key))
-            stream.flush()
-            echoed, answer = receive(stream), receive(stream)
-            if echoed == key:
-                return answer
-        return []
-
-    split = [sides(test) for test in tests]
-    expected = [ask("eval", right) for _, right in split]  # before a program can change them
-    loaded = ask("exec", f"{code}\n{setup}") == [None]
-    return [
-        loaded and (ask("eval", left) == right if right else ask("exec", test) == [None])
-        for test, (left, _), right in zip(tests, split, expected, strict=True)
-    ]
 
 
 def sides(test: str) -> tuple[str, str]:

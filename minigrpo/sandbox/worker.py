@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 globals()["__builtins__"] = vars(builtins).copy()  # a program may replace those of the module
 
 LARGEST = 2 << 20  # bytes of a message
+# by the names under which they are sent
+CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict, "frozenset": frozenset}
 LIMITS = {"AS": 512 << 20, "FSIZE": 0, "NOFILE": 64, "CORE": 0}
 READS = os.O_RDONLY | os.O_CLOEXEC  # as `open` does
 # whose audit events are refused: processes and signals, C code, the network, files apart from
@@ -42,21 +44,18 @@ def encode(value: Any) -> Any:
     """
     if isinstance(value, int | float | str | None):
         return value
-    if isinstance(value, list):
-        return [encode(x) for x in value]
-    if isinstance(value, tuple):
-        return {"tuple": encode([*value])}
-    if isinstance(value, dict):
-        return {"dict": encode([*value.items()])}
     if isinstance(value, Set):  # and the views of a dict
-        return {"frozenset": encode([*value])}
+        value = frozenset(value)
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind):
+            return {name: [encode(x) for x in (value.items() if kind is dict else value)]}
     raise TypeError("not a plain value")
 
 
 def decode(form: dict[str, Any]) -> Any:
     """The container that `encode` made an object of, whose contents are decoded already."""
     [(name, contents)] = form.items()
-    return {"tuple": tuple, "dict": dict, "frozenset": frozenset}[name](contents)
+    return CONTAINERS[name](contents)
 
 
 def frame(message: Any) -> bytes:

@@ -26,23 +26,19 @@ Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows t
 def load_task(
     task: Any,
     *,
-    seed: int,
     data: Data = "",
     eval_data: Data = "",
-    chat: bool = False,
-    environment: bool = False,
     args: Mapping[str, Any] | None = None,
+    **known: Any,
 ) -> Task:
     """The task of --task, --data, --eval-data and --task-args.
-
-    A class gets `seed`, `chat` and `environment` if its `__init__` names them, and the others if
-    they are given.
 
     Args:
         task: a key of TASKS, a Python file with one task, a class, or an object that is made.
         data, eval_data: files, separated by commas, or the rows themselves.
-        chat: whether --system makes prompts the messages of a user.
-        environment: whether there is one, which may say what a row does not.
+        known: what a class gets only if its `__init__` names it: `seed`; `chat`, whether --system
+            makes prompts the messages of a user; `environment`, whether there is one, which may say
+            what a row does not.
     """
     given = {"data": sources(data), "eval_data": sources(eval_data)}
     given = {name: value for name, value in given.items() if value} | dict(args or {})
@@ -54,7 +50,6 @@ def load_task(
         return made
     cls = class_of(task)
     named = inspect.signature(cls).parameters
-    known = {"seed": seed, "chat": chat, "environment": environment}
     own = {name: x for name, x in known.items() if name in named}
     try:
         return cls(**own, **given)
@@ -78,13 +73,12 @@ def class_of(task: str | type) -> type:
         return with_defaults(task)
     if task in TASKS:
         return resolve_name(f"{__package__}.{TASKS[task].path}")
-    if not task.endswith(".py"):
-        raise ConfigError(f"--task must be {', '.join(TASKS)} or a Python file, got {task}")
     name = f"minigrpo_{Path(task).stem}"
-    values = runpy.run_path(task, run_name=name).values()
+    values = runpy.run_path(task, run_name=name).values() if task.endswith(".py") else ()
     found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
     if len(found) != 1:
-        raise ConfigError(f"--task {task}: needs one class with a method train, has {len(found)}")
+        said = "or a Python file with one class that has a method train"
+        raise ConfigError(f"--task must be {', '.join(TASKS)} {said}, got {task}")
     return with_defaults(found[0])
 
 
@@ -118,7 +112,12 @@ def shipped_model(task: str) -> Path:
     row = TASKS.get(task, TASKS["chess-env"])
     if not row.shipped:
         raise ConfigError(f"--model shipped: none ships for --task {task}; name a model's folder")
-    return Path(str(files("minigrpo.assets") / f"{row.shipped}.safetensors"))
+    return asset(row.shipped)
+
+
+def asset(name: str) -> Path:
+    """The file of a model that ships."""
+    return Path(str(files("minigrpo.assets") / f"{name}.safetensors"))
 
 
 # --- what tasks share -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..runtime.rng import stream
 from ..runtime.stats import calibration
-from ..types import Example
+from ..types import EXACT, Example
 from .base import Generated, SourceTask, is_held_out
 from .data import Files
 from .math import HASHES, Math, final_answer
@@ -41,7 +41,7 @@ HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789
 NUM_POSSIBLE = (1, 2, 5, 10)  # digits, of each question in turn
 LENGTH = 4  # of the number, the hidden digit included
 
-TAGS = ("think", "answer", "analysis", "confidence")
+TAG = re.compile("</?(?:think|answer|analysis|confidence)>")
 # 0, 1 or a fraction, without sign, exponent or percent
 CONFIDENCE = r"<confidence>\s*([01](?:\.0*)?|0?\.[0-9]+)\s*</confidence>\s*"
 PLAIN_FORM = re.compile(f"(.*){CONFIDENCE}", re.DOTALL)
@@ -54,17 +54,15 @@ CHAT_FORM = re.compile(
 def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
     """The answer and the confidence that a completion states; None if its form does not match.
 
-    Each tag occurs once, in the order above, with nothing but white space between and after them.
-    The confidence is a plain decimal number from 0 to 1, such as 0.75, .5 or 1. The plain form
-    (without `chat`) has neither reasoning nor analysis.
+    No tag occurs twice. Those of the form stand in the order above, with nothing but white space
+    between and after them. The confidence is a plain decimal number from 0 to 1, such as 0.75, .5
+    or 1. The plain form (without `chat`) has neither reasoning nor analysis.
     """
-    form, tags = (CHAT_FORM, TAGS) if chat else (PLAIN_FORM, TAGS[-1:])
-    if any(text.count(f"</{tag}>") != 1 or text.count(f"<{tag}>") > 1 for tag in tags):
+    tags = TAG.findall(text)
+    if len(tags) != len({*tags}):
         return None  # so there is only one way to match, and time grows with the text only
-    found = form.fullmatch(text)
-    if not found:
-        return None
-    return found[1].rstrip(), float(found[2])
+    found = (CHAT_FORM if chat else PLAIN_FORM).fullmatch(text)
+    return (found[1].rstrip(), float(found[2])) if found else None
 
 
 class Calibration(SourceTask):
@@ -109,11 +107,8 @@ class Calibration(SourceTask):
         if isinstance(self.source, Math) and not final_answer(answer, HASHES):
             answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
         truth = example.fields["true_answer"]
-        if isinstance(self.source, Generated):
-            correct = float(answer == truth)
-        else:
-            scores = self.source.score(replace(example, answer=truth), answer)
-            correct = scores[self.source.success]
+        scores = self.source.score(replace(example, answer=truth), answer)  # none of a digit
+        correct = (scores or {EXACT: float(answer == truth)})[self.source.success]
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
 

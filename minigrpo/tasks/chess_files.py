@@ -6,9 +6,7 @@ whole game, or a line.
 """
 
 import gzip
-import logging
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import chess
@@ -20,7 +18,7 @@ from ..types import Example
 from .data import Files, Row, Rows
 from .self_play import ask, is_held_out
 
-chess.pgn.LOGGER.setLevel(logging.CRITICAL)  # bad games are counted, not printed
+chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 
 
 class ChessFiles(Rows):
@@ -41,20 +39,19 @@ class ChessFiles(Rows):
     def read(self, files: Files) -> list[Row]:
         """The rows in a random order, because the positions of one game are alike."""
         rows = list[Row]()
-        for path in files:
-            if not isinstance(path, Path):
-                raise ValueError("needs files, not rows")
-            is_pgn = path.name.endswith((".pgn", ".pgn.gz"))
-            for number, record in enumerate(records_of(path, is_pgn), 1):
-                try:
-                    rows += plies(record, self.history) if is_pgn else [parse_line(record)]
-                except ValueError as error:
-                    self.skipped.append(f"{path}, record {number}: {error}")
+        for path in map(str, files):
+            opened: Any = gzip.open if path.endswith(".gz") else open
+            with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+                games = iter(partial(chess.pgn.read_game, file), None)
+                is_pgn = path.endswith((".pgn", ".pgn.gz"))
+                records: Any = games if is_pgn else filter(None, map(str.strip, file))
+                for number, record in enumerate(records, 1):
+                    try:
+                        rows += plies(record, self.history) if is_pgn else [parse_line(record)]
+                    except ValueError as error:
+                        self.skipped.append(f"{path}, record {number}: {error}")
         order = stream(self.seed, "chess files").permutation(len(rows))
         return [rows[place] for place in order]
-
-    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if is_held_out(position_of(row.example))]
 
 
 def position_of(example: Example) -> str:
@@ -67,17 +64,8 @@ def row_of(example: Example) -> Row:
 
     A line may leave out an en passant square where no pawn can capture; the question always does.
     """
-    return Row(position_key(chess.Board(position_of(example)).fen()), example)
-
-
-def records_of(path: Path, is_pgn: bool) -> Iterator[Any]:
-    """The games of a file, or its lines."""
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        if not is_pgn:
-            yield from filter(None, map(str.strip, file))
-        while (game := chess.pgn.read_game(file)) is not None:
-            yield game
+    fen = position_of(example)
+    return Row(position_key(chess.Board(fen).fen()), example, is_held_out(fen))
 
 
 def plies(game: chess.pgn.Game, history: int) -> list[Row]:
@@ -105,7 +93,8 @@ def parse_line(text: str) -> Row:
     Raises ValueError for a line that contradicts the rules of chess, or what its position alone
     tells: a draw by repetition.
     """
-    fields = text.removeprefix("A: ").split("+")
+    line = text.removeprefix("A: ")
+    fields = line.split("+")
     if len(fields) not in (6, 7) or not is_valid_fen(fields[0]):
         raise ValueError("not <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>")
     fen, uci, after, ending = fields[0], fields[1], fields[-4], "+".join(fields[-3:])
@@ -115,5 +104,4 @@ def parse_line(text: str) -> Row:
     if not spelled or ending.replace("-1.0+0+1", "0.0+0+1") != true_ending:
         raise ValueError(f"{uci} does not lead to {after}+{ending}")
     answer = f"{after}+{ending}"
-    prompt = "A: " + text.removeprefix("A: ").removesuffix(answer)
-    return row_of(Example(prompt, answer, kind=kind))
+    return row_of(Example(f"A: {line.removesuffix(answer)}", answer, kind=kind))

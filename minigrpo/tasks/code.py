@@ -20,15 +20,14 @@ run adds to that, it has learnt from the tests.
 
 import ast
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..runtime.rng import stream
 from ..sandbox import run_tests as run_tests
-from ..types import ConfigError, Example
+from ..types import Example
 from .base import Generated, SourceTask, is_held_out
 from .data import Files, Row, Rows, text_of
 
@@ -62,14 +61,10 @@ class Code(SourceTask):
         self, seed: int, data: Files = (), eval_data: Files = (), timeout: float = 3.0
     ) -> None:
         """`timeout`: seconds of CPU time for a completion and its tests."""
-        if sys.platform != "linux":
-            raise ConfigError("--task code runs what a model writes, which needs Linux")
         self.seed, self.timeout_s = seed, float(timeout)
-        if data or eval_data:
-            super().__init__(Problems(seed, data, eval_data, parse_problem))
-            return
-        super().__init__(Generated(self._one_liner, "one-line functions"))
-        self.speculate = True
+        self.speculate = not (data or eval_data)
+        made = Generated(self._one_liner, "one-line functions")
+        super().__init__(made if self.speculate else Rows(seed, data, eval_data, parse_problem))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         fields = example.fields
@@ -80,23 +75,22 @@ class Code(SourceTask):
     def _one_liner(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"one-liners/{'held-out' if held_out else 'train'}", number)
         while True:
-            kind, expression, term = draw(rng)
+            kind, expression = draw(rng)
             values = {x: eval(expression, {"x": x}) for x in (*SHOWN, *HIDDEN)}
             prompt = " ".join(f"f({x})={values[x]}" for x in SHOWN) + f"\n{HEAD}"
             if is_held_out(prompt) == held_out:
                 break
         tests = [f"assert f({x}) == {value}" for x, value in values.items()]
-        _, other, _ = draw(rng, term)  # the term is f(0), the first example
+        _, other = draw(rng, values[0])  # the term is f(0), the first example
         fields = {"prefix": HEAD, "test_list": tests, "code": f" return {expression}"}
         return Example(prompt, f" return {other}", number, kind, fields=fields)
 
 
-def draw(rng: np.random.Generator, term: int | None = None) -> tuple[str, str, int]:
-    """A random function of x, of this term if one is given: its kind, expression and term."""
+def draw(rng: np.random.Generator, term: int | None = None) -> tuple[str, str]:
+    """A random function of x, of this term if one is given: its kind and expression."""
     kind = str(rng.choice([*KINDS]))
-    factor, drawn = rng.integers(LOWEST, BEYOND).tolist()
-    term = drawn if term is None else term
-    return kind, KINDS[kind].format(factor=factor, term=term), term
+    factor, drawn = rng.integers(LOWEST, BEYOND)
+    return kind, KINDS[kind].format(factor=factor, term=drawn if term is None else term)
 
 
 def code_of(text: str) -> str:
@@ -114,14 +108,6 @@ def setup_of(fields: Mapping[str, Any]) -> str:
     return "\n".join([*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""])
 
 
-class Problems(Rows):
-    """Problems of files, of which MBPP's test split is held out, if they have both sides of it."""
-
-    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
-        test = [row for row in rows if row.example.fields.get("task_id") in PUBLISHED_TEST]
-        return test if 0 < len(test) < len(rows) else super().choose_held_out(rows)
-
-
 def parse_problem(record: dict[str, Any]) -> Row:
     """The row of a line, whose tests are Python."""
     text, code = text_of(record, ("text", "prompt")), text_of(record, ("code",))
@@ -131,4 +117,5 @@ def parse_problem(record: dict[str, Any]) -> Row:
     for source in (*tests, setup_of(record)):
         ast.parse(source)
     prompt = PROMPT.format(text=text.strip(), tests="\n".join(tests)).replace("\r\n", "\n")
-    return Row(text, Example(prompt, code.replace("\r\n", "\n"), fields=record))
+    test = record.get("task_id") in PUBLISHED_TEST
+    return Row(text, Example(prompt, code.replace("\r\n", "\n"), fields=record), test)

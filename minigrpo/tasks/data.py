@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Row(NamedTuple):
 
     question: str  # what decides whether two lines ask the same
     example: Example
+    test: bool = False  # held out, if there is no --eval-data and some other line is not
 
 
 Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
@@ -44,25 +45,6 @@ def question_key(text: str) -> str:
     if not (words := unicodedata.normalize("NFC", text).split()):
         raise ValueError("the question is empty")
     return " ".join(words)
-
-
-def read_rows(files: Files, parse: Parse) -> list[Row]:
-    """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
-    rows = []
-    for source in files:
-        records, place = cast(Any, source), "the data, row"
-        if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
-            records, place = source.read_bytes().splitlines(), f"{source}, line"
-        for number, record in enumerate(records, 1):
-            is_line = isinstance(record, bytes)
-            if is_line and not record.strip():
-                continue
-            try:
-                question, example = parse(json.loads(record) if is_line else record)
-                rows.append(Row(question_key(question), example))
-            except Exception as error:  # KeyError, RecursionError: a line may hold anything
-                raise ConfigError(f"{place} {number}: {type(error).__name__}: {error}") from error
-    return rows
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -83,11 +65,18 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
 
 
 def parse_pair(record: Record, default: str | None = None) -> Row:
-    """A question, or the messages of a chat, and an answer; all are used as they are."""
-    messages, said = chat_of(record)
+    """A question, or the messages of a chat, and an answer; all are used as they are.
+
+    Messages stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). The
+    last one, if it is the assistant's, is the answer.
+    """
+    chats = [record[key] for key in CHATS if is_chat(record.get(key))]
+    messages = [as_templates_write(message) for chat in chats for message in chat]
+    if messages and messages[-1]["role"] == "assistant":
+        default = messages.pop()["content"]
     question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
-    answer = text_of(record, keys, default if said is None else said)
+    answer = text_of(record, keys, default)
     tools = record.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
     tools = tools if isinstance(tools, list) else None
@@ -103,17 +92,6 @@ def parse_begun(record: Record) -> Row:
     if not any(key in record for key in (*QUESTIONS, *CHATS)):
         return Row(json.dumps(record, sort_keys=True, default=str), Example("", fields=record))
     return parse_any(record)
-
-
-def chat_of(record: Record) -> tuple[list[dict[str, Any]], str | None]:
-    """The messages of a row up to its answer; and the answer, if the last one is the assistant's.
-
-    They stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's).
-    """
-    parts = [record[key] for key in CHATS if is_chat(record.get(key))]
-    chat = [as_templates_write(message) for part in parts for message in part]
-    said = chat.pop()["content"] if chat and chat[-1]["role"] == "assistant" else None
-    return chat, said
 
 
 def is_chat(value: Any) -> bool:
@@ -145,8 +123,13 @@ class Rows(Task):
         """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
         self.seed, self.parse = seed, parse
         rows, held_out = self.read(data), self.read(eval_data)
+        if not eval_data:
+            held_out = [row for row in rows if row.test]
+            if len(held_out) in (0, len(rows)):  # no such split, or one side of it
+                chosen = [row for row in rows if is_held_out(row.question)]
+                held_out = chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
         first: dict[str, Example] = {}
-        for row in held_out if eval_data else self.choose_held_out(rows):
+        for row in held_out:
             first.setdefault(row.question, row.example)
         train = [row for row in rows if row.question not in first]
         self._train, self._held_out = [row.example for row in train], list(first.values())
@@ -158,12 +141,25 @@ class Rows(Task):
         self.questions = _hashes(row.question for row in train), _hashes(first)
 
     def read(self, files: Files) -> list[Row]:
-        return read_rows(files, self.parse)
-
-    def choose_held_out(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows of --data that are held out if there is no --eval-data; at least a question."""
-        chosen = [row for row in rows if is_held_out(row.question)]
-        return chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
+        """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
+        rows = []
+        for source in files:
+            records: Any = source
+            place = "the data, row"
+            if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
+                records, place = source.read_bytes().splitlines(), f"{source}, line"
+            for number, record in enumerate(records, 1):
+                is_line = isinstance(record, bytes)
+                if is_line and not record.strip():
+                    continue
+                try:
+                    row = self.parse(json.loads(record) if is_line else record)
+                    rows.append(row._replace(question=question_key(row.question)))
+                except Exception as error:  # KeyError, RecursionError: a line may hold anything
+                    raise ConfigError(
+                        f"{place} {number}: {type(error).__name__}: {error}"
+                    ) from error
+        return rows
 
     def train(self, number: int) -> Example:
         epoch, place = divmod(number, len(self._train))

@@ -46,7 +46,10 @@ class Prompts(SourceTask):
         self.parts, parse = JUDGES[judge]
         self.success = next(iter(self.parts), REWARD)
         if environment and not (data or eval_data):
-            super().__init__(Generated(lambda number, held_out: Example(""), "the environment's"))
+            if self.parts:
+                raise ConfigError("no reward: give the environment a get_reward, or give rewards")
+            made = Generated(lambda number, held_out: Example("", index=number), "episodes")
+            super().__init__(made)
         else:
             parse = parse_begun if environment and judge == "none" else parse
             super().__init__(Rows(seed, data, eval_data, parse))
@@ -76,7 +79,7 @@ def parse_qa(record: dict[str, Any]) -> Row:
     answers = answers if isinstance(answers, list) else [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
-    question, example = parse_pair({**record, "answer": answers[0]})
+    question, example, _ = parse_pair({**record, "answer": answers[0]})
     context = record.get("context") or ""
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)

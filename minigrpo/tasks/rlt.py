@@ -24,20 +24,16 @@ one pass. With the carries before it, each digit is a sum of three numbers in it
 """
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ..model.encoding import to_completions, token_texts
-from ..model.frozen_model import FrozenModel
 from ..runtime.rng import stream
 from ..task import TokenBatch
 from ..types import ConfigError, Example
-from .base import Generated, SourceTask, is_held_out
+from .base import Generated, SourceTask, asset, is_held_out
 from .data import QUESTIONS, Files, Row, Rows, text_of
 from .math import solution_of
 
@@ -60,7 +56,8 @@ explanation between <think> and </think>.
 STUDENTS_PROMPT = """\
 {question}
 
-Think between <think> and </think>, then write the solution between <solution> and </solution>."""
+Think between <think> and </think>, then write the solution between <solution> and </solution>.
+"""
 
 
 class RLT(SourceTask):
@@ -77,19 +74,15 @@ class RLT(SourceTask):
     success = "solved"
 
     def __init__(
-        self, seed: int, data: Files = (), eval_data: Files = (), student: str = "shipped"
+        self, seed: int, data: Files = (), eval_data: Files = (), student: str = ""
     ) -> None:
-        """`student`: a run, a model's folder or file, ORG/NAME, or `shipped` for additions."""
-        self.seed, self.student, self.student_prompt = seed, student, STUDENTS_PROMPT
-        if data or eval_data:
-            super().__init__(Rows(seed, data, eval_data, parse_lesson))
-            if student == "shipped":
-                raise ConfigError("--task rlt --data needs --task-args student=MODEL")
-            return
-        super().__init__(Generated(self._addition, f"additions of {DIGITS} digits"))
-        self.student_prompt, self.speculate = "{question}", True
-        if student == "shipped":
-            self.student = str(files("minigrpo.assets") / "student.safetensors")
+        """`student`: a run, a model's folder or file, or ORG/NAME; "": the one of additions."""
+        self.seed, self.student = seed, student or str(asset("student"))
+        self.speculate = not (data or eval_data)
+        if not (self.speculate or student):
+            raise ConfigError("--task rlt --data needs --task-args student=MODEL")
+        made = Generated(self._addition, f"additions of {DIGITS} digits")
+        super().__init__(made if self.speculate else Rows(seed, data, eval_data, parse_lesson))
 
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
@@ -98,7 +91,9 @@ class RLT(SourceTask):
         assert teacher is not None
         prompts, solutions, spans, rows = [], [], {}, []
         for p, example in enumerate(batch.examples):
-            prompts.append(self._prompt(student, example))
+            # a message, if the student has a chat template
+            asked = Example(example.fields["students_prompt"], tools=())
+            prompts.append(student.encode_prompt(asked))
             solutions.append(encode(example.fields["solution"]))
             read = [encode("<think></think>")]
             for g, text in enumerate(batch.texts[p]):
@@ -130,13 +125,6 @@ class RLT(SourceTask):
                 values["kl"][p, g] = -B_MEAN * ratio.mean() - B_MAX * ratio.max()
         return values
 
-    def _prompt(self, student: FrozenModel, example: Example) -> list[int]:
-        """The question by the student's chat template, if it has one, else as a plain line."""
-        text = self.student_prompt.format(question=example.fields["question"])
-        if not student.tokenizer.chat:
-            return student.encode_prompt(Example(f"{text}\n"))
-        return student.encode_prompt(Example(text, messages=({"role": "user", "content": text},)))
-
     def _addition(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, "additions", number, held_out)
         while True:
@@ -150,7 +138,7 @@ class RLT(SourceTask):
         above = 10 * PLACES[::-1]  # what a carry out of each column is worth
         carries = "".join(map(str, (a % above + b % above) // above))
         prompt = f"{question}\n<solution>{solution}</solution>\n"
-        fields = {"question": question, "solution": solution}
+        fields = {"students_prompt": f"{question}\n", "solution": solution}
         return Example(prompt, f"<think>{carries}</think>", number, fields=fields)
 
 
@@ -158,7 +146,8 @@ def parse_lesson(record: dict[str, Any]) -> Row:
     """The row of a line. Its answer is empty, because no explanation is the true one."""
     question, solution = text_of(record, QUESTIONS), solution_of(record)
     prompt = TEACHERS_PROMPT.format(question=question, solution=solution)
-    fields = {**record, "question": question, "solution": solution}
+    asked = STUDENTS_PROMPT.format(question=question)
+    fields = {**record, "students_prompt": asked, "solution": solution}
     return Row(question, Example(prompt, fields=fields))
 
 
@@ -175,6 +164,6 @@ def find_span(pieces: Sequence[str]) -> tuple[slice, slice]:
     found = EXPLANATION.search("".join(pieces))
     if not found:
         return slice(0, 0), slice(0, 0)
-    bounds = [*accumulate(map(len, pieces), initial=0)]  # where tokens begin, and the last one ends
-    shown = slice(bisect_right(bounds, found.start()) - 1, bisect_left(bounds, found.end()))
-    return shown, slice(bisect_left(bounds, found.start(1)), bisect_right(bounds, found.end(1)) - 1)
+    owner = [number for number, piece in enumerate(pieces) for _ in piece]  # of each character
+    shown = slice(owner[found.start()], owner[found.end() - 1] + 1)
+    return shown, slice(owner[found.start(1) - 1] + 1, owner[found.end(1)])

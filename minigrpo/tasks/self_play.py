@@ -63,9 +63,8 @@ class Ply(NamedTuple):
     earlier: list[str]  # the moves before it
 
 
-def play(seed: int, split: str, game: int, attempt: int) -> list[Ply]:
-    """Play a game; a pure function of its arguments."""
-    rng = stream(seed, f"game/{split}", game, attempt)
+def play(rng: np.random.Generator) -> list[Ply]:
+    """Play a game."""
     board = sparse_board(rng) if rng.random() < SPARSE_START_SHARE else chess.Board()
     plies: list[Ply] = []
     while (
@@ -73,9 +72,8 @@ def play(seed: int, split: str, game: int, attempt: int) -> list[Ply]:
         and (moves := list(board.legal_moves))
         and not board.is_insufficient_material()
     ):
-        weights = np.cumsum([PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves])
-        pick = np.searchsorted(weights, rng.random() * weights[-1], side="right")
-        move = moves[int(pick)]
+        bias = [PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves]
+        move = moves[np.searchsorted(np.cumsum(bias), rng.random() * sum(bias), side="right")]
         if rng.random() < MATE_IF_POSSIBLE:
             checks = filter(board.gives_check, moves)
             move = next((x for x in checks if board.lan(x).endswith("#")), move)
@@ -89,10 +87,10 @@ def sparse_board(rng: np.random.Generator) -> chess.Board:
     """A random valid endgame: two kings and one to six other pieces, about half of them pawns."""
     while True:
         board = chess.Board(None)
-        squares = rng.permutation(64).tolist()
-        board.set_piece_at(squares[0], chess.Piece(chess.KING, chess.WHITE))
-        board.set_piece_at(squares[1], chess.Piece(chess.KING, chess.BLACK))
-        for square in squares[2 : 3 + int(rng.integers(6))]:
+        white, black, *others = rng.permutation(64).tolist()
+        board.set_piece_at(white, chess.Piece.from_symbol("K"))
+        board.set_piece_at(black, chess.Piece.from_symbol("k"))
+        for square in others[: 1 + rng.integers(6)]:
             is_pawn = rng.random() < 0.5
             piece = chess.PAWN if is_pawn else int(rng.integers(chess.KNIGHT, chess.QUEEN + 1))
             board.set_piece_at(square, chess.Piece(piece, rng.random() < 0.5))
@@ -110,11 +108,11 @@ def illegal_move(fen: str, rng: np.random.Generator) -> str:
     board = chess.Board(fen)
     pinned = [move for move in board.pseudo_legal_moves if not board.is_legal(move)]
     if pinned and rng.random() < 0.5:
-        return pinned[int(rng.integers(len(pinned)))].uci()
+        return pinned[rng.integers(len(pinned))].uci()
     own = chess.SquareSet(board.occupied_co[board.turn])
     origins = list(own) if rng.random() < 0.8 else chess.SQUARES
     while True:
-        move = chess.Move(origins[int(rng.integers(len(origins)))], int(rng.integers(64)))
+        move = chess.Move(origins[rng.integers(len(origins))], int(rng.integers(64)))
         if move.from_square != move.to_square and not board.is_legal(move):
             return move.uci()
 
@@ -144,7 +142,7 @@ class SelfPlay(Generated):
         """The examples of one game."""
         usable, attempt = list[Ply](), 0
         while len(usable) < PLIES_TO_PICK_FROM:  # short games have too few plies of one split
-            plies = play(self.seed, split, game, attempt)
+            plies = play(stream(self.seed, f"game/{split}", game, attempt))
             usable += [x for x in plies if is_held_out(x.fen) == (split == "held-out")]
             attempt += 1
         rng = stream(self.seed, f"pick/{split}", game)

@@ -44,15 +44,15 @@ def parse(
     # a run's adapters are merged when it is loaded; it may be of another machine
     of_run += ["--model", arguments.run, "--lora-rank", "0", "--device", "auto"]
     if arguments.data:
-        of_run += ["--data", arguments.data, "--eval-data", ""]
+        of_run += ["--data", "", "--eval-data", arguments.data]
     return arguments, resolve(Config.from_cli([*of_run, *flags], prog=prog))
 
 
-def load(config: Config, console: Console, data: str = "") -> Parts:
-    """The parts of a config, with the files of --data held out whole."""
+def load(config: Config, console: Console) -> Parts:
+    """The parts of a config, on its device."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
-    return Parts(config, device, console, {"data": "", "eval_data": data} if data else {})
+    return Parts(config, device, console)
 
 
 class Arguments(ModelArguments):
@@ -65,7 +65,7 @@ class Arguments(ModelArguments):
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console = Console()
-    parts = load(config.replace(eval_size=arguments.n), console, arguments.data)
+    parts = load(config.replace(eval_size=arguments.n), console)
     warn_of_known_questions(arguments.run, parts.task.questions, console.warn)
     record, *_ = measure(parts.sampler, parts.scorer)
     run = config.run

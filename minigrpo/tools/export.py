@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..build import Parts
 from ..model.hf import read_json, save_model_folder
-from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG, Tokenizer
+from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG
 from ..runtime.console import Console
 from ..runtime.run_dir import TRAINED_ON
 from .evaluate import ModelArguments, parse
@@ -24,28 +24,21 @@ class Arguments(ModelArguments):
     """The folder to write."""
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer's files, its chat template, and where `generate` has to stop."""
-    for name in FILES:
-        if (tokenizer.source / name).is_file():
-            shutil.copyfile(tokenizer.source / name, folder / name)
-    if tokenizer.chat:
-        (folder / CHAT_TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
-    file = folder / GENERATION_CONFIG
-    ends = [tokenizer.eot, *sorted(tokenizer.stops - {tokenizer.eot})]
-    settings = {"pad_token_id": ends[0], **read_json(file), "eos_token_id": ends}
-    file.write_text(json.dumps(settings))
-
-
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, config = parse(Arguments, argv, prog, __doc__)
     console, out = Console(), arguments.out
     parts = Parts(config, console=console)
-    model = parts.model
+    model, tokenizer = parts.model, parts.tokenizer
     out.mkdir(parents=True)  # an error if it is there
     save_model_folder(model, out)
-    write_tokenizer(parts.tokenizer, out)
-    trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model
-    if trained_on.is_file():
-        shutil.copyfile(trained_on, out / TRAINED_ON)
+    copied = [tokenizer.source / name for name in FILES]
+    copied.append(Path(arguments.run) / TRAINED_ON)  # for honest evaluations of the exported model
+    for file in filter(Path.is_file, copied):
+        shutil.copyfile(file, out / file.name)
+    if tokenizer.chat:
+        (out / CHAT_TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
+    file = out / GENERATION_CONFIG  # says where `generate` has to stop
+    ends = [tokenizer.eot, *sorted(tokenizer.stops - {tokenizer.eot})]
+    settings = {"pad_token_id": ends[0], **read_json(file), "eos_token_id": ends}
+    file.write_text(json.dumps(settings))
     console.say(f"{arguments.run} -> {out}")

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from ..build import INITIAL, SELF, Parts, add_lora, config_of_run, resolve
+from ..build import INITIAL, SELF, Parts, config_of_run, resolve
 from ..config import Config
 from ..defaults import size_of
 from ..model.encoding import encode_prompt
 from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
+from ..model.lora import add_adapters
 from ..model.transformer import ModelShape, Transformer
 from ..runtime.console import Console
 from ..runtime.run_dir import RECORD
@@ -80,7 +81,7 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     model = Transformer(shape, seed=None)
     if config.model.lora_rank:
         model.store(config.model.base_dtype)
-    add_lora(model, config.model)
+    add_adapters(model, config.model)
     weights = list(model.parameters())
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
     matrices = sum(x.numel() for x in weights if x.dim() == 2 and x.itemsize == FLOAT)

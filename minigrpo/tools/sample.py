@@ -51,7 +51,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     console = Console()
     if arguments.raw:
         config = config.replace(system="")
-    parts = load(config, console, arguments.data)
+    parts = load(config, console)
     if arguments.prompt:
         parts.task = Task()  # that of the run is of no interest, and its files may be gone
         found = ask(parts.sampler, arguments.prompt, arguments.n, raw=arguments.raw)
