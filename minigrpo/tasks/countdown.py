@@ -222,7 +222,7 @@ def short_question(numbers: Sequence[int], target: int) -> str:
 # --- with a calculator ----------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
-MAX_CALLS = 5  # before a dialogue for supervised fine-tuning goes on
+MAX_CALLS = 5  # in a dialogue for supervised fine-tuning
 
 
 def calculate(expression: str) -> str:
@@ -238,21 +238,14 @@ def calculate(expression: str) -> str:
 
 
 class CountdownTool(Countdown):
-    """Countdown in turns: a calculator may be called before the answer, which is the last turn.
+    """Countdown in turns: a calculator may be called before the answer, which is the last turn."""
 
-    `calls`, of weight 0, is 1 for a dialogue that has called it.
-    """
-
-    parts: Mapping[str, float] = {**Countdown.parts, "calls": 0.0}
     tools = (calculate,)
 
-    def __init__(self, seed: int, begun: int = 0, **others: Any) -> None:
+    def __init__(self, seed: int, begun: int = 0, difficulty: str = "3x50", **others: Any) -> None:
         """`begun`, for supervised fine-tuning: go on after random calls, by one or by an answer."""
-        super().__init__(seed, **others)
+        super().__init__(seed, difficulty=difficulty, **others)
         self.begun = int(begun)
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return {**super().score(example, text), "calls": float(getattr(text, "turns", 1) > 1)}
 
     def train(self, number: int) -> Example:
         example = super().train(number)
@@ -260,12 +253,12 @@ class CountdownTool(Countdown):
 
     def _begin(self, example: Example) -> Example:
         rng, numbers = stream(self.seed, "countdown/begun", example.index), example.fields["nums"]
-        count = int(rng.integers(MAX_CALLS + 1)) + 1
-        *tried, attempt = [random_attempt(rng, numbers)[-1] for _ in range(count)]
+        count = int(rng.integers(MAX_CALLS + 1))
+        *tried, attempt = [random_attempt(rng, numbers)[-1] for _ in range(count + 1)]
         messages = [{"role": "user", "content": example.prompt}]
         for each in tried:
             messages.append({"role": "assistant", "content": CALL % each})
             messages.append({"role": "tool", "content": calculate(each)})
-        stops = rng.random() < STOP_SHARE
-        answer = str(rng.choice(tried or [attempt])) if stops else CALL % attempt
+        stops = count == MAX_CALLS or (tried and rng.random() < STOP_SHARE)
+        answer = str(rng.choice(tried)) if stops else CALL % attempt
         return replace(example, answer=answer, messages=messages)
