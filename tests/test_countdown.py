@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples.countdown_tool_sft import CALL, RandomCalls
 from minigrpo.environments import calls_of
 from minigrpo.runtime.rng import stream
 from minigrpo.tasks.countdown import (
-    CALL,
     LARGEST,
     Countdown,
     CountdownTool,
@@ -211,7 +211,7 @@ def test_the_calculator_never_raises() -> None:
 
 
 def test_a_dialogue_that_is_begun_goes_on_by_a_call_or_by_what_was_tried() -> None:
-    task, plain = CountdownTool(0, begun=1), CountdownTool(0)
+    task, plain = RandomCalls(0), CountdownTool(0)
     lengths = {False: Counter[int](), True: Counter[int]()}
     for number in range(120):
         example = task.train(number)

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from examples.guess_sft import RandomGames
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
 from minigrpo.runtime.console import Console
@@ -55,7 +56,7 @@ def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
 
 
 def test_a_game_that_is_begun_keeps_the_rules_and_goes_on_by_any_guess() -> None:
-    task = Guess(0, begun=1)
+    task = RandomGames(0)
     lengths, answers = Counter[int](), Counter[str]()
     for number in range(31 * 40):
         example = task.train(number)
@@ -66,7 +67,7 @@ def test_a_game_that_is_begun_keeps_the_rules_and_goes_on_by_any_guess() -> None
         lengths[len(guesses)] += 1
         answers[example.answer] += 1
     assert {*lengths} == {*range(GUESSES)} and {*answers} == {*NUMBERS}
-    assert example == Guess(0, begun=1).train(number) and not Guess(0).train(0).messages
+    assert example == RandomGames(0).train(number) and not Guess(0).train(0).messages
 
 
 def test_the_model_that_ships_plays_by_guessing_at_random() -> None:

@@ -221,9 +221,6 @@ def short_question(numbers: Sequence[int], target: int) -> str:
 
 # --- with a calculator ----------------------------------------------------------------------------
 
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
-MAX_CALLS = 5  # in a dialogue for supervised fine-tuning
-
 
 def calculate(expression: str) -> str:
     """Calculate with whole numbers, + - * / and parentheses.
@@ -242,23 +239,5 @@ class CountdownTool(Countdown):
 
     tools = (calculate,)
 
-    def __init__(self, seed: int, begun: int = 0, difficulty: str = "3x50", **others: Any) -> None:
-        """`begun`, for supervised fine-tuning: go on after random calls, by one or by an answer."""
+    def __init__(self, seed: int, difficulty: str = "3x50", **others: Any) -> None:
         super().__init__(seed, difficulty=difficulty, **others)
-        self.begun = int(begun)
-
-    def train(self, number: int) -> Example:
-        example = super().train(number)
-        return self._begin(example) if self.begun else example
-
-    def _begin(self, example: Example) -> Example:
-        rng, numbers = stream(self.seed, "countdown/begun", example.index), example.fields["nums"]
-        count = int(rng.integers(MAX_CALLS + 1))
-        *tried, attempt = [random_attempt(rng, numbers)[-1] for _ in range(count + 1)]
-        messages = [{"role": "user", "content": example.prompt}]
-        for each in tried:
-            messages.append({"role": "assistant", "content": CALL % each})
-            messages.append({"role": "tool", "content": calculate(each)})
-        stops = count == MAX_CALLS or (tried and rng.random() < STOP_SHARE)
-        answer = str(rng.choice(tried)) if stops else CALL % attempt
-        return replace(example, answer=answer, messages=messages)

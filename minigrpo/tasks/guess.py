@@ -9,7 +9,6 @@ shows that to the model.
 
 from dataclasses import replace
 
-from ..model.chat import Message
 from ..runtime.rng import stream
 from ..task import Task
 from ..types import Example
@@ -42,26 +41,14 @@ class Guess(Task):
     environment = Game
     about = "games with a secret number from 0 to 30"
 
-    def __init__(self, seed: int, begun: int = 0) -> None:
-        """`begun`, for supervised fine-tuning: go on with a random game by a random guess."""
-        self.seed, self.begun = seed, int(begun)
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
 
     def train(self, number: int) -> Example:
         round_, place = divmod(number, len(NUMBERS))
         order = stream(self.seed, "guess", round_).permutation(len(NUMBERS))
-        example = replace(self.held_out(order[place]), index=number)
-        return self._begin(example) if self.begun else example
+        return replace(self.held_out(order[place]), index=number)
 
     def held_out(self, number: int) -> Example:
         secret = NUMBERS[number % len(NUMBERS)]
         return Example(PROMPT, secret, number, fields={"secret": secret})
-
-    def _begin(self, example: Example) -> Example:
-        rng, game = stream(self.seed, "guess/begun", example.index), Game()
-        game.reset(example.answer)
-        messages: list[Message] = [{"role": "user", "content": PROMPT}]
-        wrong = [guess for guess in NUMBERS if guess != example.answer]
-        for guess in rng.choice(wrong, rng.integers(GUESSES)).tolist():
-            messages.append({"role": "assistant", "content": guess})
-            messages.append({"role": "user", "content": game.step(guess)[0]})
-        return replace(example, answer=str(rng.choice(NUMBERS)), messages=messages)
