@@ -17,7 +17,9 @@ def refusing(what: object) -> Iterator[None]:
     """Make any error a ConfigError about `what`, a file or code of others."""
     try:
         yield
-    except Exception as error:  # values may have any type, and packages have errors of their own
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of any type: in Rust, a panic of a package is no Exception
         raise ConfigError(f"{what}: {type(error).__name__}: {error!s:.500}") from None
 
 
