@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 from minigrpo.runtime.rng import stream
-from minigrpo.tasks.countdown import STOP_SHARE, CountdownTool, calculate, random_attempt
+from minigrpo.tasks.countdown import CountdownTool, calculate, random_attempt
 from minigrpo.types import Example
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
 MAX_CALLS = 5
+STOP_SHARE = 1 / 3  # of the dialogues, at each turn
 
 
 class RandomCalls(CountdownTool):

@@ -93,7 +93,6 @@ def measure(sampler: Sampler, scorer: RewardScorer) -> tuple[dict[str, Estimate]
     kinds = np.array([example.kind for example in examples])
     for kind in filter(None, map(str, np.unique(kinds))):
         found[f"{success}/{kind}"] = estimate(greedy.measures[success][kinds == kind])
-        found[f"count/{kind}"] = Estimate(float((kinds == kind).sum()))
     stay = (success, success + SAMPLED)  # the headline, whatever it is
     found = {name: x for name, x in found.items() if name in stay or not math.isnan(x.value)}
     return found, greedy, drawn

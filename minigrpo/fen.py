@@ -5,13 +5,23 @@ or not a pawn can capture there.
 """
 
 import re
+from functools import lru_cache
 
 import chess
 
 FEN = re.compile(
-    r"[PNBRQKpnbrqk1-8]{1,8}(?:/[PNBRQKpnbrqk1-8]{1,8}){7} [wb] (-|(?! )K?Q?k?q?)"
-    r" (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
+    r"([PNBRQKpnbrqk1-8]{1,8}(?:/[PNBRQKpnbrqk1-8]{1,8}){7}) ([wb]) (-|(?! )K?Q?k?q?)"
+    r" (-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
+# castling right -> the square of its rook
+CASTLING = {"K": chess.BB_H1, "Q": chess.BB_A1, "k": chess.BB_H8, "q": chess.BB_A8, "-": 0}
+
+
+@lru_cache(maxsize=1 << 16)
+def pieces_of(rank: str) -> tuple[int, ...]:
+    """The squares of a rank, as a byte each, with: the six kinds of pieces, Black's, White's."""
+    x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
+    return x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co
 
 
 def is_valid_fen(text: object) -> bool:
@@ -21,14 +31,23 @@ def is_valid_fen(text: object) -> bool:
     This is stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads the
     clocks with `int()`, and drops a castling right whose rook is missing. Here the text must also
     be what python-chess would write back, and each clock has at most four digits.
+
+    It is called thousands of times per step. So the ranks, of which there are few, are parsed once.
     """
     if not isinstance(text, str) or (match := FEN.fullmatch(text)) is None:
         return False
+    placement, side, castling, passant = match.groups()
     try:
-        board = chess.Board(text)
+        ranks = [*map(pieces_of, placement.split("/"))]
     except ValueError:  # not eight squares, or 11 in place of 2
         return False
-    return board.status() == chess.STATUS_VALID and board.castling_xfen() == match[1]
+    x = chess.Board(None)
+    boards = map(int.from_bytes, zip(*ranks, strict=True))  # from rank 8, the highest byte
+    x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co = boards
+    x.occupied = sum(x.occupied_co)
+    x.turn, x.castling_rights = side == "w", sum(map(CASTLING.__getitem__, castling))
+    x.ep_square = None if passant == "-" else chess.parse_square(passant)
+    return x.status() == chess.STATUS_VALID
 
 
 def render(board: chess.Board) -> str:

@@ -28,7 +28,7 @@ from .fen import is_valid_fen as is_valid_fen
 from .task import Task, TokenBatch
 from .types import Dialogue, Example, RewardTable
 
-RESERVED = ("step", "n", "reward", "num_nonfinite")  # keys of eval.jsonl beside the measures
+RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
 
 
 def similarity(a: str, b: str) -> float:

@@ -11,8 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples.countdown_sft import RandomSearches, random_search
 from examples.countdown_tool_sft import CALL, RandomCalls
+from minigrpo.config import Config
 from minigrpo.environments import calls_of
+from minigrpo.evaluate import grade, held_out
+from minigrpo.runtime.console import Console
 from minigrpo.runtime.rng import stream
 from minigrpo.tasks.countdown import (
     LARGEST,
@@ -23,11 +27,11 @@ from minigrpo.tasks.countdown import (
     final_answer,
     parse_problem,
     random_attempt,
-    random_search,
     result,
     solves,
 )
-from minigrpo.types import ConfigError, Example
+from minigrpo.tools.evaluate import load
+from minigrpo.types import ConfigError, Dialogue, Example
 
 from .tiny import write_jsonl
 
@@ -189,7 +193,7 @@ def test_bad_lines_difficulties_and_forms_are_refused() -> None:
 
 
 def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:
-    task, chat = Countdown(0), Countdown(0, form="chat")
+    task, chat = RandomSearches(0), Countdown(0, form="chat")
     for number in range(40):
         example = task.train(number)
         assert task.score(example, example.answer)["format"] == 1
@@ -230,3 +234,21 @@ def test_the_last_turn_is_judged() -> None:
     example = Example("", fields={"nums": [3, 4, 5], "target": 35})
     for text, solved in (("(4+3)*5", 1), (CALL % "(4+3)*5", 0)):
         assert CountdownTool(0).score(example, text) == {"solved": solved, "format": solved}
+
+
+def said(text: Dialogue, role: str) -> list[str]:
+    return [message["content"] for message in text.messages if message["role"] == role]
+
+
+def test_the_model_that_ships_calls_the_calculator() -> None:
+    parts = load(Config.of(task="countdown-tool"), Console())
+    done = grade(parts.sampler, parts.scorer, held_out(parts.task, 8), 4)
+    answered = 0
+    for text in (text for group in done.texts for text in group):
+        assert isinstance(text, Dialogue)
+        calls = [call for turn in said(text, "assistant") for call in calls_of(turn)]
+        expected = [calculate(**arguments) for _, arguments in calls if "expression" in arguments]
+        if len(expected) == len(calls) and not text.cut:
+            assert said(text, "tool") == expected
+            answered += len(expected)
+    assert answered > 16

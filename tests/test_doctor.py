@@ -64,7 +64,6 @@ FAULTS: list[Metrics] = [  # of each rule in turn
     {"entropy": between(0.5, 0.01)},
     {"entropy": between(0.5, 3)},
     {"kl": np.geomspace(0.001, 5, STEPS)},
-    {"clip_ratio/high_mean": between(0.1, 0.6)},
     {"sampling/logp_difference_mean": between(0.01, 0.01)},
     {},
     {"skipped_steps": rare},
@@ -101,8 +100,8 @@ def test_runs_that_lack_metrics_or_learn_true_answers_are_well() -> None:
 
 @pytest.mark.parametrize("odd", [{"n": 0}, {"exact_sampled": 7.0}])
 def test_an_evaluation_that_is_no_share_is_not_judged(odd: dict[str, float]) -> None:
-    first, best, last = FAULTY[10].evaluations
-    assert found_in(replace(FAULTY[10], evaluations=[first, {**best, **odd}, last])) == []
+    first, best, last = FAULTY[9].evaluations
+    assert found_in(replace(FAULTY[9], evaluations=[first, {**best, **odd}, last])) == []
 
 
 def test_chance_alone_rarely_finds_something_in_healthy_runs() -> None:

@@ -56,7 +56,7 @@ def events(folder: Path, tag: str) -> list[int]:
 
 def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    log.evaluation(0, {"n": 8.0, "exact": 0.5, "count/a": 8.0})
+    log.evaluation(0, {"n": 8.0, "exact": 0.5, "exact/a": 8.0})
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0 / step, "rewards/exact/mean": 0.0})
         log.write(SAMPLES, step, [SAMPLE, SAMPLE])
@@ -66,7 +66,7 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     again = log_of(tmp_path, 2)
     assert again.evaluated == [
-        {"step": 0, "n": 8.0, "exact": 0.5, "count/a": 8.0},
+        {"step": 0, "n": 8.0, "exact": 0.5, "exact/a": 8.0},
         {"step": 2, "exact": 0.75},
     ]
     again.step(3, {"loss": 7.0})

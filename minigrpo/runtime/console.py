@@ -95,7 +95,7 @@ class Console:
         """Print the measures of evaluations, each in a column with its name."""
         names = dict.fromkeys(chain(*evaluations.values()))
         rows = []
-        for name in (x for x in names if x not in ("step", "n") and not x.startswith("count/")):
+        for name in (x for x in names if x not in ("step", "n")):
             values = [found.get(name, math.nan) for found in evaluations.values()]
             texts = [str(x if isinstance(x, Estimate) else Estimate(x)) for x in values]
             rows.append([name, *texts])

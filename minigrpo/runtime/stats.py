@@ -47,10 +47,8 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
         if dialogues := [x for group in batch.texts for x in group if isinstance(x, Dialogue)]:
             values["dialogues/turns"] = [x.turns for x in dialogues]
             values["dialogues/cut_ratio"] = [x.cut for x in dialogues]
-            results = [[y["content"] for y in x.messages if y["role"] == "tool"] for x in dialogues]
-            values["tools/call_frequency"] = [len(x) for x in results]  # per dialogue
-            failed = [y.startswith("{'error': ") for x in results for y in x]
-            values["tools/failure_frequency"] = failed or [np.nan]  # per call
+            calls = [sum(y["role"] == "tool" for y in x.messages) for x in dialogues]
+            values["tools/call_frequency"] = calls
     if (log_kept_mass := batch.completions.log_kept_mass) is not None:
         values["sampling/removed_mass"] = 1 - log_kept_mass[mask].exp()
     return {name: np.asarray(x, dtype=np.float64) for name, x in values.items()}

@@ -7,9 +7,9 @@ without them the last line, and of that what follows the last < or >. `--task-ar
     chat     a message      ... <answer>7 * 3 - 12</answer>  the default with --data
 
 A search is a row of attempts. After one that does not hit, < says that it is below the target, and
-> that it is above. Supervised fine-tuning learns from random attempts with their true values, drawn
-without a look at the target, except that a search ends when one hits. So it teaches to calculate
-and to compare, not to choose: which attempts to make is learnt from the reward.
+> that it is above. The shipped model comes from random attempts with their true values, drawn
+without a look at the target (examples/countdown_sft.py): it has learnt to calculate and to compare,
+not to choose. Which attempts to make is learnt from the reward.
 """
 
 import ast
@@ -32,8 +32,6 @@ PROBLEMS_PER_HELD_OUT = 4  # one generated problem in 4 is held out
 MAX_CHARS = 400  # of an answer; the fractions in it then have at most as many digits
 SMALLEST = 6  # limit of a level; with smaller numbers hardly any problem is held out
 LARGEST = 100  # value that random attempts reach, on the way or in the end
-# a random search ends after an attempt that hits, and after this share of the others
-STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8
 
 # --- the verifier ---------------------------------------------------------------------------------
 
@@ -116,24 +114,6 @@ def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[in
     return pool[0][0], ",".join(steps), pool[0][1][1:-1]
 
 
-def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
-    """Random attempts, none of them twice, until one hits or after a random number.
-
-    `<` follows an attempt that is below the target, and `>` one that is above.
-    """
-    text, made = "", list[str]()
-    while True:
-        value, steps, _ = random_attempt(rng, numbers)
-        if steps not in made:
-            made.append(steps)
-            text += steps
-            if value == target or rng.random() < STOP_SHARE or len(made) == MAX_ATTEMPTS:
-                return text
-            text += "<" if value < target else ">"
-        elif rng.random() < STOP_SHARE:  # perhaps there is no other
-            return text[:-1]
-
-
 # --- the task -------------------------------------------------------------------------------------
 
 SPELLED = (
@@ -182,14 +162,14 @@ class Countdown(SourceTask):
         return {"solved": solved, "format": float(value is not None)}
 
     def ask(self, example: Example) -> Example:
-        """A problem in its form; only that of a search has a text to learn from."""
+        """A problem in its form."""
         if self.form == "search":
             return example
         *numbers, last = example.fields["nums"]
         listed = f"{', '.join(map(str, numbers))} and {last}"
         question = SPELLED.format(target=example.fields["target"], numbers=listed)
         messages = ({"role": "user", "content": question},)
-        return replace(example, prompt=question, answer="", messages=messages)
+        return replace(example, prompt=question, messages=messages)
 
     def _made(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"countdown/{'held-out' if held_out else 'train'}", number)
@@ -200,9 +180,13 @@ class Countdown(SourceTask):
             problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
             if is_held_out(problem, PROBLEMS_PER_HELD_OUT) == held_out:
                 break
-        question, search = short_question(numbers, target), random_search(rng, numbers, target)
+        question, answer = short_question(numbers, target), self.answer(rng, numbers, target)
         kind, fields = f"{size} numbers up to {largest}", {"nums": numbers, "target": target}
-        return Example(question, search, number, kind, fields=fields)
+        return Example(question, answer, number, kind, fields=fields)
+
+    def answer(self, rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
+        """A text to learn from: there is none. The recipe of the shipped model overrides this."""
+        return ""
 
 
 def parse_problem(record: dict[str, Any]) -> Row:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import refusing
 from ..runtime.rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
@@ -152,13 +153,9 @@ class Rows(Task):
                 is_line = isinstance(record, bytes)
                 if is_line and not record.strip():
                     continue
-                try:
+                with refusing(f"{place} {number}"):  # a line may hold anything
                     row = self.parse(json.loads(record) if is_line else record)
                     rows.append(row._replace(question=question_key(row.question)))
-                except Exception as error:  # KeyError, RecursionError: a line may hold anything
-                    raise ConfigError(
-                        f"{place} {number}: {type(error).__name__}: {error}"
-                    ) from error
         return rows
 
     def train(self, number: int) -> Example:

@@ -116,12 +116,6 @@ RULES = (
         "Lower --learning-rate or raise --kl-coef, unless the held-out measure still rises.",
     ),
     Rule(
-        "clip_ratio/*_mean",
-        lambda values, run: end(values) > 0.2,
-        "Many ratios are clipped, so these tokens have no gradient.",
-        "Lower --learning-rate or --num-iterations.",
-    ),
-    Rule(
         "sampling/logp_difference_mean",
         lambda values, run: end(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
