@@ -24,7 +24,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
@@ -123,7 +123,7 @@ class World:
     def __name__(self) -> str:
         return ",".join([*self.classes, *self.tools])
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, float]:
         """The environments that give a reward, by the name of their class, and its weight."""
         giving = [x for x in self.classes.values() if {"step", "get_reward"} & {*dir(x)}]
@@ -229,7 +229,7 @@ class Episode:
         return float(as_numbers(final() if final else self.reward, ()))
 
     def dialogue(self) -> Dialogue:
-        """The text of the last turn, with what there is to say of the whole."""
+        """The text of the last turn, with the messages and the reward of the whole dialogue."""
         text, name = Dialogue(self.said[-1]), self.kind.__name__
         text.messages, text.turns = self.messages, len(self.said)
         text.cut, text.failed = self.cut, self.failed

@@ -1,4 +1,4 @@
-"""What is said about bad input: ConfigError, and what TRL's words are called here.
+"""Errors about bad input: ConfigError, and TRL's words with those that are used here instead.
 
 This module imports no torch, so that settings are read and refused without waiting for it.
 """

@@ -59,7 +59,7 @@ class Learner:
         self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
         self.trained = with_training_layers(config, model)
-        self.wrapped = self.dist.wrap(self.trained)
+        self.wrapped: Any = self.dist.wrap(self.trained)
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(model, config)
         batch_size = config.memory.micro_batch_size
@@ -162,7 +162,7 @@ class Learner:
             parts, found = batch.split(size), list[Metrics]()
             for part in parts:
                 # what DDP's no_sync() sets: gradients are reduced only in the last part
-                self.wrapped.require_backward_grad_sync = part is parts[-1]  # type: ignore[assignment]
+                self.wrapped.require_backward_grad_sync = part is parts[-1]
                 loss, metrics = self.objective(part, normalizer)
                 # undo DDP's averaging: the loss is already this process's share of the sum
                 self.scaler.scale(loss * self.dist.world_size).backward()

@@ -60,7 +60,7 @@ class Task:
         return ()
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        """Every part's value for any text whatsoever; a true answer scores highest."""
+        """Every part's value for any text; a true answer scores highest."""
         return {}
 
     def score_batch(

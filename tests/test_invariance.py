@@ -149,8 +149,8 @@ def make_learner(
     learner = Learner(config, model, dist)
     if "teacher" in given:
         frozen, packing = make_teacher(way, next(model.parameters()).dtype), PACKINGS[way.packing]
-        tools = {"name": "", "backoff": learner.backoff, "autocast": nullcontext}
-        learner.teacher = FrozenModel(frozen, None, packing=packing, **tools)  # type: ignore[arg-type]
+        others: Any = None, packing, "", learner.backoff, nullcontext  # it needs no tokenizer
+        learner.teacher = FrozenModel(frozen, *others)
     return learner
 
 

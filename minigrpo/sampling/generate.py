@@ -221,11 +221,17 @@ class Generation:
         unread[new], unfinished[new] = WAITS, True
         answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
+        written = list[
+            tuple[int, int, int]
+        ]()  # row, column and token; all go to the device at once
         for sequence, answer in self.dialogues.replies(wait=not others).items():
-            i, n = np.searchsorted(running, sequence), len(answer)
-            self.ids[sequence, lengths[i] : lengths[i] + n] = self.ids.new_tensor(answer)
-            unread[i], unfinished[i] = n, n > 0
+            i = np.searchsorted(running, sequence)
+            written += [(sequence, lengths[i] + k, x) for k, x in enumerate(answer)]
+            unread[i], unfinished[i] = len(answer), len(answer) > 0
             last[i] = beyond + answers.setdefault(tuple(answer), len(answers))
+        if written:
+            row, column, token = self.ids.new_tensor(written).T
+            self.ids[row, column] = token
         self.unread[self.running] = torch.from_numpy(unread).to(self.unread.device)
         self.most_unread = int(unread[unfinished].max(initial=WAITS))
 

@@ -1,7 +1,7 @@
 """Chess questions from files: games (.pgn, .pgn.gz), and RookWorld's lines of text (any other).
 
 Each ply of the main line of a game is a question. A line of text holds a question and its answer,
-exactly as the model shall read and write them. Whatever breaks the rules of chess is skipped: a
+exactly as the model is to read and write them. Whatever breaks the rules of chess is skipped: a
 whole game, or a line.
 """
 

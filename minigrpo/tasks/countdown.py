@@ -41,7 +41,7 @@ FORMULA = re.compile(r"\$|\\[()\[\]]")  # marks of a formula in TeX
 
 
 def solves(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether a text, which may be any whatsoever, reaches the target with the numbers."""
+    """Whether a text, of any kind, reaches the target with the numbers."""
     return result(final_answer(text), numbers) == target
 
 
