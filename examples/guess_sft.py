@@ -8,15 +8,25 @@ from minigrpo.types import Example
 
 
 class RandomGames(Guess):
-    """Games that have begun with random guesses, and go on by one: whatever was answered."""
+    """Games that have begun with random guesses, and go on by the game's answer and a random guess.
+
+    In play the game itself answers. A model that has learnt to predict it knows what the two words
+    mean, but has seen no search.
+    """
 
     def train(self, number: int) -> Example:
         example = super().train(number)
         rng, game = stream(self.seed, "guess/begun", example.index), Game()
         game.reset(example.answer)
-        messages = [{"role": "user", "content": PROMPT}]
-        wrong = [guess for guess in NUMBERS if guess != example.answer]
-        for guess in rng.choice(wrong, rng.integers(GUESSES)).tolist():
+        guesses = rng.choice(NUMBERS, GUESSES).tolist()
+        if example.answer in guesses:  # which ends the game
+            del guesses[guesses.index(example.answer) + 1 :]
+        begun = int(rng.integers(len(guesses) + 1))
+        messages, word = [{"role": "user", "content": PROMPT}], ""
+        for guess in guesses[:begun]:
+            if word:
+                messages.append({"role": "user", "content": word})
             messages.append({"role": "assistant", "content": guess})
-            messages.append({"role": "user", "content": game.step(guess)[0]})
-        return replace(example, answer=str(rng.choice(NUMBERS)), messages=messages)
+            word = game.step(guess)[0]
+        over = word == "=" or begun == GUESSES
+        return replace(example, answer=word + ("" if over else rng.choice(NUMBERS)), messages=messages)

@@ -48,8 +48,9 @@ TASKS = {
             **DIALOGUE,
             "prompts_per_step": 31,  # each secret
             "max_new_tokens": 20,
-            "learning_rate": 2e-3,
-            "max_steps": 900,
+            "learning_rate": 3e-3,
+            "num_iterations": 4,
+            "max_steps": 600,
             "eval_size": 496,
         },
     ),

@@ -1,5 +1,6 @@
 """The game `guess`: its rules, its examples, and the model that ships for it."""
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -55,18 +56,22 @@ def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
     assert [task.held_out(i).answer for i in range(62)] == NUMBERS * 2
 
 
-def test_a_game_that_is_begun_keeps_the_rules_and_goes_on_by_any_guess() -> None:
+def test_a_game_that_is_begun_goes_on_by_the_rules_and_any_guess() -> None:
     task = RandomGames(0)
-    lengths, answers = Counter[int](), Counter[str]()
+    lengths, following = Counter[int](), Counter[str]()
     for number in range(31 * 40):
         example = task.train(number)
-        said, secret = example.messages[1:], example.fields["secret"]
-        guesses = [message["content"] for message in said[::2]]
-        words = [message["content"] for message in said[1::2]]
-        assert [word for word, _, _ in play(secret, *guesses)] == words and "=" not in words
+        said = [message["content"] for message in example.messages[1:]]
+        guesses, words = said[::2], said[1::2]
+        games = [word for word, _, _ in play(example.fields["secret"], *guesses)]
+        found = re.fullmatch("([<>=]?)([0-9]*)", example.answer)
+        assert found
+        word, guess = found.groups()
+        assert games == ([*words, word] if guesses else []) and "=" not in words
+        assert (guess == "") == (word == "=" or len(guesses) == GUESSES)
         lengths[len(guesses)] += 1
-        answers[example.answer] += 1
-    assert {*lengths} == {*range(GUESSES)} and {*answers} == {*NUMBERS}
+        following[guess] += 1
+    assert {*lengths} == {*range(GUESSES + 1)} and {*following} == {*NUMBERS, ""}
     assert example == RandomGames(0).train(number) and not Guess(0).train(0).messages
 
 
