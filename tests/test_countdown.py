@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples.countdown_sft import RandomSearches, random_search
-from examples.countdown_tool_sft import CALL, RandomCalls
+from examples.countdown_tool_sft import CALL, MAX_CALLS, RandomCalls
 from minigrpo.config import Config
 from minigrpo.environments import calls_of
 from minigrpo.evaluate import grade, held_out
@@ -214,7 +214,7 @@ def test_the_calculator_never_raises() -> None:
     assert {calculate(text) for text in HOSTILE if own_value(text) is None} == {"error"}
 
 
-def test_a_dialogue_that_is_begun_goes_on_by_a_call_or_by_what_was_tried() -> None:
+def test_a_dialogue_that_is_begun_goes_on_until_a_call_hits() -> None:
     task, plain = RandomCalls(0), CountdownTool(0)
     lengths = {False: Counter[int](), True: Counter[int]()}
     for number in range(120):
@@ -223,11 +223,16 @@ def test_a_dialogue_that_is_begun_goes_on_by_a_call_or_by_what_was_tried() -> No
         assert asked["content"] == plain.train(number).prompt and len(said) % 2 == 0
         calls = [calls_of(message["content"]) for message in said[::2]]
         tried = [call[1]["expression"] for (call,) in calls]
-        assert [message["content"] for message in said[1::2]] == [calculate(x) for x in tried]
-        answers = not calls_of(example.answer)
-        assert not answers or example.answer in tried
-        lengths[answers][len(tried)] += 1
-    assert {*lengths[False]} == {0, 1, 2, 3, 4} and {*lengths[True]} == {1, 2, 3, 4, 5}
+        results = [message["content"] for message in said[1::2]]
+        assert results == [calculate(x) for x in tried]
+        target = str(example.fields["target"])
+        assert target not in results[:-1]
+        if target in results or len(tried) == MAX_CALLS:
+            assert example.answer == tried[-1]
+        else:
+            assert len(calls_of(example.answer)) == 1
+        lengths[target in results][len(tried)] += 1
+    assert {*lengths[False]} == {*range(MAX_CALLS + 1)} == {0, *lengths[True]}
 
 
 def test_the_last_turn_is_judged() -> None:

@@ -223,5 +223,5 @@ class CountdownTool(Countdown):
 
     tools = (calculate,)
 
-    def __init__(self, seed: int, difficulty: str = "3x50", **others: Any) -> None:
+    def __init__(self, seed: int, difficulty: str = "3x20", **others: Any) -> None:
         super().__init__(seed, difficulty=difficulty, **others)
