@@ -1,0 +1,20 @@
+"""countdown-tool with a calculator that says one too much: what a model makes of what it says.
+
+    minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
+"""
+
+from minigrpo.tasks import countdown
+
+
+def calculate(expression: str) -> str:
+    """Calculate, and add one.
+
+    Args:
+        expression: such as (8 - 2) * 5
+    """
+    said = countdown.calculate(expression)
+    return str(int(said) + 1) if said.isdigit() else said
+
+
+class WrongByOne(countdown.CountdownTool):
+    tools = (calculate,)
