@@ -1,6 +1,6 @@
 """countdown-tool with a calculator that says one too much: what a model makes of what it says.
 
-    minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
+minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
 """
 
 from minigrpo.tasks import countdown

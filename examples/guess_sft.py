@@ -29,4 +29,6 @@ class RandomGames(Guess):
             messages.append({"role": "assistant", "content": guess})
             word = game.step(guess)[0]
         over = word == "=" or begun == GUESSES
-        return replace(example, answer=word + ("" if over else rng.choice(NUMBERS)), messages=messages)
+        return replace(
+            example, answer=word + ("" if over else rng.choice(NUMBERS)), messages=messages
+        )
