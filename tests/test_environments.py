@@ -455,18 +455,18 @@ def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
     assert metrics["dialogues/turns"] == [1.0] and 0 < metrics["dialogues/cut_ratio"][0] <= 1
 
 
-def test_a_file_names_environments_and_tools(folder: Path, tmp_path: Path) -> None:
+def test_a_file_names_environments_and_tools(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
     file = tmp_path / "shop.py"
     file.write_text(
+        "from beside import add\n"
         "class Shop:\n"
         "    def reset(self, price):\n        return f'Pay {price}.'\n"
         "    def get_reward(self):\n        return 1.0\n"
-        "def add(a: int, b: int) -> int:\n    return a + b\n"
     )
-    world = World.of(f"{file}:Shop,{file}:add")
-    assert list(world.classes) == ["Shop"] and list(world.tools) == ["add"]
-    with pytest.raises(ConfigError):
-        World.of(f"{file}:Nothing")
     data = write_jsonl(tmp_path / "rows.jsonl", [{"price": n} for n in range(20)])
     flags = f"--environment {file}:Shop,{file}:add --data {data} --model {folder} --max-steps 1"
     flags += " --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"
@@ -474,3 +474,7 @@ def test_a_file_names_environments_and_tools(folder: Path, tmp_path: Path) -> No
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/Shop/mean"] == 1.0
     cli.main(["evaluate", str(tmp_path / "run"), "--n", "2"])
     cli.main(["sample", str(tmp_path / "run"), "--examples", "1"])
+    world = World.of(f"{file}:Shop,{file}:add")
+    assert list(world.classes) == ["Shop"] and list(world.tools) == ["add"]
+    with pytest.raises(ConfigError):
+        World.of(f"{file}:Nothing")

@@ -81,6 +81,7 @@ def run_script(name: str) -> None:
 def run_command(name: str, argv: Sequence[str], prog: str) -> None:
     """Run a command; bad input ends the process with one line on stderr and exit code 2."""
     os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
+    sys.path.append("")  # a user's file may import others of the folder that a run starts in
     try:
         if name in ("train", "plan") and {"-h", "--help"} & {*argv}:
             show_help(name, argv, prog)
