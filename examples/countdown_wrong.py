@@ -1,6 +1,8 @@
-"""countdown-tool with a calculator that says one too much: what a model makes of what it says.
+"""countdown-tool with a calculator that says one too much: does a model use what it says?
 
-minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
+    minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
+
+A model that does not solves as many problems as with a calculator that is right.
 """
 
 from minigrpo.tasks import countdown

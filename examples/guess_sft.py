@@ -28,7 +28,7 @@ class RandomGames(Guess):
                 messages.append({"role": "user", "content": word})
             messages.append({"role": "assistant", "content": guess})
             word = game.step(guess)[0]
-        over = word == "=" or begun == GUESSES
-        return replace(
-            example, answer=word + ("" if over else rng.choice(NUMBERS)), messages=messages
-        )
+        answer = word
+        if word != "=" and begun < GUESSES:
+            answer += str(rng.choice(NUMBERS))
+        return replace(example, answer=answer, messages=messages)
