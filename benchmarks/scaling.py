@@ -19,8 +19,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-import minigrpo
-
 from .measure import Column, Median, Outputs, device_name, number, show
 from .work import ConfigFiles
 
@@ -75,9 +73,8 @@ class Scaling(Outputs):
             words += [word for file in self.config for word in ("--config", file)]
             words += ["--max-steps", str(self.steps), "--stop-after", "0", "--eval-every", "0"]
             words += ["--eval-size", "8", "--save-every", "1000000", "--out-dir", str(run)]
-            # Python finds the package, also that of a checkout, from whatever folder it starts in
-            paths = [str(Path(minigrpo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-            here = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(paths)}
+            # the package of a checkout, too, is found from whatever folder this starts in
+            here = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
             output = subprocess.DEVNULL
             subprocess.run(
                 [sys.executable, *words], env=os.environ | here, stdout=output, check=True

@@ -274,7 +274,8 @@ class Parts:
         elif isinstance(model, str):  # without adapters all weights are trained, in float32
             model = self.load(model, settings.base_dtype if settings.lora_rank else "float32")
         fit_vocab(model, f"--model {settings.name}", self.tokenizer)
-        add_adapters(model, settings, int(stream(seed, "adapters").integers(2**32)))
+        rank, alpha, targets = settings.lora_rank, settings.lora_alpha, settings.lora_targets
+        add_adapters(model, rank, alpha, targets, int(stream(seed, "adapters").integers(2**32)))
         return model.to(self.device)
 
     def load(self, name: str, matrices: str = "float32") -> Transformer:

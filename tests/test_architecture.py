@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minigrpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -97,19 +99,28 @@ def test_a_whole_step_is_read_in_an_afternoon() -> None:
     assert lines(*step) <= STEP_LINES
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    graph = {module_of(file): set(imports(file)) for file in FILES if file.name != "__init__.py"}
-    reached: dict[str, set[str]] = defaultdict(set)
+@pytest.mark.parametrize("depth", [3, 2])
+def test_no_file_and_no_folder_imports_itself_through_others(depth: int) -> None:
+    """With depth 2, the files of a folder are one."""
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:depth])
+
+    graph = defaultdict[str, set[str]](set)
+    for file in FILES:
+        if file.name != "__init__.py":
+            here = room(module_of(file))
+            graph[here] |= {room(name) for name in imports(file)} - {here}
+    whole: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, f"circle: {' -> '.join([*path, name])}"
-        if name in reached:
-            return
-        for other in graph.get(name, set()) & graph.keys():
-            visit(other, (*path, name))
-        reached[name] = graph.get(name, set())
+        if name not in whole:
+            for other in graph[name] & graph.keys():
+                visit(other, (*path, name))
+            whole.add(name)
 
-    for name in graph:
+    for name in list(graph):
         visit(name, ())
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minigrpo.config import Config, ModelConfig
+from minigrpo.config import Config
 from minigrpo.learner import Learner
 from minigrpo.losses import policy_loss, sampler_weights
 from minigrpo.model import logprobs, lora
@@ -99,7 +99,7 @@ def make_model(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
     if way.lora_rank:
         if way.dialogue:
             model.store("nf4")
-        lora.add_adapters(model, ModelConfig(lora_rank=way.lora_rank, lora_alpha=4))
+        lora.add_adapters(model, rank=way.lora_rank, alpha=4)
     noise = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:  # biases begin at 0, and so does one of a pair of adapters

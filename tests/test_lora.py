@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minigrpo.config import Config, ModelConfig
+from minigrpo.config import Config
 from minigrpo.model import lora
 from minigrpo.model.hf import save_model_folder
 from minigrpo.model.linear import NF4, dense, to_nf4
@@ -39,7 +39,7 @@ def randomise(model: Transformer) -> None:
 
 
 def with_adapters(model: Transformer) -> Transformer:
-    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=4))
+    lora.add_adapters(model, rank=2, alpha=4)
     randomise(model.double())
     return model
 
@@ -59,7 +59,7 @@ def gradient(model: Transformer, c: Completions) -> list[Tensor]:
 
 def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transformer) -> None:
     before = model.logits(TOKENS)
-    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=4))
+    lora.add_adapters(model, rank=2, alpha=4)
     assert torch.equal(model.double().logits(TOKENS), before)
     randomise(model)
     model.logits(TOKENS).square().sum().backward()
@@ -109,7 +109,7 @@ def test_adapters_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     shape = SHAPES["grouped-query"]
     save_model_folder(Transformer(shape), tmp_path)
     model = Transformer.from_pretrained(tmp_path, "bfloat16")
-    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=4))
+    lora.add_adapters(model, rank=2, alpha=4)
     found = {name: x.dtype for name, x in model.named_parameters() if x.dim() == 2}
     assert {x for n, x in found.items() if n.endswith(ADAPTERS)} == {torch.float32}
     assert {x for n, x in found.items() if not n.endswith(ADAPTERS)} == {torch.bfloat16}
@@ -181,12 +181,12 @@ def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
 def test_targets_are_names_of_layers(kind: str) -> None:
     model, names = Transformer(SHAPES[kind]), sorted(LAYERS[kind])
     with pytest.raises(ConfigError):
-        lora.add_adapters(model, ModelConfig(lora_rank=1, lora_targets=f"{names[0]},q_prj"))
+        lora.add_adapters(model, rank=1, targets=f"{names[0]},q_prj")
     assert all(p.requires_grad for p in model.parameters())
-    lora.add_adapters(model, ModelConfig(lora_rank=1, lora_targets=names[0]))
+    lora.add_adapters(model, rank=1, targets=names[0])
     assert lora.layer_names(lora.adapters(model)) == names[:1]
     every = Transformer(SHAPES[kind])
-    lora.add_adapters(every, ModelConfig(lora_rank=1))
+    lora.add_adapters(every, rank=1)
     assert {*lora.layer_names(lora.adapters(every))} == LAYERS[kind]
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them
 
 def test_a_file_has_the_names_and_settings_of_peft(tmp_path: Path) -> None:
     model = Transformer(SHAPES["grouped-query"])
-    lora.add_adapters(model, ModelConfig(lora_rank=2, lora_alpha=6, lora_targets="q_proj"))
+    lora.add_adapters(model, rank=2, alpha=6, targets="q_proj")
     save(model, tmp_path, base="org/name@v1")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers"
@@ -230,7 +230,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     make_theirs(name).save_pretrained(tmp_path / "base")
     ours = Transformer.from_pretrained(tmp_path / "base")
     targets = {"gpt2": "c_attn"}.get(name, "q_proj,down_proj") if few else ""
-    lora.add_adapters(ours, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=targets))
+    lora.add_adapters(ours, rank=4, alpha=8, targets=targets)
     randomise(ours)
     save(ours, tmp_path / "adapters", base=str(tmp_path / "base"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -141,7 +141,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     monkeypatch.setitem(plan.MAX_LOGITS, "cuda", plan.MAX_LOGITS["cpu"])  # a plan is for a card
     config = job(**settings, prompts_per_step=3, group_size=6, max_new_tokens=40)
     base = Transformer(shape)
-    plan.add_adapters(base, config.model)
+    plan.add_adapters(base, config.model.lora_rank)
     model = with_training_layers(config, base)
     packing = PACKINGS[config.speed.packing](made_up(shape, 3, group=6, prompt=30, length=40))
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..types import ConfigError
 from .hf import GPT2_PREFIX, HUB_NAME, read_tensors, stored_name, write_tensors
 from .linear import Linear, dense, linear
@@ -44,21 +43,27 @@ class LoRALinear(Linear):
         return out + linear(linear(x, self.lora_A), self.lora_B) * self.scale
 
 
-def add_adapters(model: Transformer, settings: ModelConfig, seed: int = 0) -> None:
-    """Freeze a model and add the adapters of --lora-rank, in place; without it, do nothing."""
-    if not (rank := settings.lora_rank):
+def add_adapters(
+    model: Transformer, rank: int, alpha: float = 0, targets: str = "", seed: int = 0
+) -> None:
+    """Freeze a model and add adapters, in place; with rank 0, do nothing.
+
+    Args:
+        rank, alpha, targets: values of --lora-rank, --lora-alpha and --lora-targets.
+    """
+    if not rank:
         return
-    targets = {name.strip() for name in settings.lora_targets.split(",") if name.strip()}
+    chosen = {name.strip() for name in targets.split(",") if name.strip()}
     found = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
     names = layer_names(found)
-    if unknown := targets - {*names}:
+    if unknown := chosen - {*names}:
         raise ConfigError(f"--lora-targets: {', '.join(unknown)} is none of {', '.join(names)}")
     model.requires_grad_(False)
-    generator, alpha = torch.Generator().manual_seed(seed), settings.lora_alpha or 2.0 * rank
+    generator = torch.Generator().manual_seed(seed)
     for name, base in found.items():
         # c_proj is the name of two layers of a GPT-2 block; both are meant
-        if not targets or name.split(".")[-1] in targets:
-            model.h.set_submodule(name, LoRALinear(base, rank, alpha, generator))
+        if not chosen or name.split(".")[-1] in chosen:
+            model.h.set_submodule(name, LoRALinear(base, rank, alpha or 2.0 * rank, generator))
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:

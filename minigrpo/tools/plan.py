@@ -78,10 +78,10 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     if predictions > chunk:  # two buffers, later one and the gradient of the head
         rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
 
-    model = Transformer(shape, seed=None)
-    if config.model.lora_rank:
-        model.store(config.model.base_dtype)
-    add_adapters(model, config.model)
+    model, lora = Transformer(shape, seed=None), config.model
+    if lora.lora_rank:
+        model.store(lora.base_dtype)
+    add_adapters(model, lora.lora_rank, targets=lora.lora_targets)
     weights = list(model.parameters())
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
     matrices = sum(x.numel() for x in weights if x.dim() == 2 and x.itemsize == FLOAT)
