@@ -18,6 +18,7 @@ from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.rng import uniforms
+from minigrpo.sampling import generate as generate_module
 from minigrpo.sampling.generate import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
@@ -92,11 +93,12 @@ def naive(
         yield ids, sampled, logps
 
 
-@pytest.mark.parametrize(("patience", "at_once"), [(0, 0), (5, 0), (3, 2)])
+@pytest.mark.parametrize(("patience", "at_once", "read"), [(0, 0, 16), (5, 0, 1), (3, 2, 2)])
 def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
-    model: Transformer, patience: int, at_once: int
+    model: Transformer, patience: int, at_once: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long answers take, and whatever else is in the batch."""
+    """However long answers take, in however many rounds they are read, whatever else runs."""
+    monkeypatch.setattr(generate_module, "MOST_READ", read)
     c = prompts()
     found = generate(
         model,

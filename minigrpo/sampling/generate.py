@@ -176,7 +176,7 @@ class Generation:
         kept &= self.unread[rows] == 0
 
         def store(table: Tensor, values: Tensor) -> None:
-            table[rows, columns] = torch.where(kept, values, 0).to(table.dtype)
+            table[rows, columns] = torch.where(kept, values, table[rows, columns]).to(table.dtype)
 
         store(self.ids, picks)
         store(self.sampled, kept)
