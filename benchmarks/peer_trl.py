@@ -137,8 +137,8 @@ def make_trainer(
 ) -> tuple[GRPOTrainer, LastStep]:
     """A trainer of `steps` steps, one whole rollout each, and what its last step sampled.
 
-    The model is read from `folder`, which `Work.save_model` wrote, and which must stay while
-    the trainer is used. Raises ValueError if a prompt has other tokens than in this library.
+    The model is read from `folder`, which must stay while the trainer is used. Raises ValueError
+    if a prompt has other tokens than in this library.
     """
     logging.set_verbosity_error()
     tokenizer = WrappedTokenizer(work.tokenizer, NEVER if work.forced else END)

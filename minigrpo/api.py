@@ -76,10 +76,8 @@ def train(
     return TrainedRun(trainer, summary)
 
 
-@cache
-def processes() -> DistContext:
-    """The processes that torchrun started, joined once: a script may train several times."""
-    return DistContext.from_env()
+# those that torchrun started, joined once: a script may train several times
+processes = cache(DistContext.from_env)
 
 
 @dataclass(frozen=True)

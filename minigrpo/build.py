@@ -97,17 +97,22 @@ def settings_of(objects: Mapping[str, Any]) -> dict[str, str]:
 # --- what names stand for -------------------------------------------------------------------------
 
 
-def resolve(config: Config, objects: Mapping[str, Any] | None = None) -> Config:
+def resolve(
+    config: Config, objects: Mapping[str, Any] | None = None, models: Sequence[str] = MODELS
+) -> Config:
     """The config with what names stand for now, so that a resumed run gets the same files.
 
     ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer and chat
     template; --task auto becomes a task. Objects get a text that stands for them.
+
+    Args:
+        models: the settings whose models are needed.
     """
     config = config.replace(**settings_of(objects or {}))
     if config.task.name == "auto":
         config = config.replace(**task_of(Parts(config, objects=objects)))
     flat = config.flat()
-    config = config.replace(**{name: pinned(flat[name]) for name in MODELS})
+    config = config.replace(**{name: pinned(flat[name]) for name in models})
     if config.model.tokenizer != "auto":
         return config
     tokenizer, template = own_tokenizer(config.model.name)
@@ -217,8 +222,8 @@ class Parts:
         examples += [*held_out(task, CHECKED), *task.longest(4 * CHECKED)]
         encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
         if field := config.loss.teacher_context:
-            for example in examples:
-                with_context(tokenizer, example, field)
+            read = [with_context(tokenizer, example, field) for example in examples]
+            encode_prompts(tokenizer, read, context - config.sampling.max_new_tokens)
         if config.supervised:
             encode_pairs(tokenizer, examples, context)
             if not any(example.answer for example in examples):

@@ -24,8 +24,6 @@ from .errors import ConfigError, hint, unknown_setting
 from .task_table import TASKS, TaskRow
 
 LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
-# of the table, in a file, or an object of the caller's
-LOSS = rf"^({'|'.join(LOSS_NAMES)}|.+\.py:\w+|python:.+)$"
 
 
 def read_pairs(value: Any) -> Any:
@@ -120,7 +118,7 @@ class SamplingConfig(Group):
 class LossConfig(Group):
     """What is minimised."""
 
-    name: Annotated[str, Field(pattern=LOSS), tyro.conf.arg(name="loss")] = "grpo"
+    name: Annotated[str, tyro.conf.arg(name="loss")] = "grpo"
     """A loss of losses.py (nll: supervised fine-tuning on true answers), or FILE.py:NAME."""
     clip_low: float | None = Field(None, ge=0)
     """The ratio is clipped at 1 - this; unset: the loss's default."""
@@ -271,10 +269,12 @@ class Config(Group):
 
     def check(self) -> Self:
         """The config itself. Raises ConfigError for settings that do not go together."""
+        if (loss := self.loss.name) not in LOSS_NAMES and ":" not in loss:
+            raise ConfigError(f"--loss {loss}: one of {', '.join(LOSS_NAMES)}, or FILE.py:NAME")
         if self.supervised and self.loss.teacher:
             raise ConfigError("--teacher needs samples of the model, which --loss nll has not")
         if self.sampling.group_size < 2 and not (self.supervised or self.loss.teacher):
-            raise ConfigError(f"--group-size must be at least 2 with --loss {self.loss.name}")
+            raise ConfigError(f"--group-size must be at least 2 with --loss {loss}")
         if self.loss.reference and not self.loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:

@@ -35,7 +35,7 @@ from .model.tokenizer import Tokenizer
 from .rewards import Pool, as_numbers
 from .runtime.rng import stream
 from .task import Task
-from .types import Completions, ConfigError, Dialogue, Example
+from .types import Completions, ConfigError, Dialogue, Example, Warn
 
 NO_TOOLS = ("reset", "step", "get_reward")  # public methods that are none
 TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
@@ -139,9 +139,9 @@ class World:
 def load_name(flag: str, setting: str) -> Any:
     """What FILE.py:NAME means. Raises ConfigError."""
     file, _, name = setting.rpartition(":")
-    found = runpy.run_path(file).get(name)
+    found = runpy.run_path(file).get(name) if file else None
     if found is None:
-        raise ConfigError(f"{flag} {setting}: the file has no class or function of this name")
+        raise ConfigError(f"{flag} {setting}: not known, and no FILE.py:NAME of a Python object")
     return found
 
 
@@ -254,9 +254,7 @@ class Dialogues:
     Completion g of prompt p is sequence p * G + g.
     """
 
-    def __init__(
-        self, config: Config, world: World, tokenizer: Tokenizer, warn: Callable[[str], object]
-    ) -> None:
+    def __init__(self, config: Config, world: World, tokenizer: Tokenizer, warn: Warn) -> None:
         self.world, self.tokenizer, self.warn, self.has_warned = world, tokenizer, warn, False
         self.max_turns, self.longest = config.sampling.max_turns, config.sampling.max_new_tokens
         self.num_workers, self.pool = config.speed.num_reward_workers, Pool(0)

@@ -1,6 +1,6 @@
 """The update: from a batch of completions to new weights.
 
-    prepare     leave out what has no gradient, count the whole step, compute old log-probs
+    prepare     count the whole step, leave out what has no gradient, compute old log-probs
     gradient    forward and backward in micro-batches, whose gradients add up to the step's
     learn       clip the gradient, skip the step if it is not finite, step AdamW
 
@@ -8,7 +8,7 @@ The objective is `Learner.objective` here and `policy_loss` in losses.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -29,7 +29,7 @@ from .runtime.device import autocast, grad_scaler, with_training_layers
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged, NonFiniteGuard, OOMBackoff, largest_weight
 from .runtime.optimizer import learning_rate_at, make_optimizer
-from .types import RolloutBatch
+from .types import RolloutBatch, Warn
 
 Metrics = dict[str, Tensor]  # scalars on the device
 MEAN_GAP, LARGEST_GAP = "sampling/logp_difference_mean", "sampling/logp_difference_max"
@@ -46,15 +46,15 @@ class Learner:
         config: Config,
         model: Transformer,
         dist: DistContext | None = None,
-        warn: Callable[[str], object] = lambda text: None,
+        warn: Warn = lambda text: None,
         loss: LossSpec | None = None,
     ) -> None:
         """`loss`: None for the row of --loss."""
-        self.loss = loss or losses.loss_spec(config.loss.name)
+        self.spec = loss or losses.loss_spec(config.loss.name)
         self.teacher: FrozenModel | None = None  # set by the trainer
         self.entropy_coef, self.exact = config.loss.entropy_coef, config.loss.teacher_kl == "exact"
         if self.entropy_coef or config.loss.entropy_target or self.exact:
-            self.loss = replace(self.loss, entropy=True)
+            self.spec = replace(self.spec, entropy=True)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
@@ -136,7 +136,7 @@ class Learner:
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
         # bnpo divides by the tokens of the micro-batch, so leaving groups out would change it
-        whole = self.loss.entropy or self.loss.weights is losses.per_local_token
+        whole = self.spec.entropy or self.spec.weights is losses.per_local_token
         taught = batch.ref_logp is not None or batch.teacher_logp is not None
         if batch.advantages is None or taught or whole:
             return list(range(len(batch)))
@@ -181,15 +181,15 @@ class Learner:
             other = self.teacher.predictors(self.teacher.reads(part, config.teacher_context))
         part = part.to(self.device)
         completions, mask = part.completions, part.completions.completion_mask
-        logp, entropy, *kl = self.forward(packing, other)  # the KL to the teacher, if exact
+        logp, entropy, *teacher_kl = self.forward(packing, other)  # the last if exact
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
         added = -self.entropy_coef * entropy
         advantages, weights = part.advantages, None
-        if kl:
-            added = added + config.teacher_coef * kl[0]
+        if teacher_kl:
+            added = added + config.teacher_coef * teacher_kl[0]
         elif part.teacher_logp is not None and advantages is not None:
-            kl = [(old_logp - part.teacher_logp).masked_fill(~mask, 0)]
-            advantages = advantages[..., None] - config.teacher_coef * kl[0]
+            teacher_kl = [(old_logp - part.teacher_logp).masked_fill(~mask, 0)]
+            advantages = advantages[..., None] - config.teacher_coef * teacher_kl[0]
         correction, drawn_from = config.sampler_correction, completions.behavior_logp
         if correction != "none" and drawn_from is not None and advantages is not None:
             # tokens are not drawn from the policy: importance sampling
@@ -200,7 +200,7 @@ class Learner:
             old_logp,
             advantages,
             mask,
-            loss=self.loss,
+            loss=self.spec,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             ratio_cap=config.ratio_cap,
@@ -209,7 +209,7 @@ class Learner:
             kl=config.kl,
             token_weights=weights,
             normalizer=normalizer,
-            entropy=entropy if self.loss.entropy else None,
+            entropy=entropy if self.spec.entropy else None,
             added=added,
         )
         metrics |= {
@@ -218,8 +218,8 @@ class Learner:
             "tokens": mask.sum().to(logp),
             "tokens/run": logp.new_full((), len(packing.ids)),
         }
-        if kl:
-            metrics["teacher_kl"] = kl[0].detach().sum()
+        if teacher_kl:
+            metrics["teacher_kl"] = teacher_kl[0].detach().sum()
         if completions.sampler_logp is not None:
             gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
@@ -232,8 +232,8 @@ class Learner:
         """What `Transformer.forward` returns: `[P, G, S]` each, on the policy's device."""
         model = self.wrapped if torch.is_grad_enabled() else self.trained
         with self.autocast():
-            given = packing, self.config.sampling.temperature, self.loss.entropy, other
-            return tuple(model(*given))
+            temperature = self.config.sampling.temperature
+            return tuple(model(packing, temperature, self.spec.entropy, other))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""

@@ -159,7 +159,7 @@ def per_local_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
 
 
 def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """1 / (B max_completion_length)"""
+    """1 / (B max_length)"""
     return mask / (normalizer.completions * normalizer.max_length)
 
 

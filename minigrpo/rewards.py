@@ -26,7 +26,7 @@ from rapidfuzz.distance import Levenshtein
 from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .task import Task, TokenBatch
-from .types import Dialogue, Example, RewardTable
+from .types import EXACT, REWARD, Dialogue, Example, RewardTable, Warn
 
 RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
 
@@ -203,7 +203,7 @@ class RewardScorer:
         weights: Mapping[str, float] | None = None,
         functions: Sequence[RewardFunction] = (),
         workers: int = 0,
-        warn: Callable[[str], object] = lambda text: None,
+        warn: Warn = lambda text: None,
         token_model: Any = None,
         tokenizer: Any = None,
     ) -> None:
@@ -221,12 +221,12 @@ class RewardScorer:
         self.names = [*task.parts, *self.environments, *(x.name for x in functions)]
         own = {**task.parts, **self.environments, **{x.name: x.weight for x in functions}}
         self.task, self.weights = task, dict(weights or own)
-        for name in {*self.names, *self.weights}:
+        self.success = next((f.name for f in functions if f.success), task.success)
+        for name in {*self.names, *self.weights} | {self.success} - {EXACT, REWARD}:
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 names = ", ".join(self.names)
-                raise ConfigError(f"reward {name}: each needs a __name__ of its own, got {names}")
+                raise ConfigError(f"reward {name}: one function must have this name; got {names}")
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
-        self.success = next((f.name for f in functions if f.success), task.success)
         self.functions, self.token_model, self.tokenizer = functions, token_model, tokenizer
         self.workers, self.warn, self.warned = max(1, workers), warn, set[str]()
 

@@ -108,7 +108,7 @@ class Batches:
         assert batch.rewards is not None
         total = torch.from_numpy(batch.rewards.total)  # float64
         if total.shape[1] == 1:
-            return torch.zeros(total.shape)  # of a teacher's student
+            return torch.zeros(total.shape)  # only a teacher teaches
         scale = spec.scale if loss.scale == "auto" else loss.scale
         if loss.aggregate == "normalize-then-sum":
             parts = {name: torch.from_numpy(x) for name, x in batch.rewards.parts.items()}

@@ -1,6 +1,6 @@
 """The training loop. GRPO and supervised fine-tuning share it; only their batches differ.
 
-    batch  ->  num_iterations optimizer steps  ->  log  ->  maybe evaluate  ->  maybe save
+    maybe evaluate  ->  batch  ->  num_iterations optimizer steps  ->  log  ->  maybe save
 
 Batches come from rollout.py, losses.py defines the losses, and learner.py turns a batch into new
 weights. build.py makes the parts; speed layers, checkpoints and logs are in runtime/.
@@ -34,7 +34,10 @@ Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
 class Trainer(Parts):
-    """A run, built from its config. Bad input is found here, before `fit` starts to work."""
+    """A run, built from its config. Bad input is found here, before `fit` starts to work.
+
+    Its model, task, sampler, scorer and loss are those of `Parts`, each made when first used.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,8 @@ class Trainer(Parts):
         if rests and (config.supervised or success == REWARD or not self.task.num_train):
             raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
         self.learner = Learner(config, self.model, self.dist, console.warn, self.loss)
-        self.autocast = self.learner.autocast  # it may fall back to float32
+        # it may fall back to float32; `Batches` makes a sampler that has it
+        self.autocast = self.learner.autocast
         self.learner.teacher = self.teacher
         self.timer = PhaseTimer(device)
         self.source = Batches(self, self.timer, self.dist, self.learner.visits)
@@ -94,7 +98,7 @@ class Trainer(Parts):
                 if not stopped:
                     self._evaluate()
         except BaseException as error:
-            # else the weights are between two updates of a step, or not finite
+            # in an update, the weights are between two of a step, or not finite
             if not self.learner.in_update:
                 self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
             status = "diverged" if isinstance(error, Diverged) else "failed"

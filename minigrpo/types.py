@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .errors import ConfigError as ConfigError
 
+Warn = Callable[[str], object]  # says something to the user
+
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
 REWARD = "reward"  # the success where nothing says what is right: the weighted sum
 
@@ -24,7 +26,7 @@ class Example:
 
     prompt: str
     answer: str = ""
-    index: int = 0  # place in the task's endless sequence; the key of its random numbers
+    index: int = 0  # its number in the task; the key of its random numbers
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line

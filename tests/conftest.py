@@ -53,7 +53,7 @@ def missing() -> dict[str, str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that cannot run here, and those that take long.
 
-    A marker that the variable MUST_RUN names ("engine slow") is never a reason to skip: its tests
+    A marker that the variable MUST_RUN names ("peer slow") is never a reason to skip: its tests
     run, and fail where something is missing.
     """
     required = os.environ.get("MUST_RUN", "").split()

@@ -161,6 +161,10 @@ def test_names_and_weights_that_cannot_be_are_refused() -> None:
             scorer(names)
     with pytest.raises(ConfigError):
         scorer(["mine"], {"typo": 1.0})
+    task = Lengths()
+    task.success = "lenght"  # the headline would be another measure, under this name
+    with pytest.raises(ConfigError):
+        RewardScorer(task)
 
 
 def test_a_file_gives_its_decorated_functions(tmp_path: Path) -> None:

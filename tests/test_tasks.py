@@ -13,7 +13,7 @@ from minigrpo import config
 from minigrpo.model.hf import read_model
 from minigrpo.task import Task
 from minigrpo.task_table import TASKS
-from minigrpo.tasks.base import load_task, shipped_model
+from minigrpo.tasks.base import class_of, load_task, shipped_model
 from minigrpo.types import ConfigError, Example
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +87,7 @@ def test_any_text_has_a_score_for_every_part(name: str, text: str) -> None:
 
 def test_every_row_of_the_table_can_be_made_and_its_model_ships() -> None:
     for name, row in TASKS.items():
+        class_of(name)
         if name in GENERATED:
             load_task(name, seed=0)
         if row.shipped:

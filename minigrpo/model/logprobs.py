@@ -136,9 +136,9 @@ def _logits_in_chunks(
     buffers = at_least_fp32(hidden.new_empty(2, min(chunk, len(hidden)), len(head)))
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        logits, other = buffers[:, : len(hidden[part])]
+        logits, spare = buffers[:, : len(hidden[part])]
         if hidden.dtype == logits.dtype:
             torch.mm(hidden[part], head.t(), out=logits)
         else:
             logits.copy_(hidden[part] @ head.t())
-        yield part, logits.div_(temperature), other
+        yield part, logits.div_(temperature), spare

@@ -7,7 +7,7 @@ the same log-probs:
     repeated     each completion with its own copy of the prompt, as usual; the reference
 
 The prompt's last token predicts a completion's first. A completion's last token predicts nothing,
-so it is not run. Packings are built on the host, once per micro-batch.
+so it is not run. Packings are built on the host, once per forward pass.
 
 A worked example: two prompts with three completions each. 9 is EOS, 0 padding.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..types import ConfigError
+from ..types import ConfigError, Warn
 
 State = dict[str, Any]
 STATE, MANIFEST, CHECKPOINTS = "state.pt", "manifest.json", "checkpoints"
@@ -129,7 +129,7 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def newest(path: Path, warn: Callable[[str], object]) -> Path:
+def newest(path: Path, warn: Warn) -> Path:
     """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one.
 
     `warn` names those that are damaged. Raises ConfigError if there is none.

@@ -16,11 +16,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..types import Warn
+
 BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
 BAD_STEPS_TO_STOP = 6
 SCALE_FLOOR = 1.0  # below it, the scaler would make gradients smaller than they are
 T = TypeVar("T")
-Say = Callable[[str], object]
 
 
 class RunFailed(RuntimeError):
@@ -40,7 +41,7 @@ class NonFiniteGuard:
     halvings: int = 0  # of the learning rate; after the first, training continues in float32
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
 
-    def skip(self, warn: Say) -> None:
+    def skip(self, warn: Warn) -> None:
         """Record a skipped step."""
         self.skipped += 1
         self.in_a_row += 1
@@ -104,7 +105,7 @@ def is_out_of_memory(error: Exception) -> bool:
 class OOMBackoff:
     """How many prompts go through the model at a time; halved whenever memory runs out."""
 
-    def __init__(self, what: str, flag: str, size: int, warn: Say = lambda text: None) -> None:
+    def __init__(self, what: str, flag: str, size: int, warn: Warn = lambda text: None) -> None:
         """`flag` sets `size`, the prompts at a time at first; 0 for all. `what` is the work."""
         self.what, self.flag, self.size, self.warn = what, flag, size, warn
 

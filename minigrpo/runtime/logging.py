@@ -16,6 +16,7 @@ from uuid import uuid4
 from torch.utils.tensorboard import SummaryWriter
 
 from ..config import Config
+from ..types import Warn
 from .checkpoint import write_text
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
@@ -23,7 +24,6 @@ HELD_OUT = "held_out.jsonl"  # the answers of the last evaluation, which `minigr
 LOGS = (METRICS, EVALUATIONS, SAMPLES, HELD_OUT)
 TRACK_ID = "track_id"  # file with the name of the run in its tracker, so that a resume continues it
 Record = Mapping[str, Any]
-Warn = Callable[[str], object]
 
 
 def to_json(record: Record, indent: int | None = None) -> str:

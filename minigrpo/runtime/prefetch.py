@@ -22,7 +22,7 @@ class ExamplePrefetcher:
     ) -> None:
         """`visits`: those of the learner, to which steps add theirs."""
         self.task, self.per_step = task, config.sampling.prompts_per_step
-        self.share, self.last_step = dist.share(self.per_step), config.run.max_steps
+        self.share = dist.share(self.per_step)
         self.thread = ThreadPoolExecutor(1, "examples")
         self.made: dict[int, Future[list[Example]]] = {}
         self.rest_solved, self.visits = config.sampling.rest_solved, visits
@@ -33,7 +33,7 @@ class ExamplePrefetcher:
         if self.rest_solved:
             drawn = next(x for number, x in self.drawn if number == step)
             return [drawn[place] for place in self.share]
-        for ahead in range(step, max(step + 1, min(step + STEPS_AHEAD, self.last_step))):
+        for ahead in range(step, step + STEPS_AHEAD):
             if ahead not in self.made:
                 self.made[ahead] = self.thread.submit(self._make, ahead, self.share)
         return self.made.pop(step).result()

@@ -25,7 +25,7 @@ import torch
 from ..config import Config, places
 from ..model.lora import ADAPTER_FILE, adapters, peft_files
 from ..model.transformer import Transformer
-from ..types import ConfigError
+from ..types import ConfigError, Warn
 from .checkpoint import (
     CHECKPOINTS,
     State,
@@ -39,7 +39,7 @@ from .checkpoint import (
 )
 from .console import Console
 from .distributed import DistContext
-from .guard import RunFailed, Say
+from .guard import RunFailed
 from .logging import LOGS, RunLog, start_tracker, to_json
 
 RECORD, SUMMARY, TRAINED_ON = "config.toml", "summary.json", "trained_on.npy"
@@ -221,7 +221,7 @@ def trained_on(run: Path) -> np.ndarray:
     return np.load(file) if file.is_file() else np.zeros(0, dtype=np.uint64)
 
 
-def warn_of_known_questions(model: str, questions: Questions, warn: Say) -> None:
+def warn_of_known_questions(model: str, questions: Questions, warn: Warn) -> None:
     """Say how many held-out questions a run, or the one that it began from, was trained on."""
     _, held_out = questions or ((), ())
     if known := int(np.isin(held_out, trained_on(Path(model))).sum()):

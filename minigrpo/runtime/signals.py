@@ -3,12 +3,12 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 
+from ..types import Warn
 from .distributed import DistContext
 
 # Ctrl-C; a scheduler that ends the job; schedulers that warn before they do; a terminal that closes
@@ -20,7 +20,7 @@ SAME_REQUEST = 1.0
 class StopRequest:
     """Context manager that catches signals. The first asks to stop; a later one stops at once."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
+    def __init__(self, say: Warn) -> None:
         self.say, self.reason, self.asked_at = say, "", 0.0
         self.handlers: dict[int, Any] = {}
 

@@ -157,8 +157,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. (2021, arXiv 2107.03374).
     """
-    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
-        raise ValueError(f"pass@{k} of {num_correct} right ones of {num_samples} does not exist")
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 

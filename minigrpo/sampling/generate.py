@@ -30,7 +30,7 @@ from ..model.transformer import Transformer
 from ..runtime.device import low_precision_copy
 from ..runtime.guard import OOMBackoff
 from ..task import Task
-from ..types import Completions, Example
+from ..types import Completions, Example, Warn
 from .decoder import Decoder
 from .pick import pick_token, propose, truncate
 
@@ -266,7 +266,7 @@ class Sampler:
         model: Transformer,
         tokenizer: Tokenizer,
         autocast: Callable[[], Any] = nullcontext,
-        warn: Callable[[str], object] = lambda text: None,
+        warn: Warn = lambda text: None,
         task: Task | None = None,
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding.

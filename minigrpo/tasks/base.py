@@ -111,7 +111,9 @@ def shipped_model(task: str) -> Path:
     """The file of the SFT model that --model shipped means; chess-env's for a task of one's own."""
     row = TASKS.get(task, TASKS["chess-env"])
     if not row.shipped:
-        raise ConfigError(f"--model shipped: none ships for --task {task}; name a model's folder")
+        raise ConfigError(
+            f"--model: none ships for --task {task}; give a folder, a run or ORG/NAME"
+        )
     return asset(row.shipped)
 
 

@@ -45,7 +45,7 @@ def parse(
     of_run += ["--model", arguments.run, "--lora-rank", "0", "--device", "auto"]
     if arguments.data:
         of_run += ["--data", "", "--eval-data", arguments.data]
-    return arguments, resolve(Config.from_cli([*of_run, *flags], prog=prog))
+    return arguments, resolve(Config.from_cli([*of_run, *flags], prog=prog), models=["model"])
 
 
 def load(config: Config, console: Console) -> Parts:

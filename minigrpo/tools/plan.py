@@ -99,7 +99,9 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         loss = config.loss
         frozen = {"reference": loss.reference or INITIAL} if loss.kl_coef else {}
         frozen |= {"teacher": loss.teacher} if loss.teacher not in ("", SELF) else {}
-        for part, name in frozen.items() if not memory.offload_reference else ():
+        # of an exact KL, each update asks the teacher, so it stays on the device
+        offloaded = memory.offload_reference and loss.teacher_kl != "exact"
+        for part, name in frozen.items() if not offloaded else ():
             parts[part] = copy_of(config, parts["weights"], name)
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)

@@ -19,10 +19,10 @@ from pydantic import Field
 
 from ..config import Config, Group
 from ..runtime.console import Console
-from ..runtime.logging import EVALUATIONS, METRICS, Warn, read_jsonl
+from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD
 from ..runtime.stats import SAMPLED, Estimate, headline, wilson
-from ..types import REWARD, ConfigError
+from ..types import REWARD, ConfigError, Warn
 
 Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys
 EVAL = "eval/"  # begins the names of curves of evaluations, as in TensorBoard
