@@ -380,7 +380,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     presets = {f.stem: f for folder in folders for f in sorted(folder.glob("configs/*.toml"))}
     try:
         file = presets.get(str(path), Path(path))
-        contents = tomllib.loads(file.read_text(encoding="utf-8"))
+        contents = tomllib.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file; presets: {', '.join(presets)}") from None
     except ValueError as error:

@@ -42,7 +42,7 @@ def size_of(model: str) -> Size | None:
         path = Path(model)
         folder = path if path.is_dir() else path.parent
         if (record := folder / "config.toml").is_file():  # a run, or its model.safetensors
-            return size_of(tomllib.loads(record.read_text(encoding="utf-8"))["model"]["name"])
+            return size_of(tomllib.loads(record.read_text("utf-8"))["model"]["name"])
         if path.is_dir() and not any(folder.glob("*.safetensors")):
             return None
         # these import torch, which --help must not wait for

@@ -5,7 +5,8 @@ or not a pawn can capture there.
 """
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
+from threading import get_ident
 
 import chess
 
@@ -18,10 +19,22 @@ CASTLING = {"K": chess.BB_H1, "Q": chess.BB_A1, "k": chess.BB_H8, "q": chess.BB_
 
 
 @lru_cache(maxsize=1 << 16)
-def pieces_of(rank: str) -> tuple[int, ...]:
-    """The squares of a rank, as a byte each, with: the six kinds of pieces, Black's, White's."""
-    x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
+def pieces_of(rank: str) -> tuple[int, ...] | None:
+    """The squares of a rank, as a byte each, with: the six kinds of pieces, Black's, White's.
+
+    None if it has not eight squares, or 11 in place of 2.
+    """
+    try:
+        x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
+    except ValueError:
+        return None
     return x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co
+
+
+@cache
+def scratch(thread: int) -> chess.Board:
+    """The board of one thread that `is_valid_fen` fills; making one takes as long as judging it."""
+    return chess.Board(None)
 
 
 def is_valid_fen(text: object) -> bool:
@@ -37,11 +50,10 @@ def is_valid_fen(text: object) -> bool:
     if not isinstance(text, str) or (match := FEN.fullmatch(text)) is None:
         return False
     placement, side, castling, passant = match.groups()
-    try:
-        ranks = [*map(pieces_of, placement.split("/"))]
-    except ValueError:  # not eight squares, or 11 in place of 2
+    ranks = [*map(pieces_of, placement.split("/"))]
+    if None in ranks:
         return False
-    x = chess.Board(None)
+    x = scratch(get_ident())
     boards = map(int.from_bytes, zip(*ranks, strict=True))  # from rank 8, the highest byte
     x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co = boards
     x.occupied = sum(x.occupied_co)

@@ -247,7 +247,7 @@ class RewardScorer:
         shape = len(texts), len(texts[0])
         flat, size = [text for group in texts for text in group], shape[1]
         # dialogues may differ although their last turns are equal
-        keys = [(i // size, x, id(x) * isinstance(x, Dialogue)) for i, x in enumerate(flat)]
+        keys = [(i // size, x, isinstance(x, Dialogue) and id(x)) for i, x in enumerate(flat)]
         places = dict[Any, int]()  # of distinct texts
         same = np.array([places.setdefault(key, i) for i, key in enumerate(keys)])
         distinct = [*places.values()]
@@ -270,8 +270,9 @@ class RewardScorer:
             parts |= {x: np.asarray(by_token[x], np.float64) for x in self.task.token_parts}
         if self.text_parts:
             pieces = np.array_split(distinct, min(self.workers, len(distinct)))
-            with ThreadPoolExecutor(self.workers) as pool:
-                rows = list(pool.map(self.task.score_batch, *zip(*map(pairs, pieces), strict=True)))
+            with ThreadPoolExecutor(self.workers) as pool:  # a single thread would only cost time
+                each = pool.map if len(pieces) > 1 else map
+                rows = list(each(self.task.score_batch, *zip(*map(pairs, pieces), strict=True)))
             for name in self.text_parts:
                 values = np.zeros(len(flat))
                 values[distinct] = np.concatenate([x[name] for x in rows])

@@ -41,8 +41,7 @@ class Console:
         widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
         self.say(f"\n{title}")
         for row in (columns, *rows):
-            cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-            self.say("  ".join(cells))
+            self.say("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
         self.say("")
 
     # --- the messages of a run ------------------------------------------------------------------
@@ -87,9 +86,9 @@ class Console:
 
     def evaluation(self, step: int, found: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""
-        self.evaluations[step], success = found, headline(found)
-        values = [f"{name} {found[name]}" for name in (success + SAMPLED, success)]
-        self.say(f"held out, step {step}: {', '.join(values)}")
+        self.evaluations[step], name = found, headline(found)
+        sampled = name + SAMPLED
+        self.say(f"held out, step {step}: {sampled} {found[sampled]}, {name} {found[name]}")
 
     def measures(self, evaluations: Mapping[str, Mapping[str, float | Estimate]]) -> None:
         """Print the measures of evaluations, each in a column with its name."""
@@ -104,15 +103,15 @@ class Console:
 
     def finish(self, run: Path, summary: Mapping[str, Any]) -> None:
         """Say how a run ended, and what to type next."""
-        status, reason, step = (summary[name] for name in ("status", "exit_reason", "step"))
-        self.say(f"{status} ({reason}) at step {step} after {summary['wall_seconds']:.0f} s: {run}")
-        if status == "stopped":
+        ended = f"{summary['status']} ({summary['exit_reason']}) at step {summary['step']}"
+        self.say(f"{ended} after {summary['wall_seconds']:.0f} s: {run}")
+        if summary["status"] == "stopped":
             self.say(
                 f"continue: minigrpo train --config {run}/config.toml --out-dir {run} --resume auto"
                 " (of a script: run it again with resume='auto')"
             )
         else:
             ends = summary["first_evaluation"], summary["last_evaluation"]
-            known = self.evaluations
-            self.measures({f"step {x['step']:.0f}": known.get(x["step"], x) for x in ends})
+            known = self.evaluations.get
+            self.measures({f"step {x['step']:.0f}": known(x["step"], x) for x in ends})
         self.say(f"next: minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}")

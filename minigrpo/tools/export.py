@@ -36,7 +36,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     for file in filter(Path.is_file, copied):
         shutil.copyfile(file, out / file.name)
     if tokenizer.chat:
-        (out / CHAT_TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
+        (out / CHAT_TEMPLATE).write_text(tokenizer.chat.source, "utf-8")
     file = out / GENERATION_CONFIG  # says where `generate` has to stop
     ends = [tokenizer.eot, *sorted(tokenizer.stops - {tokenizer.eot})]
     settings = {"pad_token_id": ends[0], **read_json(file), "eos_token_id": ends}

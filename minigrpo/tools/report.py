@@ -86,7 +86,7 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
 
 def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
     """The page."""
-    page = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    page = Path(__file__).with_name("report.html.j2").read_text("utf-8")
     return Template(page, autoescape=True, trim_blocks=True).render(
         runs=runs,
         ends=ENDS,
@@ -106,5 +106,5 @@ class Arguments(RunArguments):
 def main(argv: Sequence[str], prog: str) -> None:
     arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
     html = render(runs, figures_of(runs), console.warn)
-    arguments.out.write_text(html, encoding="utf-8", errors="replace")
+    arguments.out.write_text(html, "utf-8", "replace")
     console.say(f"wrote {arguments.out}")

@@ -96,7 +96,7 @@ def read_run(folder: Path, warn: Warn) -> Run:
     if not metrics:
         raise ConfigError(f"{folder}: is no run, or has no steps yet")
     config = Config.from_toml(folder / RECORD)
-    versions = tomllib.loads((folder / RECORD).read_text(encoding="utf-8")).get("versions", {})
+    versions = tomllib.loads((folder / RECORD).read_text("utf-8")).get("versions", {})
     return Run(folder, config, metrics, evaluations, versions)
 
 
