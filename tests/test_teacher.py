@@ -1,5 +1,6 @@
 """Teachers: what they read, what they teach, and what is refused; the entropy's coefficient."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,11 @@ def test_what_cannot_teach_is_refused(tmp_path: Path, changes: dict[str, Any]) -
         changes = {"teacher": str(tiny_chat_model(tmp_path / "chat"))}
     with pytest.raises(ConfigError):
         make_run(tmp_path, **changes)
+
+
+def test_what_a_teacher_reads_must_fit_its_context(tmp_path: Path) -> None:
+    for hint in ("short", "long " * 99):
+        rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "hint": hint} for i in range(30)]
+        data = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+        with pytest.raises(ConfigError) if hint != "short" else nullcontext():
+            make_run(tmp_path, hint[:5], data=data, teacher="self", teacher_context="hint")

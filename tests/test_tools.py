@@ -135,6 +135,7 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
     assert config_of(finished_run) == own
     other = config_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
     assert other == own.replace(max_new_tokens=9, seed=5)
+    assert config_of(finished_run, "--teacher", "runs/gone").loss.teacher == "runs/gone"
     found = config_of("shipped", "--data", "x", "--task", "math")
     assert found == Config.of(task="math", eval_data="x", tokenizer="chess")
 
