@@ -49,6 +49,7 @@ TRL_WORDS = {
     "epsilon": "--clip-low",
     "epsilon_high": "--clip-high",
     "loss_type": "--loss",
+    "importance_sampling_level": "--loss gspo",
     "scale_rewards": "--scale group, batch or none",
     "mask_truncated_completions": "--overlong mask",
     "environment_factory": "--environment FILE.py:NAME, or from Python a class",

@@ -101,7 +101,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a term is made of: `[..., S]` each, in float32 or wider, and 0 where masked."""
+    """What a term is made of: `[..., S]` each, in float32 or wider; 0 (`ratio`: 1) where masked."""
 
     logp: Tensor  # of the sampled tokens, with gradient
     old_logp: Tensor
