@@ -22,8 +22,6 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linu
 
 @dataclass(frozen=True)
 class Outputs:
-    """The flags that every benchmark has."""
-
     out_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Write the tables to this folder too."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

@@ -65,7 +65,6 @@ class Scaling(Outputs):
         return {"device": device, "rows": rows, "tables": [table]}
 
     def _steps(self, number_of_processes: int) -> list[dict[str, Any]]:
-        """The timed steps of a run."""
         with TemporaryDirectory() as folder:
             run = Path(folder, "run")
             words = ["-m", "torch.distributed.run", "--standalone"]

@@ -94,7 +94,6 @@ class TrainedRun:
 
     @property
     def model(self) -> Transformer:
-        """The trained model."""
         return self.trainer.model
 
     @cached_property

@@ -18,6 +18,7 @@ around the answers. No turn is rendered or encoded again.
 """
 
 import asyncio
+import copy
 import inspect
 import json
 import re
@@ -41,7 +42,9 @@ NO_TOOLS = ("reset", "step", "get_reward")  # public methods that are none
 TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
 SEEDS = 2**31
 # how Qwen calls a tool; Llama's whole turn is the object, perhaps after <|python_tag|>
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*\})$", re.DOTALL)
+CALL = re.compile(
+    r"<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*\x22name\x22.*\})$", re.DOTALL
+)
 ARGUMENT = re.compile(r"^\s+(\w+)[^:\n]*:\s*(.+)", re.MULTILINE)  # in a docstring of Google's style
 SCHEMA = ("type", "properties", "required", "$defs")  # what is kept of a tool's JSON schema
 Tools = Mapping[str, Callable[..., Any]]
@@ -147,7 +150,8 @@ def load_name(flag: str, setting: str) -> Any:
 
 def reset(environment: Any, example: Example) -> str:
     """What an environment says first."""
-    row, named = dict(example.fields), inspect.signature(environment.reset).parameters
+    row = copy.deepcopy(example.fields)  # an episode may empty a list in it
+    named = inspect.signature(environment.reset).parameters
     if not any(x.kind is x.VAR_KEYWORD for x in named.values()):
         row = {name: value for name, value in row.items() if name in named}
     return environment.reset(**row) or ""

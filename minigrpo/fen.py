@@ -63,7 +63,6 @@ def is_valid_fen(text: object) -> bool:
 
 
 def render(board: chess.Board) -> str:
-    """The FEN of a board."""
     return board.fen(en_passant="fen")
 
 

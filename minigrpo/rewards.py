@@ -69,7 +69,9 @@ class RewardFunction:
 
     def values(self, examples: Sequence[Example], texts: Sequence[str]) -> np.ndarray:
         """`[n]` values of n texts: of any, of a group, or of one."""
-        examples = [copy.deepcopy(x) for x in examples]  # code may empty a list in `fields`
+        # code may empty a list in `fields`, or the messages of a dialogue
+        examples = [copy.deepcopy(x) for x in examples]
+        texts = [copy.deepcopy(x) for x in texts]
         if self.batched or self.grouped:
             given: Any = examples if self.batched else examples[0]
             return as_numbers(self.function(given, texts), (len(texts),))

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 
 class TaskRow(NamedTuple):
-    """A built-in task."""
-
     path: str  # "module:Class" in minigrpo.tasks
     shipped: str = ""  # --model shipped is minigrpo/assets/<shipped>.safetensors; "": refused
     # flat name -> value: settings that differ from the defaults, unless somebody gives them. Those

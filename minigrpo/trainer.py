@@ -58,9 +58,12 @@ class Trainer(Parts):
         set_up_process(config.speed, device)
         self.run_dir = RunDir(config, self.dist, console)
         self.check_examples()
-        rests, success = config.sampling.rest_solved, self.scorer.success
-        if rests and (config.supervised or success == REWARD or not self.task.num_train):
-            raise ConfigError("--rest-solved needs --data, completions, and what makes them right")
+        rests, success, task = config.sampling.rest_solved, self.scorer.success, self.task
+        # what an environment says first may be alike for all rows, or another in each epoch
+        if rests and (config.supervised or success == REWARD or not task.num_train or task.world):
+            raise ConfigError(
+                "--rest-solved needs --data, samples, what makes them right, and no environment"
+            )
         self.learner = Learner(config, self.model, self.dist, console.warn, self.loss)
         # it may fall back to float32; `Batches` makes a sampler that has it
         self.autocast = self.learner.autocast
@@ -74,7 +77,6 @@ class Trainer(Parts):
 
     @property
     def step(self) -> int:
-        """The number of steps that are done."""
         return self.learner.steps_done
 
     @cached_property

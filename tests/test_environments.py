@@ -22,7 +22,7 @@ from minigrpo.sampling import generate as generate_module
 from minigrpo.sampling.generate import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
-from minigrpo.types import Completions, ConfigError, Example
+from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
 from .steps import EOS, SHAPES, make_completions
 from .test_sampling import generate
@@ -35,10 +35,14 @@ STOPS = (EOS, 4, 7)  # so that turns end often
 
 
 def answer_to(ids: Sequence[int]) -> list[int]:
-    """What the environment of these tests says: two to four tokens, or the end of the dialogue."""
-    if sum(ids) % 7 == 0:
+    """What the environment of these tests says: two to four tokens, or the end of the dialogue.
+
+    As in text, the token that ended the turn says nothing.
+    """
+    said = 1 + sum(ids[:-1])
+    if said % 7 == 0:
         return []
-    return [1 + sum(ids) % 3, *[2] * (len(ids) % 3), 5]
+    return [1 + said % 3, *[2] * (len(ids) % 3), 5]
 
 
 class Stub:
@@ -46,8 +50,10 @@ class Stub:
 
     def __init__(self, patience: int = 0) -> None:
         self.patience, self.open = patience, dict[int, tuple[int, list[int]]]()
+        self.submitted = 0
 
     def submit(self, sequence: int, ids: Sequence[int]) -> None:
+        self.submitted += 1
         answer = answer_to(ids)
         wait = (sequence * 7 + len(ids)) % (self.patience + 1)
         self.open[sequence] = wait, answer if len(ids) + len(answer) < LENGTH else []
@@ -68,8 +74,11 @@ def prompts() -> Completions:
     return make_completions(0, prompts=PROMPTS)
 
 
-def u() -> torch.Tensor:
-    return torch.from_numpy(uniforms(0, "turns", 0, np.arange(PROMPTS), SAMPLES, LENGTH))
+def u(vocab_size: int) -> torch.Tensor:
+    """In each group, the first two completions begin with the tokens 4 and 7 and end their turn."""
+    found = uniforms(0, "turns", 0, np.arange(PROMPTS), SAMPLES, LENGTH)
+    found[:, :2, 0] = np.array([4.5, 7.5]) / vocab_size
+    return torch.from_numpy(found)
 
 
 @torch.no_grad()
@@ -77,12 +86,13 @@ def naive(
     model: Transformer, c: Completions
 ) -> Iterator[tuple[list[int], list[bool], list[float]]]:
     """The tokens of each dialogue, which of them were sampled, and their log-probs."""
+    numbers = u(model.shape.vocab_size).double()
     for p, g in np.ndindex(PROMPTS, SAMPLES):
         prompt, ids, sampled, logps = c.prompt_ids[p, : c.prompt_len[p]].tolist(), [], [], []
         while len(ids) < LENGTH:
             logp = model.logits(torch.tensor([prompt + ids]))[0, -1].log_softmax(-1)
             cdf = logp.exp().cumsum(-1)
-            token = int(torch.searchsorted(cdf, u()[p, g, len(ids)].double() * cdf[-1], right=True))
+            token = int(torch.searchsorted(cdf, numbers[p, g, len(ids)] * cdf[-1], right=True))
             ids, sampled, logps = [*ids, token], [*sampled, True], [*logps, float(logp[token])]
             if token in STOPS:
                 answer = answer_to(ids) if len(ids) < LENGTH else []
@@ -99,7 +109,7 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
 ) -> None:
     """However long answers take, in however many rounds they are read, whatever else runs."""
     monkeypatch.setattr(generate_module, "MOST_READ", read)
-    c = prompts()
+    c, stub = prompts(), Stub(patience)
     found = generate(
         model,
         c.prompt_ids,
@@ -107,11 +117,11 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
         stops=STOPS,
         max_new_tokens=LENGTH,
         num_samples=SAMPLES,
-        u=u(),
+        u=u(model.shape.vocab_size),
         prompts_at_once=at_once,
-        dialogues=Stub(patience),
+        dialogues=stub,
     )
-    turns = 0
+    turns = ended = 0
     for (p, g), (ids, sampled, logps) in zip(
         np.ndindex(PROMPTS, SAMPLES), naive(model, c), strict=True
     ):
@@ -122,6 +132,8 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
         assert found.sampler_logp is not None
         assert found.sampler_logp[p, g, :n].tolist() == pytest.approx(logps, abs=1e-6)
         turns += sampled.count(False)
+        ended += sum(own and x in STOPS for x, own in zip(ids, sampled, strict=True))
+    assert stub.submitted == ended  # also a turn that ends at the last column
     assert turns > PROMPTS * SAMPLES  # there are dialogues to compare
 
 
@@ -171,7 +183,8 @@ def test_a_call_is_read_as_qwen_and_llama_write_it() -> None:
     assert calls_of(qwen + qwen) == [("pay", {"amount": 3})] * 2
     llama = '{"name": "pay", "parameters": {"amount": 3}}'
     assert calls_of(llama) == calls_of(f"<|python_tag|>{llama}\n") == [("pay", {"amount": 3})]
-    assert calls_of("the answer is {3}") == calls_of("") == []
+    for text in ("the answer is {3}", "", '{"answer": 5}', "{3}"):
+        assert calls_of(text) == []
     for broken in ("{", "[1]", '{"name": 1', "3"):
         assert [arguments for _, arguments in calls_of(f"<tool_call>{broken}</tool_call>")] == [{}]
 
@@ -374,6 +387,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: Path, out: Path, **changes: Any) -> Any:
     settings = {**TINY, "reward_weights": {}, "max_new_tokens": 60, "model": str(folder)}
     return minigrpo.train(environment=Echo, out_dir=str(out), quiet=True, **{**settings, **changes})
+
+
+def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
+    class Cards:
+        def reset(self, deck: list[int], **row: Any) -> None:
+            self.card = deck.pop()
+
+    example = Example("", fields={"deck": [1, 2]})
+    assert Episode(World.of(Cards), example).begin().card == 2
+    text = Dialogue("a")
+    text.messages = [{"role": "assistant", "content": "a"}]
+    function = minigrpo.reward(lambda example, text: len(text.messages.pop()))
+    assert function.values([example], [text]) == 2
+    assert example.fields["deck"] == [1, 2] and len(text.messages) == 1
+
+
+def test_questions_of_an_environment_do_not_rest(folder: Path, tmp_path: Path) -> None:
+    """What it says first may be alike for all rows, or another in each epoch."""
+    rows = [{"prompt": f"{i}?"} for i in range(20)]
+    with pytest.raises(ConfigError):
+        trained(folder, tmp_path, data=rows, rest_solved=1, rewards=success)
+    trained(folder, tmp_path / "b", data=rows, rewards=success, max_steps=1)
+
+
+@minigrpo.reward(success=True)
+def success(example: Example, text: str) -> float:
+    return float("a" in text)
 
 
 def test_a_run_in_an_environment_is_logged_and_resumed_bit_by_bit(

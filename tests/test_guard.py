@@ -120,11 +120,11 @@ def test_only_out_of_memory_is_tried_again(work: Callable[[], object], expected:
         work()
 
     with pytest.raises((RuntimeError, MemoryError, OSError)) as caught:
-        OOMBackoff("update", "--micro-batch-size", 0).run(never_fits, 4)
+        OOMBackoff("update", "--micro-batch-size", 0, print).run(never_fits, 4)
     assert is_out_of_memory(caught.value) == expected
     assert sizes == ([4, 2, 1] if expected else [4])
     with pytest.raises((RuntimeError, MemoryError, OSError)):
-        OOMBackoff("update", "--micro-batch-size", 0).run(never_fits, 4, retry=False)
+        OOMBackoff("update", "--micro-batch-size", 0, print).run(never_fits, 4, retry=False)
     assert sizes[-1] == 4
 
 

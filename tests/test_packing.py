@@ -194,7 +194,7 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
 def make_frozen(model: Transformer) -> FrozenModel:
     """It runs two prompts at a time."""
     tokenizer: Any = None
-    backoff = OOMBackoff("frozen", "--micro-batch-size", 2)
+    backoff = OOMBackoff("frozen", "--micro-batch-size", 2, print)
     return FrozenModel(model, tokenizer, pack, "the reference", backoff, autocast=nullcontext)
 
 

@@ -46,7 +46,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by a text."""
     write_atomically(path, lambda aside: aside.write_text(text, "utf-8"))
 
 

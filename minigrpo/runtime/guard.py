@@ -42,7 +42,6 @@ class NonFiniteGuard:
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
 
     def skip(self, warn: Warn) -> None:
-        """Record a skipped step."""
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row == BAD_STEPS_TO_HALVE:
@@ -105,7 +104,7 @@ def is_out_of_memory(error: Exception) -> bool:
 class OOMBackoff:
     """How many prompts go through the model at a time; halved whenever memory runs out."""
 
-    def __init__(self, what: str, flag: str, size: int, warn: Warn = lambda text: None) -> None:
+    def __init__(self, what: str, flag: str, size: int, warn: Warn) -> None:
         """`flag` sets `size`, the prompts at a time at first; 0 for all. `what` is the work."""
         self.what, self.flag, self.size, self.warn = what, flag, size, warn
 

@@ -74,7 +74,6 @@ class RunLog:
         self.charts |= trackers
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step."""
         self.write(METRICS, step, [metrics])
         named = {x if "/" in x else f"train/{x}": metrics[x] for x in metrics}
         self._charts(lambda chart: chart.log(named, step=step))

@@ -156,7 +156,6 @@ class RunDir:
         return log
 
     def close(self) -> None:
-        """Unlock the folder."""
         self._lock.close()
 
     # --- checkpoints and other files ------------------------------------------------------------
@@ -183,7 +182,6 @@ class RunDir:
         self.save(state, required=True)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`."""
         if self.dist.is_main:
             with self._writing(SUMMARY):
                 write_text(self.path / SUMMARY, to_json(summary, indent=1))

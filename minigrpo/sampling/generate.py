@@ -214,21 +214,20 @@ class Generation:
         number in place of the last token, which tells it from others.
         """
         ended, unread, running, _, lengths, last = state
-        new = np.flatnonzero((ended > 0) & (unread == 0) & (lengths < self.max_new_tokens))
+        new = np.flatnonzero((ended > 0) & (unread == 0))
         rows = self.ids[torch.from_numpy(running[new]).to(self.ids.device)].tolist()
         for i, ids in zip(new, rows, strict=True):
             self.dialogues.submit(int(running[i]), ids[: lengths[i]])
         unread[new], unfinished[new] = WAITS, True
-        answers, beyond = dict[tuple[int, ...], int](), last.max(initial=0) + 1
+        answers, beyond = dict[Any, int](), last.max(initial=0) + 1
         others = (unfinished & (unread != WAITS)).any()
-        written = list[
-            tuple[int, int, int]
-        ]()  # row, column and token; all go to the device at once
+        written: list[Any] = []  # row, column and token; all go to the device at once
         for sequence, answer in self.dialogues.replies(wait=not others).items():
             i = np.searchsorted(running, sequence)
             written += [(sequence, lengths[i] + k, x) for k, x in enumerate(answer)]
-            unread[i], unfinished[i] = len(answer), len(answer) > 0
-            last[i] = beyond + answers.setdefault(tuple(answer), len(answers))
+            unread[i] = unfinished[i] = len(answer)
+            # with the stop before it: the same answer may follow another one
+            last[i] = beyond + answers.setdefault((last[i], *answer), len(answers))
         if written:
             row, column, token = self.ids.new_tensor(written).T
             self.ids[row, column] = token

@@ -55,8 +55,6 @@ def ask(fen: str, uci: str, earlier: Sequence[str], history: int, index: int = 0
 
 
 class Ply(NamedTuple):
-    """One move of a game."""
-
     fen: str  # before the move
     uci: str
     kind: str
@@ -64,7 +62,6 @@ class Ply(NamedTuple):
 
 
 def play(rng: np.random.Generator) -> list[Ply]:
-    """Play a game."""
     board = sparse_board(rng) if rng.random() < SPARSE_START_SHARE else chess.Board()
     plies: list[Ply] = []
     while (

@@ -61,7 +61,6 @@ START --help all lists every setting, by group."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         lines = [f"  {command:<10}  {summary}" for command, summary in COMMANDS.items()]

@@ -85,7 +85,6 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
 
 
 def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
-    """The page."""
     page = Path(__file__).with_name("report.html.j2").read_text("utf-8")
     return Template(page, autoescape=True, trim_blocks=True).render(
         runs=runs,
