@@ -43,7 +43,7 @@ TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
 SEEDS = 2**31
 # how Qwen calls a tool; Llama's whole turn is the object, perhaps after <|python_tag|>
 CALL = re.compile(
-    r"<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*\x22name\x22.*\})$", re.DOTALL
+    r'<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*"name".*\})$', re.DOTALL
 )
 ARGUMENT = re.compile(r"^\s+(\w+)[^:\n]*:\s*(.+)", re.MULTILINE)  # in a docstring of Google's style
 SCHEMA = ("type", "properties", "required", "$defs")  # what is kept of a tool's JSON schema
@@ -144,7 +144,7 @@ def load_name(flag: str, setting: str) -> Any:
     file, _, name = setting.rpartition(":")
     found = runpy.run_path(file).get(name) if file else None
     if found is None:
-        raise ConfigError(f"{flag} {setting}: not known, and no FILE.py:NAME of a Python object")
+        raise ConfigError(f"{flag} {setting}: there is none; give FILE.py:NAME")
     return found
 
 

@@ -5,7 +5,7 @@ or not a pawn can capture there.
 """
 
 import re
-from functools import cache, lru_cache
+from functools import lru_cache
 from threading import get_ident
 
 import chess
@@ -31,7 +31,7 @@ def pieces_of(rank: str) -> tuple[int, ...] | None:
     return x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co
 
 
-@cache
+@lru_cache
 def scratch(thread: int) -> chess.Board:
     """The board of one thread that `is_valid_fen` fills; making one takes as long as judging it."""
     return chess.Board(None)

@@ -224,7 +224,7 @@ class RewardScorer:
         own = {**task.parts, **self.environments, **{x.name: x.weight for x in functions}}
         self.task, self.weights = task, dict(weights or own)
         self.success = next((f.name for f in functions if f.success), task.success)
-        for name in {*self.names, *self.weights} | {self.success} - {EXACT, REWARD}:
+        for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 names = ", ".join(self.names)
                 raise ConfigError(f"reward {name}: one function must have this name; got {names}")

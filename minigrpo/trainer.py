@@ -62,7 +62,7 @@ class Trainer(Parts):
         # what an environment says first may be alike for all rows, or another in each epoch
         if rests and (config.supervised or success == REWARD or not task.num_train or task.world):
             raise ConfigError(
-                "--rest-solved needs --data, samples, what makes them right, and no environment"
+                "--rest-solved needs --data, a measure of what is right, and no SFT or environment"
             )
         self.learner = Learner(config, self.model, self.dist, console.warn, self.loss)
         # it may fall back to float32; `Batches` makes a sampler that has it

@@ -10,7 +10,7 @@ from ..task import Task
 from ..types import Example
 from .distributed import DistContext
 
-STEPS_AHEAD = 8
+STEPS_AHEAD = 2  # the step in work, and the one after it, which is made meanwhile
 MOST_STEPS = 2**20  # of a longer run, a number may serve twice
 
 

@@ -199,7 +199,7 @@ class Generation:
             self._talk(unfinished, state)
         running, slot, running_lengths, running_last = state[2:, unfinished]
         # Sequences of a slot were equal before this round and got the same proposals. So they are
-        # equal now if they have the same length and the same last token, or the same new answer.
+        # equal now if they have the same length, last token and, if there is one, new answer.
         sources, slot, chosen = assign_slots(slot, running_lengths, running_last)
         joined = torch.from_numpy(np.concatenate([running, slot, running[chosen]]))
         sizes = [len(running), len(running), len(chosen)]
