@@ -46,6 +46,7 @@ class Job:
     """What is trained, for how many steps, and how many rows take turns."""
 
     work: Settings  # of WorkFlags
+    completions: int  # per step
     flags: Settings = field(default_factory=dict)  # of this library, in every way
     steps: int = 30
     warm_up: int = 2  # steps that train but are not timed
@@ -56,14 +57,12 @@ class Job:
 # a few steps on random text: no true answer is known that completions resemble
 LARGE: Settings = {"flags": {"num_speculative_tokens": 0}, "steps": 4, "warm_up": 1, "held_out": 0}
 JOBS = {
-    "chess": Job({"natural": True}),
-    "forced": Job({"preset": "tiny"}),
+    "chess": Job({"natural": True}, 256),
+    "forced": Job({"preset": "tiny"}, 64),
     "gpt2": Job(
-        {"preset": "gpt2", "prompts_per_step": 2, "group_size": 8, "max_new_tokens": 48},
-        at_once=2,
-        **LARGE,
+        {"preset": "gpt2", "prompts_per_step": 2, "max_new_tokens": 48}, 16, at_once=2, **LARGE
     ),
-    "qwen2.5-0.5b": Job({"preset": "qwen2.5-0.5b"}, at_once=1, **LARGE),
+    "qwen2.5-0.5b": Job({"preset": "qwen2.5-0.5b"}, 8, at_once=1, **LARGE),
 }
 COLUMNS: tuple[Column, ...] = (
     ("", "name", str),
@@ -162,14 +161,11 @@ class Peers(Outputs):
     def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
         """Our row, and TRL's with the fastest of the settings that fit into memory."""
         flags, settings = WAYS[way]
-        completions = job.work.get("prompts_per_step", 16) * job.work.get("group_size", 16)
-        if "preset" in job.work and "group_size" not in job.work:
-            completions = {"tiny": 64, "qwen2.5-0.5b": 8}[job.work["preset"]]
         tried = list[Row]()
-        for size in sorted({completions, max(1, completions // 4)}, reverse=True):
+        for size in (job.completions, job.completions // 4):
             own = {
                 "per_device_train_batch_size": size,
-                "gradient_accumulation_steps": completions // size,
+                "gradient_accumulation_steps": job.completions // size,
                 "gradient_checkpointing": False,
                 **settings,
             }

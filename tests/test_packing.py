@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minigrpo.model import logprobs
+from minigrpo.model import linear, logprobs
 from minigrpo.model import packing as packing_module
 from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
@@ -109,10 +109,7 @@ def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
 def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
     seed: int, prompts: int, samples: int, length: int, letters: int
 ) -> None:
-    """With few distinct tokens, prefixes repeat in all ways.
-
-    Some completions are empty, some are equal, and some are the beginning of another.
-    """
+    """Some completions are empty, some are equal, and some are the beginning of another."""
     rng = np.random.default_rng(seed)
     model = Transformer(ModelShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
     lengths = rng.integers(0, length + 1, (prompts, samples))
@@ -245,6 +242,15 @@ def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(
     chunked = gradients(True, torch.float32)
     for a, b, c in zip(exact, whole, chunked, strict=True):
         assert (c - a).norm() <= 1.2 * (b - a).norm() + 1e-3 * a.norm()
+
+
+def test_large_products_without_gradients_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = (torch.randn(shape) for shape in ((2, 3, 8), (5, 8), (5,)))
+    exact = linear.linear(x.double(), weight.double(), bias.double()).float()
+    monkeypatch.setattr(linear, "LARGE", 1)
+    with torch.no_grad():
+        torch.testing.assert_close(linear.linear(x, weight, bias), exact)
+        torch.testing.assert_close(linear.linear(x, weight), exact - bias)
 
 
 def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) -> None:

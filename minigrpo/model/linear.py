@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# numbers in a weight from which oneDNN gains; it compiles code for each new number of rows
+LARGE = 1 << 19 if torch.backends.mkldnn.is_available() else math.inf
 # NF4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution
 NF4 = torch.tensor(
     [
@@ -48,13 +50,21 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`. A weight of another type than `x` must be frozen."""
+    """`x @ weight.T + bias`. A weight of another type than `x` must be frozen.
+
+    Without gradients, oneDNN multiplies large matrices in float32 on a CPU: MKL, which torch calls,
+    was measured to take up to twice as long for few rows.
+    """
     kind = x.device.type
     is_low = torch.is_autocast_enabled(kind)
     if weight.dtype == x.dtype or (is_low and weight.is_floating_point()):
-        return F.linear(x, weight, bias)
+        plain = is_low or torch.is_grad_enabled() or weight.numel() < LARGE
+        if plain or (kind, x.dtype) != ("cpu", torch.float32):
+            return F.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
     x = x.to(torch.get_autocast_dtype(kind)) if is_low else x
-    out: Tensor = _FrozenWeight.apply(x, weight)
+    out = _FrozenWeight.apply(x, weight)
     return out if bias is None else out + bias.to(out.dtype)
 
 

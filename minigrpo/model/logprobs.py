@@ -4,7 +4,8 @@ The log-softmax is computed in float32 or wider, whatever the model's precision.
 error is 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
 
 The logits of M tokens are M * V floats, and autograd would keep several copies of them. So they are
-computed in chunks, and again in the backward pass: at most two chunks exist.
+computed in chunks, and again in the backward pass: at most two chunks exist. Checkpointed chunks
+were measured to save no memory.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .linear import linear
 
 Other = tuple[Tensor, Tensor]  # the [M, D] hidden states and the [V, D] head of another model
 
@@ -70,9 +73,6 @@ class _Chunked(torch.autograd.Function):
     d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature
     d sum(softmax u) / d (hidden @ head.T) = softmax (u - sum(softmax u)) / temperature
         with u = -log-softmax for the entropy, log-softmax - log q for the KL
-
-    Chunks share two buffers: a CPU's allocator was measured to reuse little of what they would
-    free, and checkpointed chunks to take as much memory as no chunks at all.
     """
 
     @staticmethod
@@ -88,13 +88,14 @@ class _Chunked(torch.autograd.Function):
         ctx.settings = temperature, chunk, learn_entropy = settings
         ctx.other = other
         logp, entropy, kl = at_least_fp32(hidden.new_empty(3, len(hidden)))
-        for part, logits, logps in _logits_in_chunks(hidden, head, temperature, chunk):
-            torch.log_softmax(logits, -1, out=logps)
+        for part, logits in _logits_in_chunks(hidden, head, temperature, chunk):
+            logps = logits.log_softmax(-1)
             logp[part] = logps.gather(-1, targets[part, None])[:, 0]
             if other:
-                log_q = log_softmax(other[0][part] @ other[1].t(), temperature)
+                log_q = log_softmax(linear(other[0][part], other[1]), temperature)
                 kl[part] = (logps.exp() * (logps - log_q)).sum(-1)
             entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
+            del logits, logps
         if not learn_entropy:
             ctx.mark_non_differentiable(entropy)
         return (logp, entropy, kl) if other else (logp, entropy)
@@ -108,37 +109,33 @@ class _Chunked(torch.autograd.Function):
         learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
         grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
         grad_hidden = torch.empty_like(hidden)
-        for part, logits, slope in _logits_in_chunks(hidden, head, temperature, chunk):
-            torch.softmax(logits, -1, out=slope).neg_()
+        for part, logits in _logits_in_chunks(hidden, head, temperature, chunk):
+            slope = logits.softmax(-1).neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope.mul_(grad[part, None] / temperature)
             if learn_entropy:
-                logps = logits.log_softmax(-1)  # a third buffer
+                logps = logits.log_softmax(-1)
                 probs, u = torch.exp(logps, out=logits), logps * -grad_entropy[part, None]
                 if grad_kl is not None:
-                    log_q = log_softmax(ctx.other[0][part] @ ctx.other[1].t(), temperature)
+                    log_q = log_softmax(linear(ctx.other[0][part], ctx.other[1]), temperature)
                     u += grad_kl[part, None] * (logps - log_q)
                 u -= (probs * u).sum(-1, keepdim=True)
                 slope.addcmul_(probs, u, value=1 / temperature)
             low = slope.to(hidden.dtype)
             grad_hidden[part] = low @ head
-            if learns and low.dtype == grad_head.dtype:
-                grad_head.addmm_(low.t(), hidden[part])  # in place: no second [V, D]
+            if learns and (hidden.is_cpu or low is slope):
+                # in place: no second [V, D], which a CPU would convert from bfloat16 slowly
+                grad_head.addmm_(slope.t(), hidden[part].to(slope))
             elif learns:
                 grad_head += low.t() @ hidden[part]
-        return grad_hidden, grad_head.to(head.dtype) if learns else None, None, None, None
+            del logits, slope, low
+        return grad_hidden, grad_head.to(head) if learns else None, None, None, None
 
 
 def _logits_in_chunks(
     hidden: Tensor, head: Tensor, temperature: float, chunk: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Which tokens, their logits, and a buffer of the same size."""
-    buffers = at_least_fp32(hidden.new_empty(2, min(chunk, len(hidden)), len(head)))
+) -> Iterator[tuple[slice, Tensor]]:
+    """Which tokens, and their logits."""
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        logits, spare = buffers[:, : len(hidden[part])]
-        if hidden.dtype == logits.dtype:
-            torch.mm(hidden[part], head.t(), out=logits)
-        else:
-            logits.copy_(hidden[part] @ head.t())
-        yield part, logits.div_(temperature), spare
+        yield part, at_least_fp32(linear(hidden[part], head)).div_(temperature)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 
-NUM_MATCHED_TOKENS = 3  # K, the last tokens of a sequence, which locate it in its draft
+NUM_MATCHED = 3  # K, the last tokens of a sequence, which locate it in its draft
 
 
 def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -61,14 +61,13 @@ def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Te
     `drafts` `[B, L]` int64, `ids` `[B, S]`, the tokens of each sequence, and their number `lengths`
     `[B]` -> `[B, num_tokens]`. Past the end of a draft, its last token is repeated.
     """
-    num_matched = NUM_MATCHED_TOKENS
-    drafts = torch.nn.functional.pad(drafts, (0, max(0, num_matched + 1 - drafts.shape[1])))
-    back = torch.arange(-num_matched, 0, device=ids.device)
+    drafts = torch.nn.functional.pad(drafts, (0, max(0, NUM_MATCHED + 1 - drafts.shape[1])))
+    back = torch.arange(-NUM_MATCHED, 0, device=ids.device)
     recent = ids.gather(1, (lengths[:, None] + back).clamp(min=0))  # [B, K]
     # place a of a draft is a match if its tokens a-K .. a-1 equal the recent ones
-    places = torch.arange(num_matched, drafts.shape[1], device=ids.device)
-    equal = (drafts.unfold(1, num_matched, 1)[:, :-1] == recent[:, None]).all(-1)
-    matches = equal & (lengths >= num_matched)[:, None]  # else `recent` is partly filler
+    places = torch.arange(NUM_MATCHED, drafts.shape[1], device=ids.device)
+    equal = (drafts.unfold(1, NUM_MATCHED, 1)[:, :-1] == recent[:, None]).all(-1)
+    matches = equal & (lengths >= NUM_MATCHED)[:, None]  # else `recent` is partly filler
     distance = (places - lengths[:, None]).abs().masked_fill(~matches, 1 << 30)
     start = torch.where(matches.any(1), places[distance.argmin(1)], lengths)
     following = start[:, None] + torch.arange(num_tokens, device=ids.device)
