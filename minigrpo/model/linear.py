@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# numbers in a weight from which oneDNN gains; it compiles code for each new number of rows
+# smaller weights stay with MKL, because oneDNN compiles code for each new number of rows
 LARGE = 1 << 19 if torch.backends.mkldnn.is_available() else math.inf
 # NF4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution
 NF4 = torch.tensor(
@@ -52,8 +52,8 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`. A weight of another type than `x` must be frozen.
 
-    Without gradients, oneDNN multiplies large matrices in float32 on a CPU: MKL, which torch calls,
-    was measured to take up to twice as long for few rows.
+    On a CPU and without gradients, oneDNN computes large products in float32. MKL, which torch
+    calls, was measured to take up to twice as long when `x` has few rows.
     """
     kind = x.device.type
     is_low = torch.is_autocast_enabled(kind)
@@ -79,7 +79,7 @@ class _FrozenWeight(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         assert not weight.requires_grad
         ctx.save_for_backward(weight)
-        return F.linear(x, dense(weight, x.dtype))
+        return linear(x, dense(weight, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -95,7 +95,7 @@ class _Chunked(torch.autograd.Function):
                 log_q = log_softmax(linear(other[0][part], other[1]), temperature)
                 kl[part] = (logps.exp() * (logps - log_q)).sum(-1)
             entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
-            del logits, logps
+            del logits, logps  # before the next chunk's exist
         if not learn_entropy:
             ctx.mark_non_differentiable(entropy)
         return (logp, entropy, kl) if other else (logp, entropy)
@@ -128,7 +128,7 @@ class _Chunked(torch.autograd.Function):
                 grad_head.addmm_(slope.t(), hidden[part].to(slope))
             elif learns:
                 grad_head += low.t() @ hidden[part]
-            del logits, slope, low
+            del logits, slope, low  # before the next chunk's exist
         return grad_hidden, grad_head.to(head) if learns else None, None, None, None
 
 
