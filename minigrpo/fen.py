@@ -6,6 +6,7 @@ or not a pawn can capture there.
 
 import re
 from functools import lru_cache
+from struct import pack, unpack
 from threading import get_ident
 
 import chess
@@ -19,16 +20,17 @@ CASTLING = {"K": chess.BB_H1, "Q": chess.BB_A1, "k": chess.BB_H8, "q": chess.BB_
 
 
 @lru_cache(maxsize=1 << 16)
-def pieces_of(rank: str) -> tuple[int, ...] | None:
-    """The squares of a rank, as a byte each, with: the six kinds of pieces, Black's, White's.
+def pieces_of(rank: str) -> int | None:
+    """Eight bitboards of the lowest rank, side by side: six kinds of pieces, Black's, White's.
 
-    None if it has not eight squares, or 11 in place of 2.
+    None if the rank has not eight squares, or 11 in place of 2.
     """
     try:
         x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
     except ValueError:
         return None
-    return x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co
+    kinds = x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co
+    return int.from_bytes(pack(">8Q", *kinds))
 
 
 @lru_cache
@@ -38,8 +40,7 @@ def scratch(thread: int) -> chess.Board:
 
 
 def is_valid_fen(text: object) -> bool:
-    """Return whether `text` is a legal position, exactly as python-chess writes it with
-    `en_passant="fen"`. Never raises.
+    """Whether `text` is a legal position as `board.fen(en_passant="fen")` writes it. Never raises.
 
     This is stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads the
     clocks with `int()`, and drops a castling right whose rook is missing. Here the text must also
@@ -50,16 +51,18 @@ def is_valid_fen(text: object) -> bool:
     if not isinstance(text, str) or (match := FEN.fullmatch(text)) is None:
         return False
     placement, side, castling, passant = match.groups()
-    ranks = [*map(pieces_of, placement.split("/"))]
-    if None in ranks:
-        return False
+    pieces = 0
+    for rank in placement.split("/"):  # from rank 8, the highest byte of a bitboard
+        if (lowest := pieces_of(rank)) is None:
+            return False
+        pieces = pieces << 8 | lowest
     x = scratch(get_ident())
-    boards = map(int.from_bytes, zip(*ranks, strict=True))  # from rank 8, the highest byte
-    x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co = boards
+    kinds = unpack(">8Q", pieces.to_bytes(64))
+    x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co = kinds
     x.occupied = sum(x.occupied_co)
     x.turn, x.castling_rights = side == "w", sum(map(CASTLING.__getitem__, castling))
     x.ep_square = None if passant == "-" else chess.parse_square(passant)
-    return x.status() == chess.STATUS_VALID
+    return x.is_valid()
 
 
 def render(board: chess.Board) -> str:

@@ -294,9 +294,8 @@ class RewardScorer:
             failures[function.name] = int(np.isnan(values).sum())
             parts[function.name] = np.nan_to_num(values)
         total = np.zeros(shape)
-        for name in self.names:
-            concerned = np.where(np.isnan(parts[name]), 0.0, parts[name])
-            total += self.weights.get(name, 0.0) * concerned
+        for name in self.names:  # NaN: the completion has no such reward
+            total += self.weights.get(name, 0.0) * np.nan_to_num(parts[name])
         return RewardTable(total, {name: parts[name] for name in self.names}, failures)
 
     def _run(self, function: RewardFunction, calls: Mapping[Any, Any], values: np.ndarray) -> None:

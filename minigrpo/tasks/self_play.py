@@ -99,9 +99,7 @@ def sparse_board(rng: np.random.Generator) -> chess.Board:
 
 
 def illegal_move(fen: str, rng: np.random.Generator) -> str:
-    """An illegal move that mostly looks plausible: it leaves the king in check, or starts from a
-    square of the side to move.
-    """
+    """An illegal move. Most leave the king in check, or move a piece of the right side."""
     board = chess.Board(fen)
     pinned = [move for move in board.pseudo_legal_moves if not board.is_legal(move)]
     if pinned and rng.random() < 0.5:
