@@ -34,7 +34,7 @@ class ModelShape:
     context: PositiveInt = 256  # number of positions
     layers: PositiveInt = 4
     width: PositiveInt = 128
-    heads: PositiveInt = 4
+    heads: PositiveInt = 8
     family: str = "gpt2"  # a row of FAMILIES in hf.py
     kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
     head_dim: NonNegativeInt = 0  # 0: width / heads
