@@ -29,8 +29,8 @@ def pieces_of(rank: str) -> int | None:
         x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
     except ValueError:
         return None
-    kinds = x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co
-    return int.from_bytes(pack(">8Q", *kinds))
+    kinds = pack(">8Q", x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co)
+    return int.from_bytes(kinds)
 
 
 @lru_cache

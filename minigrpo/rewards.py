@@ -293,9 +293,8 @@ class RewardScorer:
             values = (values if function.grouped else values[same]).reshape(shape)
             failures[function.name] = int(np.isnan(values).sum())
             parts[function.name] = np.nan_to_num(values)
-        total = np.zeros(shape)
-        for name in self.names:  # NaN: the completion has no such reward
-            total += self.weights.get(name, 0.0) * np.nan_to_num(parts[name])
+        terms = (weight * parts[name] for name, weight in self.weights.items())
+        total = np.nansum([np.zeros(shape), *terms], 0)  # NaN: a completion has no such reward
         return RewardTable(total, {name: parts[name] for name in self.names}, failures)
 
     def _run(self, function: RewardFunction, calls: Mapping[Any, Any], values: np.ndarray) -> None:

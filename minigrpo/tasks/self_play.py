@@ -63,7 +63,7 @@ class Ply(NamedTuple):
 
 def play(rng: np.random.Generator) -> list[Ply]:
     board = sparse_board(rng) if rng.random() < SPARSE_START_SHARE else chess.Board()
-    plies: list[Ply] = []
+    plies = list[Ply]()
     while (
         len(plies) < MAX_PLIES
         and (moves := list(board.legal_moves))
@@ -88,9 +88,8 @@ def sparse_board(rng: np.random.Generator) -> chess.Board:
         board.set_piece_at(white, chess.Piece.from_symbol("K"))
         board.set_piece_at(black, chess.Piece.from_symbol("k"))
         for square in others[: 1 + rng.integers(6)]:
-            is_pawn = rng.random() < 0.5
-            piece = chess.PAWN if is_pawn else int(rng.integers(chess.KNIGHT, chess.QUEEN + 1))
-            board.set_piece_at(square, chess.Piece(piece, rng.random() < 0.5))
+            kind = chess.PAWN if rng.random() < 0.5 else int(rng.integers(chess.KNIGHT, chess.KING))
+            board.set_piece_at(square, chess.Piece(kind, rng.random() < 0.5))
         board.turn = rng.random() < 0.5
         board.halfmove_clock = int(rng.integers(40))
         board.fullmove_number = int(rng.integers(30, 110))
