@@ -8,7 +8,7 @@ Group Relative Policy Optimization comes from DeepSeekMath (arXiv 2402.03300). O
     4. Advantage = (reward - mean of its group) / standard deviation of its group.
     5. Compute the log-probability of every sampled token under the policy.
     6. Loss: raise the probability of tokens with a positive advantage, lower that of the others.
-       Clip the ratio to the sampling policy. Optionally penalise the KL to the initial model.
+       Clip the ratio to the policy before the update, perhaps penalise the KL to the initial one.
     7. Take an optimizer step. Now and then, evaluate on prompts that are never trained on.
 
 The task: given a chess position and a move, write the position after the move. The model that

@@ -23,6 +23,10 @@ BENCHMARKS = {
 
 def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
     """Run one benchmark: print its tables, and write them to --out-dir and --json."""
+    if [*argv] in (["-h"], ["--help"]):
+        print(f"usage: {prog} [NAME] [flags]; NAME --help lists its flags\n")
+        print(f"NAME: {', '.join(BENCHMARKS)}; steps if there is none")
+        return
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         raise ConfigError(f"{prog}: NAME must be one of {', '.join(BENCHMARKS)}, got {name}")

@@ -37,18 +37,19 @@ class RepeatedByLoader(Sampler):
         num_samples: int = 1,
         u: np.ndarray | None = None,
         **options: Any,
-    ) -> Completions:
+    ) -> tuple[Completions, list[list[str]]]:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
         # one completion for each of P * G prompts
-        each = super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options)
+        each, texts = super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options)
         names = ("completion_ids", "completion_mask", "sampler_logp")
         grouped: dict[str, Any] = {
             name: getattr(each, name)[:, 0].unflatten(0, (-1, num_samples)) for name in names
         }
-        return Completions(
-            each.prompt_ids[::num_samples], each.prompt_len[::num_samples], **grouped
-        )
+        prompts = each.prompt_ids[::num_samples], each.prompt_len[::num_samples]
+        flat = [text for (text,) in texts]
+        groups = [flat[i : i + num_samples] for i in range(0, len(flat), num_samples)]
+        return Completions(*prompts, **grouped), groups
 
 
 WAYS: dict[str, tuple[type[Sampler], str]] = {

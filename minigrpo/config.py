@@ -65,7 +65,7 @@ class TaskConfig(Group):
     """A system message for all prompts without their own; the chat template then writes them."""
     rewards: str = ""
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
-    environment: str = Field("", pattern=r"^((.+\.py:\w+,?)*|python:.+)$")
+    environment: str = ""
     """FILE.py:NAME,FILE.py:NAME: a class that answers turns, functions as tools (docs/turns.md)."""
     reward_weights: Weights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
@@ -108,11 +108,11 @@ class SamplingConfig(Group):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens with this total probability; training uses all."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from tokens at least this times as likely as the likeliest; training uses all."""
+    """Sample from tokens at least this share as likely as the likeliest; training uses all."""
     dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
     rest_solved: int = Field(0, ge=0)
-    """A question that was all right at so many visits in a row rests for an epoch; 0: off."""
+    """After so many visits in a row with only right answers, a question rests an epoch; 0: off."""
 
 
 class LossConfig(Group):
@@ -121,9 +121,9 @@ class LossConfig(Group):
     name: Annotated[str, tyro.conf.arg(name="loss")] = "grpo"
     """A loss of losses.py (nll: supervised fine-tuning on true answers), or FILE.py:NAME."""
     clip_low: float | None = Field(None, ge=0)
-    """The ratio is clipped at 1 - this; unset: the loss's default."""
+    """Where a loss clips the ratio, at 1 - this; unset: the loss's default."""
     clip_high: float | None = Field(None, ge=0)
-    """The ratio is clipped at 1 + this; unset: the loss's default."""
+    """Where a loss clips the ratio, at 1 + this; unset: the loss's default."""
     ratio_cap: float | None = Field(None, gt=0)
     """Absolute cap on the ratio (cispo, two-sided clip); unset: the loss's default."""
     scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
@@ -273,8 +273,11 @@ class Config(Group):
             raise ConfigError(f"--loss {loss}: one of {', '.join(LOSS_NAMES)}, or FILE.py:NAME")
         if self.supervised and self.loss.teacher:
             raise ConfigError("--teacher needs samples of the model, which --loss nll has not")
-        if self.sampling.group_size < 2 and not (self.supervised or self.loss.teacher):
-            raise ConfigError(f"--group-size must be at least 2 with --loss {loss}")
+        alone = self.loss.teacher and self.loss.overlong != "punish" and self.loss.kl != "k1_reward"
+        if self.sampling.group_size < 2 and not (self.supervised or alone):
+            raise ConfigError(
+                "--group-size 1 has no rewards: only for --loss nll, or a --teacher alone"
+            )
         if self.loss.reference and not self.loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:
@@ -390,7 +393,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
         settings |= {key if name == "name" else name: x for name, x in table.items()}
-    beside = file.absolute().parents[1] / settings.get("model", "?")
-    if str(path) in presets and beside.is_dir() and not Path(settings["model"]).exists():
-        settings["model"] = str(beside)  # configs/gpt2-small, from another folder
+    if str(path) in presets and "model" in settings:
+        beside = file.parents[1] / settings["model"]
+        if beside.is_dir() and not Path(settings["model"]).exists():
+            settings["model"] = str(beside)  # configs/gpt2-small, from another folder
     return settings

@@ -1,4 +1,4 @@
-"""Settings that fit a published model, by its size and by what is trained of it.
+"""Settings that fit a published model, by its size and by which weights are trained.
 
 The other defaults, in config.py, fit the small models that ship, and so do the settings of the
 tasks. docs/models.md says where these values come from.

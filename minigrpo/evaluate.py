@@ -24,8 +24,8 @@ BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds 
 
 def complete(
     sampler: Sampler, examples: Sequence[Example], n: int = 0, sampling: SamplingConfig = PLAIN
-) -> Completions:
-    """n completions of each example, or for 0 the greedy one.
+) -> tuple[Completions, list[list[str]]]:
+    """n completions of each example, or for 0 the greedy one, and their texts `[P][n]`.
 
     The random numbers depend on the run's seed and the example alone: all evaluations of a run are
     paired.
@@ -54,8 +54,8 @@ def ask(
         example = Example(prompt, messages=({"role": "user", "content": prompt},))
     else:
         example = Example(prompt)
-    done = complete(sampler, [example], n, sampler.config.sampling)
-    return sampler.texts(done)[0], has_ended(done, sampler.stops)[0].tolist()
+    done, texts = complete(sampler, [example], n, sampler.config.sampling)
+    return texts[0], has_ended(done, sampler.stops)[0].tolist()
 
 
 def grade(
@@ -66,8 +66,7 @@ def grade(
     sampling: SamplingConfig = PLAIN,
 ) -> Graded:
     """Complete examples as `complete` does, and score the texts."""
-    completions = complete(sampler, examples, n, sampling)
-    texts = sampler.texts(completions)
+    completions, texts = complete(sampler, examples, n, sampling)
     rewards = scorer.score(examples, texts, completions, sampling.temperature)
     return Graded(examples, texts, rewards, scorer.success)
 

@@ -52,8 +52,9 @@ class Learner:
         """`loss`: None for the row of --loss."""
         self.spec = loss or losses.loss_spec(config.loss.name)
         self.teacher: FrozenModel | None = None  # set by the trainer
-        self.entropy_coef, self.exact = config.loss.entropy_coef, config.loss.teacher_kl == "exact"
-        if self.entropy_coef or config.loss.entropy_target or self.exact:
+        self.exact_kl = config.loss.teacher_kl == "exact"
+        self.entropy_coef = config.loss.entropy_coef
+        if self.entropy_coef or config.loss.entropy_target or self.exact_kl:
             self.spec = replace(self.spec, entropy=True)
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.device = warn, model.device
@@ -66,7 +67,7 @@ class Learner:
         self.backoff = OOMBackoff("update", "--micro-batch-size", batch_size, warn)
         self.guard = NonFiniteGuard()
         self.steps_done = 0
-        # with --rest-solved: step, from 1 -> 1 for each of its examples that was all right, else 0
+        # of --rest-solved, here to be saved: step (from 1) -> 1 for each example solved, else 0
         self.visits: dict[int, list[int]] = {}
         self.in_update = False  # if so, the weights belong to no step
 
@@ -91,7 +92,7 @@ class Learner:
                 self.in_update = True
                 self.scaler.step(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
-            # an infinite gradient of a finite loss is no bad step as long as the loss scale falls
+            # in float16 a gradient that overflows is no bad step as long as the loss scale falls
             if not self.guard.update_scale(self.scaler, loss) and not finite:
                 self.guard.skip(self.warn)
                 self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
@@ -105,7 +106,7 @@ class Learner:
             raise Diverged(f"step {step + 1}: {said}")
         self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
-        if target := self.config.loss.entropy_target:
+        if finite and (target := self.config.loss.entropy_target):
             learnt["entropy_coef"] = self.entropy_coef
             change = ENTROPY_STEP if learnt["entropy"] < target else -ENTROPY_STEP
             self.entropy_coef = max(0.0, self.entropy_coef + change)
@@ -123,7 +124,7 @@ class Learner:
             batch = replace(batch, completions=replace(batch.completions, completion_mask=mask))
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
-        if self.teacher and not self.exact:
+        if self.teacher and not self.exact_kl:
             read = self.teacher.reads(batch, self.config.loss.teacher_context)
             logp = self.teacher.logp(read, self.config.sampling.temperature)
             batch = replace(batch, teacher_logp=logp)
@@ -153,7 +154,7 @@ class Learner:
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes.
 
-        Without memory, it starts over with smaller micro-batches. One of several processes cannot:
+        Out of memory, it starts over with smaller micro-batches. One of several processes cannot:
         the others would wait for it in the all-reduce.
         """
 
@@ -177,7 +178,7 @@ class Learner:
         log-probs -> ratio to the old policy -> clipped surrogate -> KL -> normalise.
         """
         packing, config, other = self.pack(part), self.config.loss, None
-        if self.teacher and self.exact:
+        if self.teacher and self.exact_kl:
             other = self.teacher.predictors(self.teacher.reads(part, config.teacher_context))
         part = part.to(self.device)
         completions, mask = part.completions, part.completions.completion_mask

@@ -57,9 +57,10 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
     """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
 
-    `advantages` of it by `batch` are those of GDPO (arXiv 2601.05242). NaN: concerns no group.
+    GDPO (arXiv 2601.05242) then takes `advantages` with the scale `batch`. NaN counts as 0.
     """
-    centred = [x * advantages(parts[name].nan_to_num()) for name, x in weights.items()]
+    given = {name: x.masked_fill(x.isnan(), 0) for name, x in parts.items()}
+    centred = [x * advantages(given[name]) for name, x in weights.items()]
     return torch.stack(centred).sum(0)
 
 
@@ -113,7 +114,7 @@ class LossInputs:
     ref_logp: Tensor | None = None  # None without a KL
 
 
-# [..., S], and where a bound takes the gradient away
+# [..., S]; or with it, by name of a metric, where a clip takes the gradient away
 Term = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
@@ -209,8 +210,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 KL_IN_REWARD = "k1_reward"
 
 DEEPSEEK = "deepseek"
-# the ratio r = p_trainer / p_sampler, and the least that counts, as the cap is the largest; None:
-# a larger one counts as the cap
+# How the ratio r = p_trainer / p_sampler is formed, and a lower bound: outside of it and the cap, r
+# becomes 0. None: r is only clamped to the cap.
 SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
     "token-truncate": (token_ratio, None),
     "token-mask": (token_ratio, 0.0),
@@ -229,10 +230,10 @@ def sampler_weights(
     `drawn`: `[..., S]`, of the distribution that the tokens are from; the others: `policy_loss`.
     """
     form_ratio, least = SAMPLER_CORRECTIONS[correction]
-    trainer = logp.detach() if correction == DEEPSEEK else old  # it asks how old the tokens are
+    trainer = logp.detach() if correction == DEEPSEEK else old  # `logp`: as the policy is now
     log_ratio = torch.where(mask, trainer - drawn, 0.0)
     ratio = form_ratio(log_ratio, mask.to(log_ratio))
-    if correction == DEEPSEEK:  # all but what is bad and far from the policy
+    if correction == DEEPSEEK:  # drops bad completions that are far from the policy
         by_token = adv if adv.dim() == logp.dim() else adv[..., None]
         return ((by_token >= 0) | (-ratio.log() <= cap)).to(ratio)
     if least is None:

@@ -32,7 +32,7 @@ class Batches:
         self.config, self.timer, self.dist = parts.config, timer, dist
         self.sampler, self.scorer, self.spec = parts.sampler, parts.scorer, parts.loss
         self.reference = parts.reference  # now, when the model is what it is at the start
-        self.examples = ExamplePrefetcher(parts.config, parts.task, dist, visits)
+        self.prefetcher = ExamplePrefetcher(parts.config, parts.task, dist, visits)
 
     def batch(self, step: int) -> RolloutBatch:
         """This process's share of a step's batch.
@@ -41,7 +41,7 @@ class Batches:
         """
         config, sampling, sampler = self.config, self.config.sampling, self.sampler
         with self.timer.phase("data"):
-            examples = self.examples.take(step)
+            examples = self.prefetcher.take(step)
             if config.supervised:
                 pairs = encode_pairs(sampler.tokenizer, examples, sampler.model.shape.context)
                 return RolloutBatch(examples, pairs, [[example.answer] for example in examples])
@@ -51,7 +51,7 @@ class Batches:
         if sampling.rest_solved:
             graded = Graded(examples, batch.texts, batch.rewards, self.scorer.success)
             right = torch.from_numpy(graded.right.min(1) == 1).int()
-            self.examples.visits[step + 1] = self.dist.gather(right).tolist()
+            self.prefetcher.visits[step + 1] = self.dist.gather(right).tolist()
         for name, failed in batch.rewards.failures.items():
             if step == 0 and failed == batch.rewards.total.size:
                 raise ConfigError(f"reward {name} fails on all completions of the first step")
@@ -78,14 +78,13 @@ class Batches:
         rows = np.array([example.index for example in examples])
         size = sampling.group_size, sampling.max_new_tokens
         with self.timer.phase("rollout"):
-            completions = self.sampler.complete(
+            completions, texts = self.sampler.complete(
                 examples,
                 num_samples=sampling.group_size,
                 u=uniforms(config.run.seed, "sample", step, rows, *size),
                 sampling=sampling,
                 batch_size=config.memory.rollout_batch_size,
             )
-            texts = self.sampler.texts(completions)
         with self.timer.phase("reward"):
             rewards = self.scorer.score(examples, texts, completions, sampling.temperature)
         return RolloutBatch(examples, completions, texts, rewards)
@@ -96,7 +95,7 @@ class Batches:
             equal = np.flatnonzero(has_zero_variance(batch.rewards))
             if not len(equal):
                 break
-            others = self.examples.replacements(step, attempt, equal.tolist())
+            others = self.prefetcher.replacements(step, attempt, equal.tolist())
             rows = np.arange(len(batch))
             rows[equal] = len(batch) + np.arange(len(equal))
             batch = batch.join(self.roll_out(others, step)).select(rows.tolist())
@@ -108,7 +107,7 @@ class Batches:
         assert batch.rewards is not None
         total = torch.from_numpy(batch.rewards.total)  # float64
         if total.shape[1] == 1:
-            return torch.zeros(total.shape)  # only a teacher teaches
+            return torch.zeros(total.shape)  # nothing to compare with: the signal is a teacher's
         scale = spec.scale if loss.scale == "auto" else loss.scale
         if loss.aggregate == "normalize-then-sum":
             parts = {name: torch.from_numpy(x) for name, x in batch.rewards.parts.items()}

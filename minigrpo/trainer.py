@@ -51,7 +51,7 @@ class Trainer(Parts):
         """`callbacks`: called by the main process after each step; `objects`: as `as_objects`."""
         self.dist, self.callbacks = dist or DistContext(), callbacks
         given, console = as_objects(**objects), Console(quiet=quiet, rank=self.dist.rank)
-        # from the main process: --model may have brought others no defaults, if the Hub was away
+        # of the main process: others may lack the defaults of --model, if they cannot reach the Hub
         config = self.dist.on_main(lambda: resolve(config, given))
         device = pick_device(config.speed.device, self.dist.local_rank)
         super().__init__(config, device, console, given)
@@ -59,7 +59,7 @@ class Trainer(Parts):
         self.run_dir = RunDir(config, self.dist, console)
         self.check_examples()
         rests, success, task = config.sampling.rest_solved, self.scorer.success, self.task
-        # what an environment says first may be alike for all rows, or another in each epoch
+        # prompts tell questions apart, but an environment may repeat or change them
         if rests and (config.supervised or success == REWARD or not task.num_train or task.world):
             raise ConfigError(
                 "--rest-solved needs --data, a measure of what is right, and no SFT or environment"
@@ -70,7 +70,7 @@ class Trainer(Parts):
         self.learner.teacher = self.teacher
         self.timer = PhaseTimer(device)
         self.source = Batches(self, self.timer, self.dist, self.learner.visits)
-        # last: the reference and the teacher stay the model as it is at the start
+        # last, as it loads a checkpoint: reference and teacher are copies of the initial model
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first

@@ -30,7 +30,7 @@ class Example:
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line
-    # schemas for the chat template; None: no dialogue, so a plain prompt is no message of a user's
+    # schemas for the chat template; None: no dialogue, and a plain prompt is not made a message
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
 
 
@@ -40,7 +40,7 @@ class Dialogue(str):
     messages: Sequence[Mapping[str, Any]]  # after the prompt: role, content
     turns: int  # of the policy
     cut: bool  # ended by a limit, although the environment had answered
-    failed: bool  # the environment did
+    failed: bool  # its environment raised an error or took too long
     rewards: Mapping[str, float]  # of its environment, by name
 
 
@@ -114,12 +114,6 @@ class Completions(Rows):
     sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, see RolloutBatch
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
 
-    def __post_init__(self) -> None:
-        mask, ids = self.completion_mask, self.completion_ids
-        if mask.dtype != torch.bool or mask.shape != ids.shape:
-            said = f"got {mask.dtype} {list(mask.shape)}"
-            raise ValueError(f"completion_mask must be bool {list(ids.shape)}, {said}")
-
     @property
     def completion_len(self) -> Tensor:
         """`[P, G]` int64, tokens up to the last sampled one; others in between are counted too."""
@@ -145,7 +139,7 @@ class RewardTable(Rows):
 
 @dataclass(frozen=True)
 class RolloutBatch(Rows):
-    """All that the learner needs for one step.
+    """A step's batch. The learner itself fills in `old_logp` and `teacher_logp`.
 
     Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are five
     kinds:

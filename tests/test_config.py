@@ -150,7 +150,9 @@ def test_every_preset_is_valid_and_found_by_its_name() -> None:
         assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
 
 
-@pytest.mark.parametrize("text", ["a = ", "[sampling]\ngroup_sise = 2\n", "sampling = 3\n", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["a = ", "[sampling]\ngroup_sise = 2\n", "sampling = 3\n", "model = 3", "\x00"]
+)
 def test_a_file_that_is_no_settings_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(text)

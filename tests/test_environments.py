@@ -24,7 +24,7 @@ from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
-from .steps import EOS, SHAPES, make_completions
+from .steps import EOS, make_completions
 from .test_sampling import generate
 from .tiny import TINY, tiny_chat_model, write_jsonl
 
@@ -63,11 +63,6 @@ class Stub:
         ready = {s: answer for s, (n, answer) in self.open.items() if n <= least}
         self.open = {s: (n - 1, x) for s, (n, x) in self.open.items() if s not in ready}
         return ready
-
-
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(SHAPES[request.param], seed=1).double()
 
 
 def prompts() -> Completions:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from minigrpo import losses
 from minigrpo.config import Config
 from minigrpo.learner import Learner
 from minigrpo.losses import policy_loss, sampler_weights
@@ -235,6 +236,9 @@ def test_every_pair_of_choices_is_in_a_row() -> None:
         choices = ({way[i] for way in WAYS}, {way[j] for way in WAYS})
         assert {(way[i], way[j]) for way in WAYS} == set(itertools.product(*choices))
     assert {way.loss for way in WAYS} == LOSSES.keys()
+    for part in ("ratio", "surrogate", "weights"):
+        every = {getattr(row, part) for name, row in losses.LOSSES.items() if name != "bnpo"}
+        assert every == {getattr(losses.LOSSES[name], part) for name in LOSSES}
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,4 @@
 import itertools
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -27,7 +26,7 @@ from minigrpo.losses import (
 
 from .tiny import check_golden, golden
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
+GOLDEN = golden("losses")
 KL = {"kl_coef": 0.04}
 WIDE = {"clip_low": 0.2, "clip_high": 0.28}
 ROWS = {

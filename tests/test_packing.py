@@ -1,6 +1,5 @@
 """Packings: both give the log-probs of the plain forward, and the tree runs each prefix once."""
 
-import dataclasses
 import doctest
 import operator
 from collections.abc import Iterator
@@ -261,10 +260,3 @@ def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) ->
     with torch.autocast("cpu", torch.bfloat16):
         dtypes = {part.dtype for part in model.float().h[0].attn.qkv(x)}
     assert dtypes == {torch.bfloat16}
-
-
-def test_a_mask_that_does_not_fit_the_tokens_is_refused() -> None:
-    c = make_completions(0)
-    for mask in (c.completion_mask[..., :-1], c.completion_mask[:, 0], c.completion_mask.long()):
-        with pytest.raises(ValueError):
-            dataclasses.replace(c, completion_mask=mask)

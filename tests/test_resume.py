@@ -187,14 +187,14 @@ def test_what_rests_is_known_after_a_resume(tmp_path: Path, changes: dict[str, A
 
     def watched(name: str, **more: Any) -> Trainer:
         run = make(tmp_path / name, **{**resting(tmp_path), **changes, "max_steps": 8, **more})
-        take = run.source.examples.take
+        take = run.source.prefetcher.take
 
         def noted(step: int) -> Any:
             found = take(step)
             drawn.extend(x.answer for x in found)
             return found
 
-        run.source.examples.take = noted  # type: ignore[method-assign]
+        run.source.prefetcher.take = noted  # type: ignore[method-assign]
         run.fit()
         return run
 

@@ -201,6 +201,9 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)
+
 
 EXAMPLES = [
     Example(prompt, answer, i)
@@ -220,7 +223,7 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
 
 def completed(sampler: Sampler, **options: Any) -> Completions:
     u = uniforms(0, "test", 0, np.arange(len(EXAMPLES)), 3, LENGTH)
-    return sampler.complete(EXAMPLES, num_samples=3, u=u, **options)
+    return sampler.complete(EXAMPLES, num_samples=3, u=u, **options)[0]
 
 
 def test_a_sampler_speculates_only_if_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +244,7 @@ def test_a_sampler_speculates_only_if_told(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(found.completion_ids, whole.completion_ids)
         assert torch.equal(found.completion_mask, whole.completion_mask)
         assert {*windows} == {window}
-    assert plain.complete(EXAMPLES).completion_ids.shape[:2] == (4, 1)
+    assert plain.complete(EXAMPLES)[0].completion_ids.shape[:2] == (4, 1)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

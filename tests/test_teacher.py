@@ -128,6 +128,7 @@ def test_a_resume_has_the_same_teacher_and_coefficient_of_the_entropy(tmp_path: 
         {"teacher": "self", "teacher_context": "hint"},  # no row has one
         {"teacher": "self", "loss": "nll"},
         {"group_size": 1},
+        {"teacher": "self", "group_size": 1, "overlong": "punish"},
         {"reward_weights": {"similarity": 0.0}},
     ],
 )

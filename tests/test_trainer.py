@@ -84,7 +84,6 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
     ("flag", "device", "rounds"),
     [
         ("use_amp", "cpu", True),
-        ("gradient_checkpointing", "cpu", False),
         pytest.param("use_amp", "cuda", True, marks=pytest.mark.gpu),
         pytest.param("gradient_checkpointing", "cuda", False, marks=pytest.mark.gpu),
         pytest.param("use_tf32", "cuda", True, marks=pytest.mark.gpu),  # a CPU has no TF32

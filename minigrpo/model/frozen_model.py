@@ -22,7 +22,7 @@ from .transformer import Transformer
 class FrozenModel:
     """Log-probs under frozen weights, in micro-batches that share prompts and groups."""
 
-    model: Transformer  # not trained here; a teacher may be trained elsewhere
+    model: Transformer  # not trained here; with --teacher self, the learner trains it
     tokenizer: Tokenizer  # its own, with its own chat template
     packing: Callable[..., Packing]  # a value of PACKINGS
     name: str  # in errors

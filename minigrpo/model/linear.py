@@ -19,7 +19,7 @@ NF4 = torch.tensor(
     ]
 )  # fmt: skip
 PAIRS = torch.cartesian_prod(NF4, NF4)  # [256, 2], the two numbers of a byte
-BLOCK = 64  # numbers with a common scale, or the largest part of that which divides a row
+BLOCK = 64  # numbers that share a scale; per row, the greatest common divisor of both
 
 
 def to_nf4(weight: Tensor) -> Tensor:

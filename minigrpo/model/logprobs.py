@@ -4,8 +4,8 @@ The log-softmax is computed in float32 or wider, whatever the model's precision.
 error is 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
 
 The logits of M tokens are M * V floats, and autograd would keep several copies of them. So they are
-computed in chunks, and again in the backward pass: at most two chunks exist. Checkpointed chunks
-were measured to save no memory.
+computed in chunks, and again in the backward pass: at most two chunks exist. torch's checkpoint
+around each chunk was measured to save no memory.
 """
 
 from collections.abc import Iterator

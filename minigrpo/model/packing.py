@@ -123,8 +123,8 @@ def plain_attention(
 class CompletionRows:
     """Attention of the tokens that completions add, as padded rows.
 
-    A row's keys include the shared prefix, which another row has added. They are in the order of
-    the text, so padding, on the right, is after the last key of every query.
+    A row's keys include the shared prefix, whose queries are in other rows. They are in the order
+    of the text, so padding, on the right, is after the last key of every query.
     """
 
     queries: Tensor  # [C, T] places of packed tokens: C rows

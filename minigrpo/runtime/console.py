@@ -114,4 +114,5 @@ class Console:
             ends = summary["first_evaluation"], summary["last_evaluation"]
             known = self.evaluations.get
             self.measures({f"step {x['step']:.0f}": known(x["step"], x) for x in ends})
-        self.say(f"next: minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}")
+        commands = f"minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}"
+        self.say(f"next: {commands} [--prompt TEXT]")

@@ -102,7 +102,7 @@ class RunDir:
         there += [path / name for name in WRITTEN if (path / name).exists()]
         if there and resume != "auto":
             raise ConfigError(
-                f"--out-dir {path}: holds a run ({there[0].name}); --resume auto continues it, "
+                f"--out-dir {path}: holds a run; --resume auto continues it, "
                 "another folder starts afresh"
             )
         path.mkdir(parents=True, exist_ok=True)

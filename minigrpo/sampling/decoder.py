@@ -30,7 +30,7 @@ class Decoder:
         # slots is a view; of the slots' own tokens [2, most_slots, K, columns, E]
         self.prompt_kv: list[Tensor] = []
         self.own_kv: list[Tensor] = []
-        self.most_slots = 0  # before the next prompts
+        self.most_slots = 0  # until the next prefill
         none = np.zeros(0, dtype=np.int64)
         self._arrange(none, none)
 

@@ -37,7 +37,7 @@ from .pick import pick_token, propose, truncate
 # Waiting prompts enter when there is room for this share of those that are decoded together: an
 # entry costs a forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
-MOST_READ = 16  # tokens of an answer per round; in such a round, all slots run as many
+MOST_READ = 16  # tokens of an answer per round; every slot then runs that many
 WAITS = -1  # in Generation.unread
 PLAIN = SamplingConfig()  # the model's own distribution
 
@@ -72,7 +72,7 @@ class Generation:
                 likely token each time.
             sampling: its temperature, top-k, top-p and min-p.
             drafts: `[P, L]` int64, a text that completions of each prompt probably resemble.
-            work: a counter to add to: `rounds` after the prompts, and `tokens` that the model ran.
+            work: a counter to add to: `rounds`, prompts excluded, and `tokens` that the model ran.
             dialogues: answers turns (environments.Dialogues); None: a completion is one turn.
         """
         device, self.sampling = model.device, sampling
@@ -292,8 +292,8 @@ class Sampler:
         u: np.ndarray | None = None,
         sampling: SamplingConfig = PLAIN,
         batch_size: int = 0,
-    ) -> Completions:
-        """Complete each example `num_samples` times; return the completions on the host.
+    ) -> tuple[Completions, list[list[str]]]:
+        """Complete each example `num_samples` times; the completions, on the host, and their texts.
 
         `u` and `sampling`: see `Generation`. `batch_size`: prompts decoded together, 0: all.
         """
@@ -301,7 +301,7 @@ class Sampler:
         room = self.model.shape.context - longest
         prompt_ids, prompt_len = encode_prompts(self.tokenizer, examples, room)
         # a prompt of the user's own has no environment
-        drafts, self.in_turns = None, self.dialogues and examples[0].tools is not None
+        drafts, in_turns = None, self.dialogues and examples[0].tools is not None
         if self.num_speculative_tokens:
             # what lies far beyond the longest completion is never proposed, and costs memory
             answers = [encode_answer(self.tokenizer, example) for example in examples]
@@ -309,7 +309,7 @@ class Sampler:
 
         def completed(size: int) -> Completions:
             """With so many prompts at once; after an error, all begin again with fewer."""
-            if self.in_turns:
+            if in_turns:
                 self.dialogues.begin(examples, num_samples)
             with self.autocast():
                 low = torch.is_autocast_enabled(self.model.device.type)  # off after the fallback
@@ -326,14 +326,9 @@ class Sampler:
                     drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
-                    dialogues=self.dialogues if self.in_turns else None,
+                    dialogues=self.dialogues if in_turns else None,
                 ).run()
 
         most = min(batch_size or len(examples), len(examples))
-        return self.backoffs[num_samples].run(completed, most).to("cpu")
-
-    def texts(self, completions: Completions) -> list[list[str]]:
-        """The texts of the completions of the last `complete`, `[P][G]`; see `types.Dialogue`."""
-        if self.in_turns:
-            return self.dialogues.finish(completions)
-        return decode(self.tokenizer, completions)
+        done = self.backoffs[num_samples].run(completed, most).to("cpu")
+        return done, self.dialogues.finish(done) if in_turns else decode(self.tokenizer, done)

@@ -112,7 +112,7 @@ def shipped_model(task: str) -> Path:
     row = TASKS.get(task, TASKS["chess-env"])
     if not row.shipped:
         raise ConfigError(
-            f"--model: none ships for --task {task}; give a folder, a run or ORG/NAME"
+            f"--model: none ships for --task {task}; give scratch, a run, a folder or ORG/NAME"
         )
     return asset(row.shipped)
 

@@ -107,7 +107,7 @@ class Calibration(SourceTask):
         if isinstance(self.source, Math) and not final_answer(answer, HASHES):
             answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
         truth = example.fields["true_answer"]
-        scores = self.source.score(replace(example, answer=truth), answer)  # none of a digit
+        scores = self.source.score(replace(example, answer=truth), answer)  # {} for digits
         correct = (scores or {EXACT: float(answer == truth)})[self.source.success]
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}

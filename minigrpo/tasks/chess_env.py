@@ -60,17 +60,16 @@ class ChessEnv(SourceTask):
             super().__init__(SelfPlay(seed, int(history)))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        true_fen, *true_ending = example.answer.split("+")
+        true_fen, reward, terminated, truncated = example.answer.split("+")
         fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")
         parsed = ENDING.fullmatch(rest)
-        ending = parsed.groups() if parsed else ("", "", "")
-        right = [a == b for a, b in zip(ending, true_ending, strict=True)]
+        found = parsed.groups() if parsed else ("", "", "")
         exact = fen == true_fen
         return {
             "exact_fen": float(exact),
             "similarity": similarity(fen, true_fen),
             "valid": float(exact or is_valid_fen(fen)),  # the true FEN need not be parsed
             "format": float(parsed is not None),
-            "reward_value": float(right[0]),
-            "flags": (right[1] + right[2]) / 2,
+            "reward_value": float(found[0] == reward),
+            "flags": ((found[1] == terminated) + (found[2] == truncated)) / 2,
         }

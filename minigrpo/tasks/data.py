@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
     question: str  # what decides whether two lines ask the same
     example: Example
-    test: bool = False  # held out, if there is no --eval-data and some other line is not
+    test: bool = False  # a published test row: held out without --eval-data, unless all are
 
 
 Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it

@@ -175,7 +175,7 @@ class MathVerify:
         worker = str(Path(__file__).with_name("math_verify_worker.py"))
         self.start = partial(
             subprocess.Popen,
-            # -P: the folder of the script would hide modules of the standard library behind ours
+            # -P: else our math.py would hide the standard library's
             [sys.executable, "-P", worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

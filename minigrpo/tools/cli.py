@@ -27,9 +27,9 @@ COMMANDS = {
     "doctor": "tell what is wrong with a run, and what to do about it",
     "export": "write a model as a folder that transformers loads",
     "plan": "estimate the memory of a training step, by parts",
-    "benchmark": "measure the gain of each speed layer on this machine",
+    "benchmark": "measure speed and memory on this machine, layer by layer",
 }
-# of train and plan; tests hold the defaults in it equal to those of config.py
+# of train and plan; a test holds the defaults in it equal to those of config.py
 HELP = """usage: START [--config FILE.toml] [flags]
 
 ABOUT
@@ -55,7 +55,7 @@ A task and a published model bring other defaults: docs/models.md.
   START --model Qwen/Qwen2.5-0.5B-Instruct --data rows.jsonl --rewards rewards.py \\
       --out-dir runs/a
   # go on after a stop
-  START --config runs/a/config.toml --out-dir runs/a --resume auto
+  minigrpo train --config runs/a/config.toml --out-dir runs/a --resume auto
 
 START --help all lists every setting, by group."""
 

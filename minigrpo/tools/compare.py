@@ -22,7 +22,7 @@ from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, numbers, runs_
 
 Setting = Sequence[Run]  # runs that differ in their seed at most
 Answer = tuple[str, int, str]  # a measure, an example's place in the file and its digest
-# settings that a comparison of results is not about
+# settings that a comparison ignores
 BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
 # settings that say what the reward is
 OF_REWARD = ("task", "task_args", "rewards", "reward_weights")
