@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import grpo
 from minigrpo.config import Config
-from minigrpo.model.encoding import encode_prompts
 from minigrpo.runtime.device import PhaseTimer, set_up_process
 from minigrpo.runtime.rng import uniforms
-from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
+from minigrpo.types import Example
 
-from .work import Work, pad_tokens
+from .work import Work
 
 
 def to_columns(x: Tensor, starts: Tensor, columns: int) -> Tensor:
@@ -28,12 +28,6 @@ def to_columns(x: Tensor, starts: Tensor, columns: int) -> Tensor:
     """
     places = starts[:, None] + torch.arange(x.shape[1], device=x.device)
     return x.new_zeros(len(x), columns).scatter(1, places, x)
-
-
-def from_columns(x: Tensor, starts: Tensor, length: int) -> Tensor:
-    """The opposite of `to_columns`: `[B, columns]` -> `[B, length]`."""
-    places = starts[:, None] + torch.arange(length, device=x.device)
-    return x.gather(1, places.clamp(max=x.shape[1] - 1))
 
 
 class GrpoPyStep:
@@ -49,7 +43,7 @@ class GrpoPyStep:
         )
         self.eos = -1 if work.forced else work.tokenizer.eot
         self.timer = PhaseTimer(self.device)
-        self.batch: RolloutBatch
+        self.sampled: tuple[Tensor, Tensor]  # `ids` and `mask` of the last step, `[B, T]`
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
@@ -74,7 +68,7 @@ class GrpoPyStep:
             self.optimizer.step()
             self.optimizer.zero_grad()
         seconds = time.perf_counter() - start
-        self.batch = self._as_batch(examples, texts, starts, ids, mask, rewards, A, ref_logp)
+        self.sampled = ids, mask
         rounds = ids.shape[1] - 1 - int(starts.min())  # forwards after the one over the prompts
         return {
             "seconds": seconds,
@@ -87,29 +81,10 @@ class GrpoPyStep:
 
     def tokens(self) -> Tensor:
         """What the last step sampled, `[P * G, S]`; -1 beyond the end."""
-        return pad_tokens(self.batch.completions, self.config.sampling.max_new_tokens)
-
-    def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
-        """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss."""
-        set_up_process(self.config.speed, self.device)
-        completions, groups = batch.completions.to(self.device), self.config.sampling.group_size
-        starts = completions.prompt_len.repeat_interleave(groups)  # [B]
-        columns = completions.prompt_ids.shape[1] + completions.completion_ids.shape[-1]
-
-        def in_columns(x: Tensor) -> Tensor:
-            return to_columns(x.to(self.device).flatten(0, 1), starts, columns)
-
-        mask = in_columns(completions.completion_mask)
-        ids = torch.where(mask, in_columns(completions.completion_ids), 0)
-        prompts = completions.prompt_ids.repeat_interleave(groups, dim=0)  # [B, Lp]
-        in_prompt = torch.arange(prompts.shape[1], device=self.device) < starts[:, None]
-        ids[:, : prompts.shape[1]][in_prompt] = prompts[in_prompt]
-        ref_logp = None if batch.ref_logp is None else in_columns(batch.ref_logp)
-        assert batch.advantages is not None
-        total = self._backward(ids, mask, batch.advantages.flatten().to(self.device), ref_logp)
-        gradient = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-        self.optimizer.zero_grad()
-        return -total / int(mask.sum()), gradient
+        rows = [ids[mask] for ids, mask in zip(*self.sampled, strict=True)]
+        tokens = pad_sequence(rows, batch_first=True, padding_value=-1).cpu()
+        missing = self.config.sampling.max_new_tokens - tokens.shape[1]
+        return torch.nn.functional.pad(tokens, (0, missing), value=-1)
 
     def _sample(self, examples: Sequence[Example], step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Lengths of the prompts `[B]`, and grpo.sample's `ids` and `mask`, `[B, T]`."""
@@ -142,47 +117,12 @@ class GrpoPyStep:
     def _rows_at_a_time(self, rows: int) -> int:
         return self.config.memory.micro_batch_size * self.config.sampling.group_size or rows
 
-    def _backward(self, ids: Tensor, mask: Tensor, A: Tensor, ref_logp: Tensor | None) -> float:
-        """Accumulate the gradient, with as many rows at a time as the workload sets.
-
-        Returns the log-likelihood of all completions.
-        """
-        total, size = ids.new_zeros((), dtype=torch.float64), self._rows_at_a_time(len(ids))
-        for rows in torch.arange(len(ids), device=self.device).split(size):
+    def _backward(self, ids: Tensor, mask: Tensor, A: Tensor, ref_logp: Tensor | None) -> None:
+        """Accumulate the gradient, with as many rows at a time as the workload sets."""
+        every = torch.arange(len(ids), device=self.device)
+        for rows in every.split(self._rows_at_a_time(len(ids))):
             logp = grpo.token_logprobs(self.model, ids[rows], mask[rows])
             ref = None if ref_logp is None else ref_logp[rows]
             kl_coef = self.config.loss.kl_coef
             loss = grpo.grpo_loss(logp, logp.detach(), A[rows], mask[rows], ref, kl_coef)
             (loss * len(rows) / len(ids)).backward()
-            total += logp.detach().sum()
-        return float(total)
-
-    def _as_batch(
-        self,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        starts: Tensor,
-        ids: Tensor,
-        mask: Tensor,
-        rewards: Tensor,
-        A: Tensor,
-        ref_logp: Tensor | None,
-    ) -> RolloutBatch:
-        """The rollout as the library's RolloutBatch, on the host."""
-        prompts, groups = rewards.shape
-        longest = int(mask.sum(1).max())
-
-        def grouped(x: Tensor) -> Tensor:
-            return from_columns(x, starts, longest).unflatten(0, (prompts, groups)).cpu()
-
-        completion_mask = torch.arange(longest) < mask.sum(1).cpu()[:, None]
-        completion_mask = completion_mask.unflatten(0, (prompts, groups))
-        prompt_ids = encode_prompts(self.work.tokenizer, examples, self.model.shape.context)
-        return RolloutBatch(
-            examples=examples,
-            completions=Completions(*prompt_ids, grouped(ids), completion_mask),
-            texts=[texts[p * groups : (p + 1) * groups] for p in range(prompts)],
-            rewards=RewardTable(rewards.cpu().numpy(), {}),
-            advantages=A.view(prompts, groups).cpu(),
-            ref_logp=None if ref_logp is None else grouped(ref_logp) * completion_mask,
-        )

@@ -12,49 +12,18 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PreTrainedTokenizer, TrainerCallback, logging
+from transformers import PreTrainedTokenizerFast, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from minigrpo.config import Config
-from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.runtime.optimizer import BETAS, learning_rate_at
 from minigrpo.types import Example
 
 from .peers import RANK, Settings
 from .work import Work
 
-END, NEVER = "<|endoftext|>", "<|never|>"  # NEVER: where completions have a forced length
-
-
-class WrappedTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
-    """Our tokenizer as transformers wants it; a token's name is its number."""
-
-    def __init__(self, encoding: Tokenizer, end: str) -> None:
-        """`end` ends completions: END, or NEVER, a token that the model does not have."""
-        self.encoding = encoding
-        self.names = [*map(str, range(encoding.n_vocab - 1)), END]
-        self.ids = {name: number for number, name in enumerate(self.names)}
-        super().__init__(eos_token=end, pad_token=END, padding_side="left")
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.names)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {**self.ids, **self.get_added_vocab()}
-
-    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        return [self.names[token] for token in self.encoding.encode(text)]
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self.ids[token]
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return self.names[index]
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        end = self.encoding.eot
-        return self.encoding.decode([t for name in tokens if (t := self.ids[name]) != end])
+END = "<|endoftext|>"
+NEVER = "<|never|>"  # where completions have a forced length; the model has no such token
 
 
 @dataclass
@@ -137,13 +106,17 @@ def make_trainer(
 ) -> tuple[GRPOTrainer, LastStep]:
     """A trainer of `steps` steps, one whole rollout each, and what its last step sampled.
 
-    The model is read from `folder`, which must stay while the trainer is used. Raises ValueError
-    if a prompt has other tokens than in this library.
+    The model is read from `folder`, which must stay while the trainer is used.
     """
     logging.set_verbosity_error()
-    tokenizer = WrappedTokenizer(work.tokenizer, NEVER if work.forced else END)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=work.tokenizer.engine,
+        eos_token=NEVER if work.forced else END,
+        pad_token=END,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
-    check_tokens(tokenizer, work.tokenizer, examples)
     declare_end(folder, tokenizer.eos_token_id)
     last = LastStep(prompt_len=0)
     trainer_class = SameScheduleTrainer
@@ -203,16 +176,6 @@ def count_positions_without_padding(
     if kwargs.get("position_ids") is None and mask is not None and mask.dim() == 2:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return args, kwargs
-
-
-def check_tokens(theirs: WrappedTokenizer, ours: Tokenizer, examples: Sequence[Example]) -> None:
-    """Raise ValueError unless both tokenizers give the same ids for every prompt and answer."""
-    for text in [text for example in examples for text in (example.prompt, example.answer)]:
-        ids = ours.encode(text)
-        if theirs(text=text)["input_ids"] != ids:
-            raise ValueError(f"the wrapped tokenizer has other tokens than ours for {text[:60]!r}")
-        if theirs.decode(ids, skip_special_tokens=True) != ours.decode(ids):
-            raise ValueError(f"the wrapped tokenizer decodes the tokens of {text[:60]!r} otherwise")
 
 
 def reward_function(
