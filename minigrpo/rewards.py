@@ -227,7 +227,7 @@ class RewardScorer:
         for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 names = ", ".join(self.names)
-                raise ConfigError(f"reward {name}: not the identifier of one function of {names}")
+                raise ConfigError(f"reward {name}: one function must have this identifier: {names}")
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.functions, self.token_model, self.tokenizer = functions, token_model, tokenizer
         self.workers, self.warn, self.warned = max(1, workers), warn, set[str]()
@@ -249,7 +249,7 @@ class RewardScorer:
         shape = len(texts), len(texts[0])
         flat, size = [text for group in texts for text in group], shape[1]
         # dialogues may differ although their last turns are equal
-        keys = [(i // size, x, isinstance(x, Dialogue) and id(x)) for i, x in enumerate(flat)]
+        keys = [(i // size, id(x) if isinstance(x, Dialogue) else x) for i, x in enumerate(flat)]
         places = dict[Any, int]()  # of distinct texts
         same = np.array([places.setdefault(key, i) for i, key in enumerate(keys)])
         distinct = [*places.values()]
@@ -271,7 +271,8 @@ class RewardScorer:
             by_token = self.task.score_tokens(batch())
             parts |= {x: np.asarray(by_token[x], np.float64) for x in self.task.token_parts}
         if self.text_parts:
-            pieces = np.array_split(distinct, min(self.workers, len(distinct)))
+            share = -(-len(distinct) // self.workers)
+            pieces = [distinct[i : i + share] for i in range(0, len(distinct), share)]
             with ThreadPoolExecutor(self.workers) as pool:  # a single thread would only cost time
                 each = pool.map if len(pieces) > 1 else map
                 rows = list(each(self.task.score_batch, *zip(*map(pairs, pieces), strict=True)))

@@ -208,6 +208,8 @@ def test_decoupled_advantages_are_those_of_trl() -> None:
     expected = torch.tensor(golden("rollout")["gdpo"], dtype=torch.float64).view(3, 4)
     found = advantages(decoupled(parts, dict(zip("abc", WEIGHTS, strict=True))), scale="batch")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError):  # infinite: seen before it is scaled away
+        decoupled(parts | {"a": torch.full_like(parts["a"], torch.inf)}, {"a": 1.0})
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
