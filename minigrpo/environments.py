@@ -52,15 +52,6 @@ Tools = Mapping[str, Callable[..., Any]]
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def methods_of(environment: Any) -> Tools:
-    """The public methods of an environment, which are tools. A game has none."""
-    if hasattr(environment, "step"):
-        return {}
-    members = inspect.getmembers(type(environment), inspect.isfunction)
-    names = [name for name, _ in members if name[0] != "_" and name not in NO_TOOLS]
-    return {name: getattr(environment, name) for name in names}
-
-
 def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     """A tool as chat templates expect it, from its type hints and its docstring."""
     about, _, arguments = (inspect.getdoc(tool) or "").partition("\nArgs:\n")
@@ -109,7 +100,7 @@ class World:
         Args:
             environment: a class, or several by the name that a row's `environment` gives; or
                 `FILE.py:NAME,..` of classes and functions. A file is run: trust it.
-            tools: functions.
+            tools: functions, of all environments but games.
         """
         if isinstance(environment, str):
             found = [load_name("--environment", part) for part in environment.split(",")]
@@ -131,6 +122,14 @@ class World:
         """The environments that give a reward, by the name of their class, and its weight."""
         giving = [x for x in self.classes.values() if {"step", "get_reward"} & {*dir(x)}]
         return {x.__name__: 1.0 for x in giving}
+
+    def tools_of(self, environment: Any) -> Tools:
+        """Its public methods, and the tools of the run. A game has none."""
+        if hasattr(environment, "step"):
+            return {}
+        members = inspect.getmembers(type(environment), inspect.isfunction)
+        names = [name for name, _ in members if name[0] != "_" and name not in NO_TOOLS]
+        return {**{name: getattr(environment, name) for name in names}, **self.tools}
 
     def class_of(self, example: Example) -> type[Any]:
         name = example.fields.get("environment", next(iter(self.classes)))
@@ -186,8 +185,7 @@ class Begun:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said}
         else:
             example = replace(example, prompt=example.prompt + said)
-        tools = {**methods_of(environment), **self.world.tools}
-        schemas = [schema_of(*tool) for tool in tools.items()]
+        schemas = [schema_of(*tool) for tool in self.world.tools_of(environment).items()]
         return replace(example, messages=messages, tools=[*(example.tools or ()), *schemas])
 
 
@@ -219,7 +217,7 @@ class Episode:
         """What the environment answers to a turn; nothing, if the turn calls no tool."""
         environment = self.begin()
         if not hasattr(environment, "step"):
-            tools = {**methods_of(environment), **self.world.tools}
+            tools = self.world.tools_of(environment)
             return [result_of(tools, *call) for call in calls_of(text)]
         observation, reward, done, *more = environment.step(text)
         self.reward += float(reward)

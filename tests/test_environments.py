@@ -278,8 +278,10 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
             self.steps += 1
             return f"step {self.steps}", 0.5, self.steps == 3, *more
 
-    world = World.of(Game)
-    episode = played(world, begun(world).held_out(0), "a", "b")
+    world = World.of(Game, [weather])
+    example = begun(world).held_out(0)
+    assert example.tools == []  # a game would not answer the call
+    episode = played(world, example, "a", "b")
     assert episode.over == bool(more and more[0]) and episode.score() == 1.0
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
     episode.said, episode.failed = ["a", "b"], True
