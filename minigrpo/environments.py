@@ -341,4 +341,5 @@ class Dialogues:
         answers = json.loads(messages)
         if self.tokenizer.chat:
             return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
-        return self.tokenizer.encode("".join(answer["content"] for answer in answers))
+        # a dialogue goes on after at least one token
+        return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import minigrpo
-from minigrpo.environments import Begun, Episode, World, calls_of, schema_of
+from minigrpo.environments import Begun, Dialogues, Episode, World, calls_of, schema_of
 from minigrpo.evaluate import grade
 from minigrpo.model.chat import Chat
+from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import RewardScorer
 from minigrpo.runtime.logging import read_jsonl
@@ -286,6 +287,8 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
     episode.said, episode.failed = ["a", "b"], True
     assert episode.dialogue().rewards == {"Game": 0}
+    answers = Dialogues(minigrpo.Config.of(), world, load_tokenizer("chess"), print)
+    assert answers.encode(json.dumps([{"role": "user", "content": ""}]))  # else the game would end
 
 
 def test_the_row_chooses_among_environments() -> None:
