@@ -132,7 +132,7 @@ class RunDir:
     def open_log(self, state: State) -> RunLog:
         """Start the tracker, save a new run or branch, write config.toml, and open the logs.
 
-        If the tracker does not start, nothing is written.
+        If the tracker does not start, nothing is written, and the folder is unlocked.
         """
         log = RunLog(self.console.warn)
 
@@ -152,7 +152,11 @@ class RunDir:
             if len(both := np.union1d(before, own)):
                 write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, both))
 
-        self.dist.on_main(start)
+        try:
+            self.dist.on_main(start)
+        except BaseException:
+            self.close()
+            raise
         return log
 
     def close(self) -> None:
