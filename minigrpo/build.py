@@ -173,8 +173,9 @@ class Parts:
         setting = self.config.flat()[name]
         if setting.startswith(PYTHON):
             flag = name.replace("_", "-")
-            said = "an object of the script that began this run: run the script again, or give"
-            raise ConfigError(f"--{flag} {setting}: {said} --{flag} a name or a file")
+            raise ConfigError(
+                f"--{flag} {setting}: run the script that gave it, or give --{flag} a name or file"
+            )
         return setting
 
     @cached_property

@@ -59,8 +59,7 @@ class Learner:
         self.config, self.model, self.dist = config, model, dist or DistContext()
         self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
-        self.trained = with_training_layers(config, model)
-        self.wrapped: Any = self.dist.wrap(self.trained)
+        self.wrapped: Any = self.dist.wrap(with_training_layers(config, model))
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(model, config)
         batch_size = config.memory.micro_batch_size
@@ -99,11 +98,12 @@ class Learner:
                 break
         else:
             self.guard.in_a_row = 0
-        scalars = [*metrics.values(), largest_weight(self.model)]
-        *values, largest = torch.stack(scalars).tolist()  # one device sync
+        # one device sync
+        *values, largest = torch.stack([*metrics.values(), largest_weight(self.model)]).tolist()
         if not math.isfinite(largest):  # a large learning rate can do that to a finite gradient
-            said = "the update made weights that are not finite; a smaller --learning-rate may help"
-            raise Diverged(f"step {step + 1}: {said}")
+            raise Diverged(
+                f"step {step + 1}: weights are not finite; a smaller --learning-rate may help"
+            )
         self.steps_done, self.in_update = step + 1, False
         learnt = dict(zip(metrics, values, strict=True)) | {"learning_rate": learning_rate}
         if finite and (target := self.config.loss.entropy_target):
@@ -231,10 +231,9 @@ class Learner:
 
     def forward(self, packing: Packing, other: Any = None) -> tuple[Tensor, ...]:
         """What `Transformer.forward` returns: `[P, G, S]` each, on the policy's device."""
-        model = self.wrapped if torch.is_grad_enabled() else self.trained
         with self.autocast():
             temperature = self.config.sampling.temperature
-            return tuple(model(packing, temperature, self.spec.entropy, other))
+            return tuple(self.wrapped(packing, temperature, self.spec.entropy, other))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The autocast of --use-amp, unless the guard has fallen back to float32."""

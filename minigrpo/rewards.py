@@ -226,8 +226,9 @@ class RewardScorer:
         self.success = next((f.name for f in functions if f.success), task.success)
         for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
-                names = ", ".join(self.names)
-                raise ConfigError(f"reward {name}: one function must have this identifier: {names}")
+                raise ConfigError(
+                    f"reward {name}: one function must be named so, of {', '.join(self.names)}"
+                )
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.functions, self.token_model, self.tokenizer = functions, token_model, tokenizer
         self.workers, self.warn, self.warned = max(1, workers), warn, set[str]()

@@ -90,8 +90,9 @@ class Trainer(Parts):
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         log, began = self.log, time.perf_counter()
         self.evaluations = self.dist.on_main(lambda: log.evaluated)
-        weights, processes = self.scorer.weights, self.dist.world_size
-        self.console.introduce(self.config, self.task, weights, processes, self.device.type)
+        self.console.introduce(
+            self.config, self.task, self.scorer.weights, self.dist.world_size, self.device.type
+        )
         try:
             with StopRequest(self.console.warn) as request:
                 stopped = self._train(request)

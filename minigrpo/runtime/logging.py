@@ -67,8 +67,9 @@ class RunLog:
             kept = [x for x in records if x.get("step", math.inf) <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
             if name == EVALUATIONS:
-                known = [{k: math.nan if x is None else x for k, x in r.items()} for r in kept]
-                self.evaluated = known
+                self.evaluated = [
+                    {k: math.nan if x is None else x for k, x in r.items()} for r in kept
+                ]
         self.folder = folder
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
         self.charts |= trackers

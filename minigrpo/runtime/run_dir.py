@@ -102,8 +102,7 @@ class RunDir:
         there += [path / name for name in WRITTEN if (path / name).exists()]
         if there and resume != "auto":
             raise ConfigError(
-                f"--out-dir {path}: holds a run; --resume auto continues it, "
-                "another folder starts afresh"
+                f"--out-dir {path}: holds a run; take another folder, or --resume auto to go on"
             )
         path.mkdir(parents=True, exist_ok=True)
         file = self._lock.enter_context(open(path / ".lock", "a"))
@@ -227,5 +226,4 @@ def warn_of_known_questions(model: str, questions: Questions, warn: Warn) -> Non
     """Say how many held-out questions a run, or the one that it began from, was trained on."""
     _, held_out = questions or ((), ())
     if known := int(np.isin(held_out, trained_on(Path(model))).sum()):
-        said = f"trained on {known} of {len(held_out)} held-out questions"
-        warn(f"{model} was {said}, so its evaluations are too good")
+        warn(f"evaluations are too good: {model} has seen {known} of {len(held_out)} questions")

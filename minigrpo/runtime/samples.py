@@ -78,8 +78,7 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
 
 def digest(example: Example) -> str:
     """Equal for examples that ask and are scored alike."""
-    said = repr(replace(example, index=0))
-    return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
+    return hashlib.sha256(repr(replace(example, index=0)).encode(errors="replace")).hexdigest()[:16]
 
 
 def _record(done: Graded | RolloutBatch, p: int, g: int) -> Record:
