@@ -276,7 +276,7 @@ class Config(Group):
         alone = self.loss.teacher and self.loss.overlong != "punish" and self.loss.kl != "k1_reward"
         if self.sampling.group_size < 2 and not (self.supervised or alone):
             raise ConfigError(
-                "--group-size 1 has no rewards: only for --loss nll, or a --teacher alone"
+                "--group-size 1 compares nothing: it needs --loss nll, or a --teacher alone"
             )
         if self.loss.reference and not self.loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")

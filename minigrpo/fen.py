@@ -23,7 +23,7 @@ CASTLING = {"K": chess.BB_H1, "Q": chess.BB_A1, "k": chess.BB_H8, "q": chess.BB_
 def pieces_of(rank: str) -> int | None:
     """Eight bitboards of the lowest rank, side by side: six kinds of pieces, Black's, White's.
 
-    None unless the rank has eight squares, or if it writes 2 as 11.
+    None if the rank has not eight squares, or writes 2 as 11.
     """
     try:
         x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")

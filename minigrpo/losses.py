@@ -210,8 +210,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 KL_IN_REWARD = "k1_reward"
 
 DEEPSEEK = "deepseek"
-# How the ratio r = p_trainer / p_sampler is formed, and a lower bound: outside of it and the cap, r
-# becomes 0. None: r is only clamped to the cap.
+# How the ratio r = p_trainer / p_sampler is formed, and its lower bound: an r below the bound or
+# above the cap becomes 0. Without a bound, r is clamped to the cap.
 SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
     "token-truncate": (token_ratio, None),
     "token-mask": (token_ratio, 0.0),

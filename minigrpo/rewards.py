@@ -227,7 +227,7 @@ class RewardScorer:
         for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 raise ConfigError(
-                    f"reward {name}: one function must be named so, of {', '.join(self.names)}"
+                    f"reward {name}: must be a word that names one of {', '.join(self.names)}"
                 )
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.functions, self.token_model, self.tokenizer = functions, token_model, tokenizer

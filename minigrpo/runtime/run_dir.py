@@ -226,4 +226,4 @@ def warn_of_known_questions(model: str, questions: Questions, warn: Warn) -> Non
     """Say how many held-out questions a run, or the one that it began from, was trained on."""
     _, held_out = questions or ((), ())
     if known := int(np.isin(held_out, trained_on(Path(model))).sum()):
-        warn(f"evaluations are too good: {model} has seen {known} of {len(held_out)} questions")
+        warn(f"{model} has seen {known} of {len(held_out)} held-out questions: scores are too good")

@@ -160,7 +160,8 @@ def show(console: Console, run: Run) -> None:
     for rule, numbers in found:
         console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")
     if not found:
-        console.say(f"doctor: no findings in {len(run.metrics)} steps (trends: {FEWEST_STEPS}+)")
+        steps = len(run.metrics)
+        console.say(f"doctor: no findings in {steps} steps; trends take at least {FEWEST_STEPS}")
 
 
 def main(argv: Sequence[str], prog: str) -> None:
