@@ -31,17 +31,13 @@ class RepeatedByLoader(Sampler):
     """Samples as if every completion had its own prompt."""
 
     def complete(
-        self,
-        examples: Sequence[Example],
-        *,
-        num_samples: int = 1,
-        u: np.ndarray | None = None,
-        **options: Any,
+        self, examples: Sequence[Example], *, num_samples: int, u: np.ndarray | None, **options: Any
     ) -> tuple[Completions, list[list[str]]]:
         assert u is not None
         many = [example for example in examples for _ in range(num_samples)]
         # one completion for each of P * G prompts
-        each, texts = super().complete(many, u=u.reshape(-1, 1, u.shape[2]), **options)
+        u = u.reshape(-1, 1, u.shape[2])
+        each, texts = super().complete(many, num_samples=1, u=u, **options)
         names = ("completion_ids", "completion_mask", "sampler_logp")
         grouped: dict[str, Any] = {
             name: getattr(each, name)[:, 0].unflatten(0, (-1, num_samples)) for name in names

@@ -59,10 +59,17 @@ def train(
     Raises ConfigError for bad input, before the run starts, RunFailed if it cannot go on, and
     KeyboardInterrupt after Ctrl-C, when the run is saved.
     """
-    given = {"model": model, "data": data, "eval_data": eval_data}
-    given |= {"task": task, "rewards": rewards, "loss": loss}
-    given["environment"] = World.of(environment, tools) if tools else environment
-    names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
+    given = {
+        "model": model,
+        "data": data,
+        "eval_data": eval_data,
+        "task": task,
+        "rewards": rewards,
+        "loss": loss,
+        "environment": World.of(environment, tools) if tools else environment,
+    }
+    texts = {**settings, **given}.items()
+    names = {name: str(x) for name, x in texts if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}
     if isinstance(model, Transformer):

@@ -1,7 +1,6 @@
 """Build the parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from .runtime.device import autocast, low_precision_copy, sharing_weights
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream
 from .runtime.run_dir import RECORD
+from .runtime.samples import digest
 from .sampling.generate import Sampler
 from .task import Task
 from .tasks.base import load_task, shipped_model
@@ -84,10 +84,12 @@ def settings_of(objects: Mapping[str, Any]) -> dict[str, str]:
     """A text for each object, which a resumed run compares as the setting of this name."""
     found = {}
     for name, value in objects.items():
+        if isinstance(value, Transformer):  # it may have been trained since
+            value = [f"{x.double().norm():.10g}" for x in value.parameters()]
         if name == "rewards":
             text = ",".join(f"{function.weight:g} x {function.name}" for function in value)
         elif isinstance(value, list):
-            text = hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
+            text = digest(value)
         else:
             text = getattr(value, "__name__", type(value).__name__)
         found[name] = PYTHON + text
@@ -206,7 +208,7 @@ class Parts:
             data=self.get("data"),
             eval_data=self.get("eval_data"),
             chat=bool(settings.system),
-            environment=bool(world),
+            environment=world,
             args=settings.task_args,
         )
         if not world and (task.environment or task.tools):
@@ -221,10 +223,9 @@ class Parts:
         context = self.model.shape.context
         examples = [task.train(i) for i in range(CHECKED)]
         examples += [*held_out(task, CHECKED), *task.longest(4 * CHECKED)]
-        encode_prompts(tokenizer, examples, context - config.sampling.max_new_tokens)
-        if field := config.loss.teacher_context:
-            read = [with_context(tokenizer, example, field) for example in examples]
-            encode_prompts(tokenizer, read, context - config.sampling.max_new_tokens)
+        field = config.loss.teacher_context
+        read = [with_context(tokenizer, example, field) for example in examples] if field else []
+        encode_prompts(tokenizer, examples + read, context - config.sampling.max_new_tokens)
         if config.supervised:
             encode_pairs(tokenizer, examples, context)
             if not any(example.answer for example in examples):
@@ -302,6 +303,8 @@ class Parts:
             return Transformer.from_pretrained(folder, matrices, seed=self.config.run.seed)
         saved, config = run / "checkpoints", config_of_run(run)
         state = load_checkpoint(newest(run, say)) if checkpoints(saved) else None
+        if state:
+            say(f"{name}: the weights of step {state['step']}")
         if config.model.lora_rank:
             model = Parts(config, console=self.console).model
             if state:
@@ -347,7 +350,8 @@ class Parts:
             model = self.model
         elif own == INITIAL:
             model = (sharing_weights if shares_weights else copy.deepcopy)(self.model)
-            disable_adapters(model)
+            if shares_weights:  # else adapters, if there are any, belong to the start
+                disable_adapters(model)
         else:
             source, template = own_tokenizer(name)
             tokenizer = load_tokenizer(source, template or None)

@@ -20,7 +20,7 @@ import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .defaults import settings_for, size_of
-from .errors import ConfigError, hint, unknown_setting
+from .errors import ConfigError, hint, refusing, unknown_setting
 from .task_table import TASKS, TaskRow
 
 LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
@@ -278,8 +278,8 @@ class Config(Group):
             raise ConfigError(
                 "--group-size 1 compares nothing: it needs --loss nll, or a --teacher alone"
             )
-        if self.loss.reference and not self.loss.kl_coef:
-            raise ConfigError("--reference needs a --kl-coef above 0")
+        if self.loss.reference and (self.supervised or not self.loss.kl_coef):
+            raise ConfigError("--reference needs a --kl-coef above 0, and samples of the model")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         if self.speed.device == "mps" and self.speed.compile_model:
@@ -299,7 +299,7 @@ class Config(Group):
         return cls.of(**read_toml(path))
 
     @classmethod
-    def from_cli(cls, argv: Sequence[str] | None = None, *, prog: str | None = None) -> Self:
+    def from_cli(cls, argv: Sequence[str], *, prog: str | None = None) -> Self:
         """Parse flags; a flag that cannot be ends the process with code 2. Raises ConfigError."""
         early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
         early.add_argument("--config", action="append", default=[])
@@ -320,10 +320,9 @@ class Config(Group):
         """The defaults, what the task and the model of `plain` bring, then `settings`."""
         if all(name in settings for name, x in plain.flat().items() if x is not None):
             return plain  # the config of a run; its model may be gone, and need not be read
-        brought: dict[str, Any] = {}
-        for more in plain.brought().values():
-            brought |= more
-        return cls._of_flat({**brought, **settings})
+        for brought in reversed(plain.brought().values()):
+            settings = {**brought, **settings}
+        return cls._of_flat(settings)
 
     def brought(self) -> dict[str, Mapping[str, Any]]:
         """Why -> the settings that the task and the model change from the defaults, unless given.
@@ -381,13 +380,11 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     folders = Path(__file__).parents[:2]  # beside the package in a checkout, inside when built
     presets = {f.stem: f for folder in folders for f in sorted(folder.glob("configs/*.toml"))}
-    try:
-        file = presets.get(str(path), Path(path))
+    file = presets.get(str(path), Path(path))
+    if not file.exists():
+        raise ConfigError(f"--config {path}: no such file; presets: {', '.join(presets)}")
+    with refusing(f"--config {path}"):
         contents = tomllib.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file; presets: {', '.join(presets)}") from None
-    except ValueError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
     contents.pop("versions", None)
     settings: dict[str, Any] = {}
     for key, value in contents.items():

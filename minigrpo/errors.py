@@ -45,7 +45,6 @@ TRL_WORDS = {
     "warmup_ratio": "--warmup-steps",
     "max_grad_norm": "--grad-clip",
     "beta": "--kl-coef",
-    "ref_model": "--kl-coef: the reference is the model at the start, or --reference MODEL",
     "epsilon": "--clip-low",
     "epsilon_high": "--clip-high",
     "loss_type": "--loss",

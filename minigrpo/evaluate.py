@@ -42,7 +42,7 @@ def complete(
 
 
 def ask(
-    sampler: Sampler, prompt: str | Sequence[Message], n: int = 1, *, raw: bool = False
+    sampler: Sampler, prompt: str | Sequence[Message], n: int, raw: bool
 ) -> tuple[list[str], list[bool]]:
     """n completions of a prompt, or for 0 the greedy one; and which of them ended by themselves.
 

@@ -31,9 +31,8 @@ from .types import EXACT, REWARD, Dialogue, Example, RewardTable, Warn
 RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
 
 
-def similarity(a: str, b: str) -> float:
-    """Return 1 - levenshtein(a, b) / max(len(a), len(b)), in [0, 1]; 1 for two empty texts."""
-    return Levenshtein.normalized_similarity(a, b)
+# of two texts: 1 - levenshtein(a, b) / max(len(a), len(b)), in [0, 1]; 1 for two empty texts
+similarity = Levenshtein.normalized_similarity
 
 
 # --- the decorator ------------------------------------------------------------------------------
@@ -68,13 +67,15 @@ class RewardFunction:
         return self.function(*args)
 
     def values(self, examples: Sequence[Example], texts: Sequence[str]) -> np.ndarray:
-        """`[n]` values of n texts: of any, of a group, or of one."""
+        """`[n]` values of n texts: of any, of a group, or of one; NaN where there is no number."""
         # code may empty a list in `fields`, or the messages of a dialogue
         examples = [copy.deepcopy(x) for x in examples]
         texts = [copy.deepcopy(x) for x in texts]
         if self.batched or self.grouped:
-            given: Any = examples if self.batched else examples[0]
-            return as_numbers(self.function(given, texts), (len(texts),))
+            answers = self.function(examples if self.batched else examples[0], texts)
+            if isinstance(answers, list):
+                answers = [np.nan if x is None else x for x in answers]
+            return as_numbers(answers, (len(texts),), partly=True)
         return as_numbers(self.function(examples[0], texts[0]), ()).reshape(1)
 
 
@@ -187,12 +188,16 @@ class Pool:
 # --- the scorer ---------------------------------------------------------------------------------
 
 
-def as_numbers(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A copy of an answer as float64. An error unless it is finite numbers of this shape."""
-    numbers = torch.as_tensor(answer, dtype=torch.float64, device="cpu").detach().clone().numpy()
-    if numbers.shape != shape or not np.isfinite(numbers).all():
+def as_numbers(answer: Any, shape: tuple[int, ...], *, partly: bool = False) -> np.ndarray:
+    """A copy of an answer as float64. An error unless it is finite numbers of this shape.
+
+    With `partly`, NaN stands for those that are not finite.
+    """
+    numbers = torch.as_tensor(answer, dtype=torch.float64, device="cpu").detach().numpy()
+    finite = np.isfinite(numbers)
+    if numbers.shape != shape or not (partly or finite.all()):
         raise ValueError(f"returned {answer!r:.80}, not finite numbers of the shape {list(shape)}")
-    return numbers
+    return np.where(finite, numbers, np.nan)
 
 
 class RewardScorer:
@@ -248,7 +253,8 @@ class RewardScorer:
             temperature: that of the samples.
         """
         shape = len(texts), len(texts[0])
-        flat, size = [text for group in texts for text in group], shape[1]
+        flat: list[Any] = [text for group in texts for text in group]
+        size = shape[1]
         # dialogues may differ although their last turns are equal
         keys = [(i // size, id(x) if isinstance(x, Dialogue) else x) for i, x in enumerate(flat)]
         places = dict[Any, int]()  # of distinct texts
@@ -256,10 +262,8 @@ class RewardScorer:
         distinct = [*places.values()]
         parts, failures = dict[str, np.ndarray](), dict[str, int]()
         for name in self.environments:
-            dialogues = [text for text in flat if isinstance(text, Dialogue)]
-            given = [text.rewards.get(name, np.nan) for text in dialogues]
-            parts[name] = np.array(given).reshape(shape)
-            failures[name] = sum(text.failed for text in dialogues if name in text.rewards)
+            parts[name] = np.array([x.rewards.get(name, np.nan) for x in flat]).reshape(shape)
+            failures[name] = sum(x.failed for x in flat if name in x.rewards)
 
         def pairs(call: Any) -> tuple[list[Example], list[str]]:
             return [examples[i // size] for i in call], [flat[i] for i in call]
@@ -276,7 +280,7 @@ class RewardScorer:
             pieces = [distinct[i : i + share] for i in range(0, len(distinct), share)]
             with ThreadPoolExecutor(self.workers) as pool:  # a single thread would only cost time
                 each = pool.map if len(pieces) > 1 else map
-                rows = list(each(self.task.score_batch, *zip(*map(pairs, pieces), strict=True)))
+                rows = list(each(lambda piece: self.task.score_batch(*pairs(piece)), pieces))
             for name in self.text_parts:
                 values = np.zeros(len(flat))
                 values[distinct] = np.concatenate([x[name] for x in rows])
@@ -286,12 +290,12 @@ class RewardScorer:
                 parts[function.name] = as_numbers(function(batch()), shape)
                 continue
             calls: Any = [(i,) for i in distinct]
-            if function.batched:
-                calls = [tuple(distinct)]
-            elif function.grouped:
+            if function.grouped:
                 calls = [range(i, i + size) for i in range(0, len(flat), size)]
+            elif function.batched:
+                calls = [tuple(distinct)]
             values = np.full(len(flat), np.nan)  # where a call fails
-            self._run(function, {call: pairs(call) for call in calls}, values)
+            self._run(function, calls, pairs, values)
             values = (values if function.grouped else values[same]).reshape(shape)
             failures[function.name] = int(np.isnan(values).sum())
             parts[function.name] = np.nan_to_num(values)
@@ -299,19 +303,22 @@ class RewardScorer:
         total = np.nansum([np.zeros(shape), *terms], 0)  # NaN: a completion has no such reward
         return RewardTable(total, {name: parts[name] for name in self.names}, failures)
 
-    def _run(self, function: RewardFunction, calls: Mapping[Any, Any], values: np.ndarray) -> None:
+    def _run(self, function: RewardFunction, calls: Any, pairs: Any, values: np.ndarray) -> None:
         """Fill in the values of the calls that do not fail.
 
         Args:
-            calls: the places in `values` of each call, and its examples and texts.
+            calls: the places in `values` of each call.
+            pairs: from these to the examples and texts.
         """
         pool = Pool(self.workers)
-        for places, given in calls.items():
-            pool.submit(places, partial(function.values, *given), function.timeout_s * len(places))
+        for places in calls:
+            work = partial(function.values, *pairs(places))
+            pool.submit(places, work, function.timeout_s * len(places))
         for places, found, error in pool.all():
             if error is None:
                 values[[*places]] = found
-            elif function.name not in self.warned:  # a line per failure would flood the log
+            # a line per failure would flood the log
+            if np.isnan(values[[*places]]).any() and function.name not in self.warned:
                 self.warned.add(function.name)
-                self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
+                self.warn(f"reward {function.name}: {error or 'no number'!r:.200}; it counts as 0")
         pool.close()

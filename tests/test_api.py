@@ -51,10 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of four steps with rows and rewards from Python."""
     folder = tmp_path_factory.mktemp("api") / "run"
-    rows = iter(ROWS)  # anything that yields mappings
-    return minigrpo.train(
-        model=model, data=rows, rewards=[digits, solved], out_dir=str(folder), **SIZES
-    )
+    given = {"model": model, "data": iter(ROWS), "rewards": [digits, solved]}  # any iterable
+    return minigrpo.train(**given, out_dir=folder, **SIZES)
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -109,12 +107,14 @@ def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: P
         run = minigrpo.train(
             model=model,
             task=task,
-            out_dir=str(tmp_path / name),
+            out_dir=tmp_path / name,
             callbacks=[lambda step, metrics: seen.append(step)],
             **sizes,
         )
     assert seen == [1, 2, 3, 4, 1, 2, 3, 4] and run.model is model
     assert "python:ChessEnv" in (run.folder / "config.toml").read_text()
+    with pytest.raises(ConfigError):  # the model is no longer that of the start
+        minigrpo.train(model=model, task=task, out_dir=run.folder, resume="auto", **sizes)
 
 
 @pytest.mark.parametrize(

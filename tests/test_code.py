@@ -9,7 +9,7 @@ import pytest
 
 from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.code import HIDDEN, KINDS, SHOWN, Code, code_of
+from minigrpo.tasks.code import HEAD, HIDDEN, KINDS, SHOWN, Code, code_of
 from minigrpo.types import ConfigError, Example
 
 from .tiny import write_jsonl
@@ -90,6 +90,7 @@ def test_code_is_the_first_block_or_the_whole_text() -> None:
         "```json\n{}\n```\n```python title=a.py\nx\n```": "x\n",
         "<think>```python\ndraft\n```</think>\n```python\nx\n```": "x\n",
         "```py\nx = 1\ny": "x = 1\ny",  # cut off
+        "1. So:\n   ```py\n   if x:\n       y\n   ```": "if x:\n    y\n",
         "Run ```bash\nls\n```: ```python\nx\n```": "x\n",
         "": "",
     }.items():
@@ -151,6 +152,6 @@ def test_supervised_training_teaches_python_and_not_the_answer() -> None:
     task = Code(0)
     examples = [task.train(number) for number in range(30)]
     for example in examples:
-        compile(example.fields["prefix"] + example.answer, "answer", "exec")
+        compile(HEAD + example.answer, "answer", "exec")
     passed = task.score_batch(examples, [x.answer for x in examples])["passed"]
     assert np.mean(passed) < 0.2

@@ -88,6 +88,7 @@ def test_a_flag_takes_a_value_or_is_a_switch() -> None:
     assert not config.speed.parallel_rewards and config.speed.num_reward_workers == 3
 
 
+words = st.from_regex(r"[a-z]+", fullmatch=True)
 settings = st.fixed_dictionaries(
     {},
     optional={
@@ -96,10 +97,8 @@ settings = st.fixed_dictionaries(
         "use_amp": st.booleans(),
         "clip_high": st.none() | st.floats(0, 3),
         "system": st.text(st.characters(exclude_categories=["Cs"])),
-        "task_args": st.dictionaries(st.from_regex(r"[a-z]+", fullmatch=True), st.integers()),
-        "reward_weights": st.dictionaries(
-            st.from_regex(r"[a-z]+", fullmatch=True), st.floats(-1, 1)
-        ),
+        "task_args": st.dictionaries(words, st.integers()),
+        "reward_weights": st.dictionaries(words, st.floats(-1, 1)),
     },
 )
 
@@ -115,10 +114,8 @@ def test_a_written_config_is_read_as_it_was(
 
 
 def test_pairs_are_separated_by_commas_before_a_name() -> None:
-    assert read_pairs("difficulty=2x12,3x12, history=2") == {
-        "difficulty": "2x12,3x12",
-        "history": "2",
-    }
+    expected = {"difficulty": "2x12,3x12", "history": "2"}
+    assert read_pairs("difficulty=2x12,3x12, history=2") == expected
     assert Config.of(reward_weights="a=1,b=-0.5").task.reward_weights == {"a": 1.0, "b": -0.5}
 
 

@@ -273,7 +273,13 @@ def test_hotpotqa_lines_become_a_users_message() -> None:
         assert message["content"].startswith("Paris: A city. Big.\n\nSeine: A river.\n\nWhere?\n\n")
         assert (question, example.prompt, example.answer) == ("Where?", "Where?", "Paris")
         assert example.fields["level"] == "hard"
-    for changes in [{"answer": []}, {"answer": ["x", 3]}, {"answer": ""}, {"context": 3}]:
+    for line, answers in (
+        ({"question": "How many?", "answer": 3}, ["3"]),
+        ({"question": "How many?", "answer": ["three", 3]}, ["three", "3"]),
+        ({"messages": [USER, FOUR]}, ["4"]),
+    ):
+        assert parse_qa(line).example.fields["answers"] == answers
+    for changes in [{"answer": []}, {"answer": [{}]}, {"answer": ""}, {"context": 3}]:
         with pytest.raises((ValueError, TypeError, IndexError, AttributeError)):
             parse_qa({"question": "Where?", "answer": "x", **changes})
 

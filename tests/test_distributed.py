@@ -21,6 +21,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
+from minigrpo.types import ConfigError
 
 from . import tiny
 from .steps import join, run_two
@@ -33,6 +34,12 @@ SOLVED = """import minigrpo
 def solved(example, text):
     return float(example.answer < "3")
 """
+
+
+def test_a_world_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError):
+        DistContext.from_env()
 
 
 def exchange(dist: DistContext) -> dict[str, Any]:

@@ -147,7 +147,8 @@ class Shop:
         """Pay something.
 
         Args:
-            amount: How much to pay
+            amount: How much to pay: all of it,
+                or a part
             note: What to say
         """
         self.paid += amount
@@ -213,7 +214,7 @@ def call(name: str, **arguments: Any) -> str:
 
 def begun(world: World, *rows: dict[str, Any]) -> Begun:
     rows = rows or ({"price": 5}, {"price": 7})
-    return Begun(load_task("prompts", seed=0, data=rows, environment=True, args=NONE), world, 0)
+    return Begun(load_task("prompts", seed=0, data=rows, environment=world, args=NONE), world, 0)
 
 
 NONE = {"judge": "none"}
@@ -230,9 +231,8 @@ def test_tools_answer_and_the_environment_gives_the_reward() -> None:
     contents = [x["content"] for x in episode.messages if x["role"] == "tool"]
     assert contents == ["paid 2", f"paid {price}", "sun in Bonn"]
     assert episode.score() == 1 and not episode.answer("no call")
-    bad = played(
-        world, example, call("pay", amount="x"), call("fail"), call("_secret"), call("a b")
-    )
+    odd = call("pay", amount="x"), call("fail"), call("_secret"), call("a b")
+    bad = played(world, example, *odd)
     assert len(bad.messages) == 8 and bad.score() == 0  # each error is an answer
 
 
@@ -241,23 +241,21 @@ def test_episodes_without_rows_have_random_numbers_of_their_own() -> None:
         def reset(self, seed: int) -> str:  # type: ignore[override]
             return "Go."
 
-    task = Begun(
-        load_task("prompts", seed=0, data="", environment=True, args=NONE), World.of(Same), 0
-    )
+    world = World.of(Same)
+    task = Begun(load_task("prompts", seed=0, environment=world, args=NONE), world, 0)
     examples = [task.train(i) for i in range(8)]
     assert [x.index for x in examples] == [*range(8)]
-    assert len({x.fields["seed"] for x in examples}) == 8 and {x.prompt for x in examples} == {
-        "Go."
-    }
+    seeds, prompts = {x.fields["seed"] for x in examples}, {x.prompt for x in examples}
+    assert len(seeds) == 8 and prompts == {"Go."}
     with pytest.raises(ConfigError):  # nothing gives a reward
-        load_task("prompts", seed=0, data="", environment=True)
+        load_task("prompts", seed=0, environment=world)
 
 
 def test_members_of_a_group_must_start_alike() -> None:
     class Moody:
         count = 0
 
-        def reset(self) -> str:
+        def reset(self, price: int) -> str:
             Moody.count += 1
             return f"{Moody.count}"
 
@@ -272,8 +270,9 @@ def test_members_of_a_group_must_start_alike() -> None:
 @pytest.mark.parametrize("more", [(), (False, {}), (True, {})])
 def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ...]) -> None:
     class Game:
-        def reset(self, seed: int) -> None:
+        def reset(self, price: int) -> tuple[str, dict[str, int]]:
             self.steps = 0
+            return "Go.", {}
 
         def step(self, text: str) -> tuple[Any, ...]:
             self.steps += 1
@@ -282,6 +281,7 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
     world = World.of(Game, [weather])
     example = begun(world).held_out(0)
     assert example.tools == []  # a game would not answer the call
+    assert example.prompt == "Go."  # of Gymnasium's two values
     episode = played(world, example, "a", "b")
     assert episode.over == bool(more and more[0]) and episode.score() == 1.0
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
@@ -296,12 +296,25 @@ def test_the_row_chooses_among_environments() -> None:
 
     world = World.of({"shop": Shop, "other": Other})
     assert list(world.parts) == ["Shop", "Other"]
-    rows = [{"price": n, "environment": name} for n, name in enumerate(["shop", "other", "none"])]
-    task = load_task("prompts", seed=0, data="", eval_data=rows, environment=True, args=NONE)
-    kinds = [world.class_of(task.held_out(i)) for i in range(2)]
-    assert kinds == [Shop, Other]
+    rows = [{"price": n, "environment": name} for n, name in enumerate(["shop", "other"])]
+    task = begun(world, *rows)
+    made = task.train(0), task.held_out(0)
+    kinds = {example.fields["price"]: world.class_of(example.fields) for example in made}
+    assert kinds == {0: Shop, 1: Other}
     with pytest.raises(ConfigError):
-        world.class_of(task.held_out(2))
+        begun(world, *rows, {"price": 2, "environment": "none"})
+
+
+def test_rows_with_one_prompt_differ_by_what_reset_takes_of_them() -> None:
+    class OneKey(Shop):
+        def reset(self, price: int) -> str:  # type: ignore[override]
+            return ""
+
+    rows = [{"prompt": "Buy.", "price": price, "id": n} for price in (5, 7) for n in range(3)]
+    rows.append({"prompt": "Sell.", "price": 5})
+    for world, number in ((World.of(Shop), 7), (World.of(OneKey), 3), (World.of((), [weather]), 2)):
+        questions = begun(world, *rows).questions
+        assert questions and sum(map(len, questions)) == number
 
 
 # --- chat templates -------------------------------------------------------------------------------
@@ -354,7 +367,7 @@ def test_the_text_between_turns_begins_after_the_end_of_the_turn(
     with pytest.raises(ConfigError):
         chat.between([{**ANSWER, "content": f"4{special[0]}"}])
     with pytest.raises(ConfigError):  # it does not write tools
-        chat.prompt([{"role": "user", "content": "A"}], [schema_of("f", weather)])
+        chat.prompt([{"role": "user", "content": "f"}], [schema_of("f", weather)])
     deaf = "{% for m in messages if m.role != 'tool' %}" + template.partition("%}")[2]
     with pytest.raises(ConfigError):
         Chat(deaf, special=special).between([ANSWER])

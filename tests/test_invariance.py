@@ -150,8 +150,8 @@ def make_learner(
     learner = Learner(config, model, dist)
     if "teacher" in given:
         frozen, packing = make_teacher(way, next(model.parameters()).dtype), PACKINGS[way.packing]
-        others: Any = None, packing, "", learner.backoff, nullcontext  # it needs no tokenizer
-        learner.teacher = FrozenModel(frozen, *others)
+        others: Any = None, packing, "", learner.backoff, nullcontext, False
+        learner.teacher = FrozenModel(frozen, *others)  # it needs no tokenizer
     return learner
 
 

@@ -26,7 +26,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
 from minigrpo.runtime.run_dir import RunDir
 from minigrpo.runtime.stats import Graded
-from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
+from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 
@@ -255,10 +255,10 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
     tracker.init.side_effect = ConnectionError("no login")
     config = Config.of(track=tracker.module, out_dir=str(tmp_path / "run"))
     run_dir = RunDir(config, DistContext(), Console(quiet=True))
-    run_dir.open(pytest.fail, {})
-    with pytest.raises(ConnectionError):
+    run_dir.open(pytest.fail, {}, None)
+    with pytest.raises(ConfigError):
         run_dir.open_log({"step": 0})
-    RunDir(config, DistContext(), Console(quiet=True)).open(pytest.fail, {})  # not locked
+    RunDir(config, DistContext(), Console(quiet=True)).open(pytest.fail, {}, None)  # not locked
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 

@@ -3,6 +3,8 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from minigrpo.build import Parts
 from minigrpo.config import Config
 from minigrpo.model import lora
 from minigrpo.model.hf import save_model_folder
@@ -90,6 +93,11 @@ def test_without_adapters_the_model_is_initial_and_shares_its_memory(model: Tran
     assert not torch.equal(model(packing)[0], before)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     assert all(a is b for a, b in pairs)
+    tokenizer = SimpleNamespace(n_vocab=model.shape.vocab_size, fingerprint="")
+    for rank, expected in ((2, before), (0, model(packing)[0])):  # 0: the adapters were there
+        parts: Any = Parts(Config.of(lora_rank=rank, kl_coef=0.1))
+        parts.model, parts.tokenizer = model, tokenizer
+        assert torch.equal(parts.reference.model(packing)[0], expected)
 
 
 def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transformer) -> None:

@@ -78,13 +78,11 @@ def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     loss.backward()
     expected = GOLDEN["results"][row]
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-7)
-    torch.testing.assert_close(
-        logp.grad, torch.tensor(expected["grad"], dtype=torch.float64), atol=1e-7, rtol=0
-    )
+    slope = torch.tensor(expected["grad"], dtype=torch.float64)
+    torch.testing.assert_close(logp.grad, slope, atol=1e-7, rtol=0)
     found = {name: value.item() for name, value in metrics.items()}
-    assert found == pytest.approx(
-        {k: v for k, v in expected["metrics"].items() if k in METRICS}, abs=1e-5
-    )
+    theirs = {name: x for name, x in expected["metrics"].items() if name in METRICS}
+    assert found == pytest.approx(theirs, abs=1e-5)
 
 
 def trl_trainer(**attributes: Any) -> Any:
@@ -482,6 +480,5 @@ def test_the_documented_loss_is_its_formula() -> None:
     expected = (torch.where(mask, term, 0) * weights).sum()
     inputs = (logp, entropy)
     torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs)
-    )
+    slopes = [torch.autograd.grad(x, inputs) for x in (value, expected)]
+    torch.testing.assert_close(*slopes)

@@ -52,9 +52,8 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth_by_a_cosine() -> None:
     rates = [learning_rate_at(step, config) for step in range(110)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert rates[54] == pytest.approx(2 * (FINAL_SHARE + (1 - FINAL_SHARE) / 2))
-    assert rates[29] == pytest.approx(
-        2 * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi / 4)) / 2)
-    )
+    eighth = (1 + math.cos(math.pi / 4)) / 2
+    assert rates[29] == pytest.approx(2 * (FINAL_SHARE + (1 - FINAL_SHARE) * eighth))
     assert rates[104:] == pytest.approx([2 * FINAL_SHARE] * 6)
     assert learning_rate_at(0, Config.of(learning_rate=1.0, warmup_steps=0, max_steps=1)) == 1.0
 

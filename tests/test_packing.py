@@ -191,7 +191,7 @@ def make_frozen(model: Transformer) -> FrozenModel:
     """It runs two prompts at a time."""
     tokenizer: Any = None
     backoff = OOMBackoff("frozen", "--micro-batch-size", 2, print)
-    return FrozenModel(model, tokenizer, pack, "the reference", backoff, autocast=nullcontext)
+    return FrozenModel(model, tokenizer, pack, "the reference", backoff, nullcontext, False)
 
 
 def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
@@ -230,7 +230,7 @@ def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(
     def gradients(low: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in values]
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            logp, _ = token_logprobs(*inputs, targets, 1.0)
+            logp, _ = token_logprobs(*inputs, targets, 1.0, False, None)
         assert logp.dtype == dtype
         return torch.autograd.grad(logp.sum(), inputs)
 

@@ -229,9 +229,8 @@ def test_a_signal_ends_a_command_whose_steps_are_saved_and_continued(tmp_path: P
 
 def poison(run: Trainer, steps: set[int]) -> Trainer:
     """Make the gradient of some steps infinite."""
-    run.model.ln_f.weight.register_hook(
-        lambda grad: grad * (torch.inf if run.step in steps else 1.0)
-    )
+    weight = run.model.ln_f.weight
+    weight.register_hook(lambda grad: grad * (torch.inf if run.step in steps else 1.0))
     return run
 
 

@@ -220,6 +220,15 @@ def test_a_wrong_number_of_values_is_a_failure_of_the_call(kind: str) -> None:
         assert score(odd)[:2] == ([[0] * 3] * 2, 6), answer
 
 
+@pytest.mark.parametrize("kind", ["batched", "grouped"])
+@pytest.mark.parametrize("none", [None, np.nan, -np.inf])
+def test_a_value_that_is_no_number_fails_alone(kind: str, none: Any) -> None:
+    odd = reward(**{kind: True})(lambda _, texts: [none if x == "bad" else 1 for x in texts])
+    odd.function.__name__ = "odd"
+    values, failures, warnings = score(odd)
+    assert (values, failures, len(warnings)) == ([[1, 0, 1], [0, 1, 1]], 2, 1)
+
+
 def test_tensors_and_arrays_are_copied_because_they_may_be_used_again() -> None:
     buffer = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
 
@@ -316,9 +325,8 @@ def completions_of(texts: Sequence[Sequence[str]]) -> Completions:
 
 def score_tokens(task: Task, functions: Sequence[RewardFunction]) -> RewardTable:
     texts = [["abc", "bcd"], ["cde", "xyz"]]
-    scorer = RewardScorer(
-        task, functions=functions, tokenizer=Letters(), token_model=lambda name: name.upper()
-    )
+    others: Any = {"tokenizer": Letters(), "token_model": lambda name: name.upper()}
+    scorer = RewardScorer(task, functions=functions, **others)
     completions = completions_of(texts)
     table = scorer.score(EXAMPLES, texts, completions, temperature=0.7)
     assert completions.sampler_logp is not None and (completions.sampler_logp == -0.5).all()

@@ -43,6 +43,7 @@ def plain_logp(model: Transformer, prompt: list[int], ids: list[int]) -> Tensor:
 def student(tokenizer: Any = CHESS, model: Transformer = STUDENT) -> FrozenModel:
     backoff = SimpleNamespace(run=lambda function, total: function(total))  # room for everything
     options: Any = {"name": "student", "backoff": backoff, "autocast": nullcontext}
+    options["offload"] = False
     return FrozenModel(model, tokenizer, packing=pack, **options)
 
 

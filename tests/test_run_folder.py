@@ -93,7 +93,7 @@ class Run:
         self.run_dir = RunDir(self.config, DistContext(), console)
 
     def start(self, **facts: Any) -> "Run":
-        self.run_dir.open(self.learner.load, {**FACTS, **facts})
+        self.run_dir.open(self.learner.load, {**FACTS, **facts}, None)
         self.log = self.run_dir.open_log(self.learner.state_dict())
         return self
 

@@ -1,5 +1,6 @@
 """Sampling: every token is that of a loop without cache, batch or drafts, which is written here."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from minigrpo import Config
 from minigrpo.config import SamplingConfig
+from minigrpo.evaluate import complete
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import uniforms
@@ -27,8 +29,11 @@ from .steps import EOS, SHAPES, VOCAB, make_completions
 LENGTH = 12
 
 
-def generate(*args: Any, **options: Any) -> Completions:
-    return Generation(*args, **options).run()
+def generate(model: Transformer, ids: Tensor, *args: Any, **options: Any) -> Completions:
+    plain: Any = {"u": None, "drafts": None, "dialogues": None, "sampling": sampling.PLAIN}
+    plain |= {"num_samples": 1, "num_speculative_tokens": 4, "work": Counter()}
+    options["prompts_at_once"] = options.get("prompts_at_once") or len(ids)  # 0: all
+    return Generation(model, ids, *args, **plain | options).run()
 
 
 def naive_truncation(p: list[float], params: SamplingConfig) -> dict[int, float]:
@@ -221,8 +226,9 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
     return Sampler(Config.of(**settings), model, Letters(), task=task)  # type: ignore[arg-type]
 
 
-def completed(sampler: Sampler, **options: Any) -> Completions:
+def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
     u = uniforms(0, "test", 0, np.arange(len(EXAMPLES)), 3, LENGTH)
+    options = {"sampling": sampling.PLAIN, "batch_size": batch_size}
     return sampler.complete(EXAMPLES, num_samples=3, u=u, **options)[0]
 
 
@@ -244,7 +250,7 @@ def test_a_sampler_speculates_only_if_told(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(found.completion_ids, whole.completion_ids)
         assert torch.equal(found.completion_mask, whole.completion_mask)
         assert {*windows} == {window}
-    assert plain.complete(EXAMPLES)[0].completion_ids.shape[:2] == (4, 1)
+    assert complete(plain, EXAMPLES)[0].completion_ids.shape[:2] == (4, 1)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

@@ -114,9 +114,8 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path: Path) -> Non
 
 def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) -> None:
     (tmp_path / "damaged.safetensors").write_bytes(b"junk" * 100)
-    Transformer(ModelShape(50, layers=1, width=16, heads=2)).save_pretrained(
-        tmp_path / "other.safetensors"
-    )
+    other = Transformer(ModelShape(50, layers=1, width=16, heads=2))
+    other.save_pretrained(tmp_path / "other.safetensors")
     (tmp_path / "file").write_text("in the way")
     rows = {"task": "prompts", "data": str(SUMS), "reward_weights": {}, "kl_coef": 0.1}
     cases: list[dict[str, Any]] = [
@@ -245,9 +244,8 @@ def test_a_kl_to_another_model_teaches_without_a_reward(tmp_path: Path) -> None:
     other.load_state_dict({name: x * 4 for name, x in other.state_dict().items()})
     other.save_pretrained(tmp_path / "other.safetensors")
     settings = {"reference": str(tmp_path / "other.safetensors"), "kl_coef": 1.0, "kl": "k2"}
-    trainer = make(
-        tmp_path / "run", **settings, reward_weights={"exact_fen": 0.0}, max_steps=60, eval_every=0
-    )
+    settings |= {"reward_weights": {"exact_fen": 0.0}, "max_steps": 60, "eval_every": 0}
+    trainer = make(tmp_path / "run", **settings)
     kl = [trainer.one_step()["kl"] for _ in range(60)]
     assert sum(kl[-10:]) < 0.7 * sum(kl[:10])
     with pytest.raises(ConfigError):

@@ -88,7 +88,7 @@ class Chat:
             messages = [{"role": "system", "content": self.system}, *messages]
         self._check(messages)
         text = self.render(messages, tools)
-        if tools and tools[0].get("function", tools[0])["name"] not in text:
+        if tools and text == self.render(messages):
             raise ConfigError(f"{self.name}: leaves out tools")
         return text
 

@@ -30,7 +30,7 @@ class FrozenModel:
     backoff: Any
     autocast: Callable[[], Any]  # a context
     # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
-    offload: bool = False
+    offload: bool
 
     def __post_init__(self) -> None:
         self.device = self.model.device

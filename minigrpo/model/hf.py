@@ -263,13 +263,11 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     found = HUB_NAME.fullmatch(str(name))
     if Path(name).exists() or found is None:
         return Path(name)
-    try:
+    with refusing(f"{name}: no such folder, and not from the Hub (pip install 'minigrpo[hub]')"):
         from huggingface_hub import snapshot_download
-    except ImportError:
-        needs = "pip install 'minigrpo[hub]' to fetch it from the Hub"
-        raise ConfigError(f"{name}: no such folder; {needs}") from None
-    fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
-    folder = Path(fetch(revision=found[2], allow_patterns=["*.json", "*.jinja"]))
+
+        fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
+        folder = Path(fetch(revision=found[2], allow_patterns=["*.json", "*.jinja"]))
     if weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")

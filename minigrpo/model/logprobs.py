@@ -42,8 +42,8 @@ def token_logprobs(
     head: Tensor,
     targets: Tensor,
     temperature: float,
-    learn_entropy: bool = False,
-    other: Other | None = None,
+    learn_entropy: bool,
+    other: Other | None,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of the next tokens, and the entropies of their distributions, in nats.
 

@@ -53,7 +53,7 @@ def add_adapters(
     """
     if not rank:
         return
-    chosen = {name.strip() for name in targets.split(",") if name.strip()}
+    chosen = {*targets.replace(" ", "").split(",")} - {""}
     found = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
     names = layer_names(found)
     if unknown := chosen - {*names}:

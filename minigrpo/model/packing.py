@@ -185,13 +185,12 @@ def pack(
     added: list[AddedRow] = []
     mask, lengths = completions.completion_mask.numpy(), completions.completion_len.tolist()
     index = np.zeros(mask.shape, dtype=np.int64)
-    prompts = zip(completions.prompt_ids.tolist(), completions.prompt_len.tolist(), strict=True)
-    for p, (prompt_ids, prompt_len) in enumerate(prompts):
+    for p, prompt_len in enumerate(completions.prompt_len.tolist()):
         for g, padded in enumerate(completions.completion_ids[p].tolist()):
             completion = padded[: lengths[p][g]]
             if g == 0 or not share:
                 prompt = range(len(ids), len(ids) + prompt_len)
-                ids += prompt_ids[:prompt_len]
+                ids += completions.prompt_ids[p, :prompt_len].tolist()
                 positions += range(prompt_len)
             num_before, path = len(ids), [*prompt]
             for token in completion[:-1]:

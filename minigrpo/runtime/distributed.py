@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ..types import ConfigError
+from ..errors import ConfigError, refusing
 from .guard import RunFailed
 
 T = TypeVar("T")
@@ -45,7 +45,8 @@ class DistContext:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        store, rank, world_size = next(rendezvous("env://"))
+        with refusing("WORLD_SIZE is set, as by torchrun"):
+            store, rank, world_size = next(rendezvous("env://"))
         # after a restart the store may still hold messages of the previous attempt
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(

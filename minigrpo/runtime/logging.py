@@ -16,6 +16,7 @@ from uuid import uuid4
 from torch.utils.tensorboard import SummaryWriter
 
 from ..config import Config
+from ..errors import refusing
 from ..types import Warn
 from .checkpoint import write_text
 
@@ -125,7 +126,7 @@ class Board(SummaryWriter):
 def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
     """The run of --track in wandb or trackio, by its name; they have the same interface.
 
-    A second start in the folder continues it. Raises what the package does, if it does not start.
+    A second start in the folder continues it. Raises ConfigError if it does not start.
     """
     name, file = config.run.track, folder / TRACK_ID
     if name == "none":
@@ -133,8 +134,9 @@ def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
     known = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": known, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
-    run = import_module(name).init(
-        project=project, name=known, config=config.flat(), resume="allow", **options
-    )
+    with refusing(f"--track {name}"):
+        run = import_module(name).init(
+            project=project, name=known, config=config.flat(), resume="allow", **options
+        )
     file.write_text(known)
     return {name: run}

@@ -68,7 +68,7 @@ class RunDir:
     # --- open -----------------------------------------------------------------------------------
 
     def open(
-        self, load: Callable[[State], object], facts: Mapping[str, Any], questions: Questions = None
+        self, load: Callable[[State], object], facts: Mapping[str, Any], questions: Questions
     ) -> None:
         """Find and lock the folder, and load the checkpoint to go on from, if there is one.
 
@@ -203,9 +203,9 @@ class RunDir:
 
 def versions(config: Config, processes: int) -> dict[str, Any]:
     """What the bits of a run depend on besides its settings: software, machine, users' files."""
-    task, loss = config.task, config.loss.name
-    texts = (task.name, task.rewards, task.data, task.eval_data, loss, task.environment)
-    names = re.sub(r"\.py:\w+", ".py", ",".join(texts)).split(",")
+    task, template = config.task, config.model.chat_template
+    texts = (task.name, task.rewards, task.data, task.eval_data, task.environment, template)
+    names = re.sub(r"\.py:\w+", ".py", ",".join([*texts, config.loss.name])).split(",")
     files = [file for name in names if (file := Path(name.strip()).absolute()).is_file()]
     return {
         "torch": str(torch.__version__),

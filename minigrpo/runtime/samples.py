@@ -25,7 +25,7 @@ import numpy as np
 
 from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
-from ..types import Example, RolloutBatch
+from ..types import RolloutBatch
 from .logging import HELD_OUT, SAMPLES, Record, RunLog
 from .stats import Graded
 
@@ -68,7 +68,7 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
         for i, right in enumerate(side.right[:SHOWN, 0])
     ]
     answers = [
-        {"example": digest(example), **_record(greedy, i, 0)}
+        {"example": digest(replace(example, index=0)), **_record(greedy, i, 0)}
         | {how: _known(side.measures, i) for how, side in sides.items()}
         for i, example in enumerate(greedy.examples)
     ]
@@ -76,9 +76,9 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
     log.write(SAMPLES, step, samples)
 
 
-def digest(example: Example) -> str:
-    """Equal for examples that ask and are scored alike."""
-    return hashlib.sha256(repr(replace(example, index=0)).encode(errors="replace")).hexdigest()[:16]
+def digest(value: object) -> str:
+    """Equal for values that are written alike, such as examples that ask the same."""
+    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
 def _record(done: Graded | RolloutBatch, p: int, g: int) -> Record:

@@ -125,8 +125,8 @@ class Decoder:
         (num_slots, width), heads = columns.shape, k.shape[1]
         prompt_k, prompt_v = self.prompt_kv[layer]
         slots = torch.arange(num_slots, device=q.device)[:, None]
-        for cache, new in zip(self.own_kv[layer], (k, v), strict=True):
-            cache[slots, :, columns] = new.unflatten(0, (-1, width))
+        new = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
+        self.own_kv[layer][:, slots, :, columns] = new
         num_columns = masked.shape[-1] - prompt_k.shape[2]
         own_k, own_v = self.own_kv[layer][:, :num_slots, :, :num_columns]
 

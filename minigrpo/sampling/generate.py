@@ -53,21 +53,21 @@ class Generation:
         *,
         stops: Collection[int],
         max_new_tokens: int,
-        num_samples: int = 1,
-        prompts_at_once: int = 0,
-        u: Tensor | np.ndarray | None = None,
-        sampling: SamplingConfig = PLAIN,
-        drafts: Tensor | None = None,
-        num_speculative_tokens: int = 4,
-        work: Counter[str] | None = None,
-        dialogues: Any = None,
+        num_samples: int,
+        prompts_at_once: int,
+        u: Tensor | np.ndarray | None,
+        sampling: SamplingConfig,
+        drafts: Tensor | None,
+        num_speculative_tokens: int,
+        work: Counter[str],
+        dialogues: Any,
     ) -> None:
         """
         Args:
             prompt_ids: `[P, Lp]` int64, right-padded.
             prompt_len: `[P]` int64.
             stops: the tokens that end a completion; others end after `max_new_tokens`.
-            prompts_at_once: the most prompts whose completions are side by side, 0: all.
+            prompts_at_once: the most prompts whose completions are side by side.
             u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
                 likely token each time.
             sampling: its temperature, top-k, top-p and min-p.
@@ -78,11 +78,11 @@ class Generation:
         device, self.sampling = model.device, sampling
         self.prompt_ids, self.prompt_len = prompt_ids.to(device), prompt_len.to(device)
         self.max_new_tokens, self.num_samples = max_new_tokens, num_samples  # num_samples is G
-        self.prompts_at_once = prompts_at_once or len(prompt_ids)
+        self.prompts_at_once = prompts_at_once
         self.stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         self.drafts = None if drafts is None else drafts.to(device)
         self.window = 1 if drafts is None else 1 + num_speculative_tokens  # W
-        self.work = Counter[str]() if work is None else work
+        self.work = work
         # W spare columns, because proposals may go past the last column
         size = len(prompt_ids) * num_samples, max_new_tokens + self.window
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
@@ -288,10 +288,10 @@ class Sampler:
         self,
         examples: Sequence[Example],
         *,
-        num_samples: int = 1,
-        u: np.ndarray | None = None,
-        sampling: SamplingConfig = PLAIN,
-        batch_size: int = 0,
+        num_samples: int,
+        u: np.ndarray | None,
+        sampling: SamplingConfig,
+        batch_size: int,
     ) -> tuple[Completions, list[list[str]]]:
         """Complete each example `num_samples` times; the completions, on the host, and their texts.
 

@@ -21,6 +21,7 @@ run adds to that, it has learnt from the tests.
 import ast
 import re
 from collections.abc import Mapping
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Code(SourceTask):
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         fields = example.fields
-        code = fields.get("prefix", "") + code_of(text)
+        code = (HEAD if example.prompt.endswith(HEAD) else "") + code_of(text)
         passed = run_tests(code, fields["test_list"], setup_of(fields), self.timeout_s)
         return {"passed": float(all(passed)), "tests": sum(passed) / len(passed)}
 
@@ -84,7 +85,7 @@ class Code(SourceTask):
                 break
         tests = [f"assert f({x}) == {value}" for x, value in values.items()]
         _, other = draw(rng, values[0])  # the term is f(0), the first example
-        fields = {"prefix": HEAD, "test_list": tests, "code": f" return {expression}"}
+        fields = {"test_list": tests, "code": f" return {expression}"}
         return Example(prompt, f" return {other}", number, kind, fields=fields)
 
 
@@ -102,7 +103,8 @@ def code_of(text: str) -> str:
     """
     text = text.rpartition("</think>")[2]
     blocks = BLOCK.findall(text)  # of all languages, or the end of one would begin another
-    return next((code for language, code in blocks if language.lower() in PYTHON), text)
+    found = (code for language, code in blocks if language.lower() in PYTHON)
+    return next(map(dedent, found), text)  # a block may stand in a list
 
 
 def setup_of(fields: Mapping[str, Any]) -> str:

@@ -65,22 +65,23 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
     return default
 
 
-def parse_pair(record: Record, default: str | None = None) -> Row:
+def parse_pair(record: Record, default: str | None = None, asked: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are.
 
     Messages stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). The
-    last one, if it is the assistant's, is the answer.
+    last one, if it is the assistant's, is the answer. Without one that is `default`, and without a
+    question that is `asked`; where these are None, it is an error.
     """
     chats = [record[key] for key in CHATS if is_chat(record.get(key))]
     messages = [as_templates_write(message) for chat in chats for message in chat]
     if messages and messages[-1]["role"] == "assistant":
         default = messages.pop()["content"]
-    question = question_of(messages) or text_of(record, QUESTIONS)
+    question = question_of(messages) or text_of(record, QUESTIONS, asked)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
     answer = text_of(record, keys, default)
-    tools = record.get("tools")
+    tools: Any = record.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
-    tools = tools if isinstance(tools, list) else None
+    tools = [*tools] if is_chat(tools) else None
     example = Example(question, answer, messages=tuple(messages), fields=record, tools=tools)
     return Row(question, example)
 
@@ -88,11 +89,10 @@ def parse_pair(record: Record, default: str | None = None) -> Row:
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 
-def parse_begun(record: Record) -> Row:
-    """A row for an environment, which may say what is asked."""
-    if not any(key in record for key in (*QUESTIONS, *CHATS)):
-        return Row(json.dumps(record, sort_keys=True, default=str), Example("", fields=record))
-    return parse_any(record)
+def parse_begun(told: Callable[[Record], Record], record: Record) -> Row:
+    """A row for an environment. What it is `told` of the row may be what is asked."""
+    row = parse_pair(record, "", "")
+    return row._replace(question=f"{row.question} {sorted(told(record).items()) or ''}")
 
 
 def is_chat(value: Any) -> bool:

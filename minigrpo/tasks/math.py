@@ -152,7 +152,10 @@ INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = rf"(-? ?(?:{INTEGER}(?:\.[0-9]+|/[1-9][0-9]*)?|\.[0-9]+))"
 WHOLE = re.compile(rf"{NUMBER}\.?")
 # a number that is no part of something else: 72 or 73, 72k, 72^2, 72 * 6
-FIRST = re.compile(rf"[^0-9]*?{NUMBER}(?!\w|[.,]?[0-9]|\s*[-+*/^]\s*[(0-9]|\s+(?:or|and)?\s*[0-9])")
+FIRST = re.compile(
+    rf"[^0-9]*?{NUMBER}(?!\w|[.,]?[0-9]|\s+(?:or|and)?\s*[0-9]"
+    r"|\s*(?:[-+*/^×·÷x]|\\(?:times|cdot|div))\s*[(0-9])"
+)
 NOISE = re.compile(r"\\[$%!,]|[$%]|\*\*|\{,\}")  # 50% is 50: published answers leave out the sign
 FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 

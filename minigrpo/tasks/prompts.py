@@ -13,6 +13,7 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..rewards import similarity
@@ -38,9 +39,9 @@ class Prompts(SourceTask):
         eval_data: Files = (),
         chat: bool = False,
         judge: str = "exact",
-        environment: bool = False,
+        environment: Any = None,
     ) -> None:
-        """`environment`: it may say what is asked, so that no row needs to."""
+        """`environment`: a `World`, which may say what is asked, so that no row needs to."""
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
@@ -51,7 +52,8 @@ class Prompts(SourceTask):
             made = Generated(lambda number, held_out: Example("", index=number), "episodes")
             super().__init__(made)
         else:
-            parse = parse_begun if environment and judge == "none" else parse
+            if environment and judge == "none":
+                parse = partial(parse_begun, environment.told)
             super().__init__(Rows(seed, data, eval_data, parse))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
@@ -75,11 +77,12 @@ def parse_qa(record: dict[str, Any]) -> Row:
 
     A context is a text, or HotpotQA's titles and lists of sentences.
     """
-    answers = next(record[key] for key in ANSWERS if record.get(key) is not None)
-    answers = answers if isinstance(answers, list) else [answers]
+    given = next((record[key] for key in ANSWERS if record.get(key) is not None), None)
+    first, *others = given if isinstance(given, list) else [given]
+    question, example, _ = parse_pair({**record, "answer": first})
+    answers = [example.answer, *map(str, others)]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
-    question, example, _ = parse_pair({**record, "answer": answers[0]})
     context = record.get("context") or ""
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)

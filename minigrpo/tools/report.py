@@ -21,32 +21,12 @@ from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, runs_of
 
 Figures = dict[str, list[str]]  # section -> SVGs
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
-# section -> its curves; SUCCESS is the headline of evaluations
+# section -> its curves, each in the first that matches; SUCCESS is the headline of evaluations
 PANELS = {
-    "Held out": (
-        "eval/SUCCESS_sampled",
-        "eval/SUCCESS",
-        "eval/SUCCESS/*",
-        "eval/pass@*",
-        "eval/*_sampled",
-    ),
-    "Training": (
-        "reward",
-        "rewards/*/mean",
-        "frac_reward_zero_std",
-        "entropy",
-        "kl",
-        "completions/mean_length",
-        "completions/clipped_ratio",
-        "clip_ratio/*_mean",
-        "grad_norm",
-        "learning_rate",
-        "loss",
-        "sampling/logp_difference_mean",
-        "rewards/*/failures",
-        "skipped_steps",
-    ),
-    "Cost": ("step_time", "time/*", "memory/peak_mib", "tokens/run"),
+    "Held out": ("eval/SUCCESS_sampled", "eval/SUCCESS", "eval/*"),
+    "Training": ("reward", "rewards/*", "completions/*", "entropy", "kl"),
+    "Cost": ("step_time", "time/*", "memory/*"),
+    "Also logged": ("*",),
 }
 
 
@@ -60,7 +40,7 @@ def figures_of(runs: Sequence[Run]) -> Figures:
         for prefix, log in (("", run.metrics), (EVAL, run.evaluations))
         for record in log
         for name in record
-        if record[name]
+        if record[name] and name not in ("step", "n")
     )
     for section, panels in PANELS.items():
         for pattern in panels:

@@ -18,6 +18,7 @@ import tyro
 from pydantic import Field
 
 from ..config import Config, Group
+from ..errors import refusing
 from ..runtime.console import Console
 from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from ..runtime.run_dir import RECORD
@@ -118,11 +119,9 @@ def draw(settings: Mapping[str, Sequence[Run]], name: str, out: str | StringIO) 
 
     The band is the range of the runs, and of the steps that a point is made of.
     """
-    try:
+    with refusing("curves need matplotlib: pip install 'minigrpo[report]'"):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("curves need matplotlib: pip install 'minigrpo[report]'") from None
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
     for label, runs in settings.items():
