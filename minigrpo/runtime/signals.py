@@ -45,6 +45,6 @@ class StopRequest:
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if not self.reason:
             self.reason, self.asked_at = signal.Signals(number).name, time.monotonic()
-            self.say(f"{self.reason}: finishing this step and saving; a second one stops at once")
+            self.say(f"{self.reason}: finishing this step and saving; a later one stops at once")
         elif time.monotonic() - self.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt  # safe, because checkpoints are atomic; `fit` saves

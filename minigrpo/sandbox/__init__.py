@@ -6,8 +6,9 @@
 **Who decides.** Of `assert f(2) == 5` the process of a program evaluates the right side before it
 loads the program, and `f(2)` after that. It answers with plain values, which are compared in the
 trainer. So prints, exits, patched builtins and objects that equal everything decide nothing: the
-only way to pass is to return the right value. A test of another form, or one that compares what is
-no plain value (dates, say), runs in the program's process and trusts it.
+only way to pass is to return the right value, a plain one: Fraction(3) is not 3 here. A test of
+another form, or one whose right side is no plain value (a date, say), runs in the program's process
+and trusts it.
 
 **What is held.** Each program has a process and a session of its own, an empty environment, and
 limits on CPU time, memory and open files. Wall time is generous, because a pause of the machine
