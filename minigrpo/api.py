@@ -68,8 +68,7 @@ def train(
         "loss": loss,
         "environment": World.of(environment, tools) if tools else environment,
     }
-    texts = {**settings, **given}.items()
-    names = {name: str(x) for name, x in texts if isinstance(x, str | Path)}
+    names = {name: str(x) for name, x in {**settings, **given}.items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if name not in names}
     chosen = {**(read_toml(config) if config else {}), **settings, **names}
     if isinstance(model, Transformer):

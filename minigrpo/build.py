@@ -85,7 +85,7 @@ def settings_of(objects: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in objects.items():
         if isinstance(value, Transformer):  # it may have been trained since
-            value = [f"{x.double().norm():.10g}" for x in value.parameters()]
+            value = [f"{x.cpu().double().norm():.10g}" for x in value.parameters()]
         if name == "rewards":
             text = ",".join(f"{function.weight:g} x {function.name}" for function in value)
         elif isinstance(value, list):

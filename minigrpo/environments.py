@@ -146,8 +146,8 @@ class World:
 
     def reset(self, environment: Any, example: Example) -> str:
         """What an environment says first; of Gymnasium's (observation, info) the former."""
-        row = copy.deepcopy(example.fields)  # an episode may empty a list in it
-        said = environment.reset(**self.told(row)) or ""
+        # an episode may empty a list in it
+        said = environment.reset(**self.told(copy.deepcopy(example.fields))) or ""
         return said[0] if isinstance(said, tuple) else said
 
 

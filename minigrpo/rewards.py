@@ -146,7 +146,7 @@ class Pool:
         self.num_open += 1
         self.todo.put((key, function, timeout_s))
 
-    def ended(self, *, wait: bool) -> Iterator[Outcome]:
+    def ended(self, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
         while self.num_open:
             try:
@@ -188,7 +188,7 @@ class Pool:
 # --- the scorer ---------------------------------------------------------------------------------
 
 
-def as_numbers(answer: Any, shape: tuple[int, ...], *, partly: bool = False) -> np.ndarray:
+def as_numbers(answer: Any, shape: tuple[int, ...], partly: bool = False) -> np.ndarray:
     """A copy of an answer as float64. An error unless it is finite numbers of this shape.
 
     With `partly`, NaN stands for those that are not finite.
@@ -242,7 +242,7 @@ class RewardScorer:
     def score(
         self,
         examples: Sequence[Example],
-        texts: Sequence[Sequence[str]],
+        texts: Sequence[Sequence[Any]],  # str, or Dialogue
         completions: Any = None,
         temperature: float = 1.0,
     ) -> RewardTable:
@@ -253,8 +253,7 @@ class RewardScorer:
             temperature: that of the samples.
         """
         shape = len(texts), len(texts[0])
-        flat: list[Any] = [text for group in texts for text in group]
-        size = shape[1]
+        flat, size = [text for group in texts for text in group], shape[1]
         # dialogues may differ although their last turns are equal
         keys = [(i // size, id(x) if isinstance(x, Dialogue) else x) for i, x in enumerate(flat)]
         places = dict[Any, int]()  # of distinct texts
@@ -311,9 +310,10 @@ class RewardScorer:
             pairs: from these to the examples and texts.
         """
         pool = Pool(self.workers)
-        for places in calls:
-            work = partial(function.values, *pairs(places))
-            pool.submit(places, work, function.timeout_s * len(places))
+        for call in calls:
+            pool.submit(
+                call, partial(function.values, *pairs(call)), function.timeout_s * len(call)
+            )
         for places, found, error in pool.all():
             if error is None:
                 values[[*places]] = found

@@ -50,8 +50,8 @@ class ExamplePrefetcher:
             yield (drawn := [*islice(awake, self.per_step)])
             for x, right in zip(drawn, self.visits[step], strict=True):
                 solved[x.prompt] = (solved[x.prompt] + 1) * right
-                rests = solved[x.prompt] >= self.rest_solved
-                resting[x.prompt] = x.index // size + 1 if rests else -1
+                is_solved = solved[x.prompt] >= self.rest_solved
+                resting[x.prompt] = x.index // size + 1 if is_solved else -1
 
     def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """New examples for some places of the share, from numbers that no regular step uses.

@@ -203,9 +203,9 @@ class RunDir:
 
 def versions(config: Config, processes: int) -> dict[str, Any]:
     """What the bits of a run depend on besides its settings: software, machine, users' files."""
-    task, template = config.task, config.model.chat_template
-    texts = (task.name, task.rewards, task.data, task.eval_data, task.environment, template)
-    names = re.sub(r"\.py:\w+", ".py", ",".join([*texts, config.loss.name])).split(",")
+    task, others = config.task, [config.loss.name, config.model.chat_template]
+    texts = [task.name, task.rewards, task.data, task.eval_data, task.environment, *others]
+    names = re.sub(r"\.py:\w+", ".py", ",".join(texts)).split(",")
     files = [file for name in names if (file := Path(name.strip()).absolute()).is_file()]
     return {
         "torch": str(torch.__version__),

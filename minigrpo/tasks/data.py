@@ -65,18 +65,17 @@ def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> 
     return default
 
 
-def parse_pair(record: Record, default: str | None = None, asked: str | None = None) -> Row:
+def parse_pair(record: Record, default: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are.
 
     Messages stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). The
-    last one, if it is the assistant's, is the answer. Without one that is `default`, and without a
-    question that is `asked`; where these are None, it is an error.
+    last one, if it is the assistant's, is the answer.
     """
     chats = [record[key] for key in CHATS if is_chat(record.get(key))]
     messages = [as_templates_write(message) for chat in chats for message in chat]
     if messages and messages[-1]["role"] == "assistant":
         default = messages.pop()["content"]
-    question = question_of(messages) or text_of(record, QUESTIONS, asked)
+    question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
     answer = text_of(record, keys, default)
     tools: Any = record.get("tools")
@@ -91,7 +90,8 @@ parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 def parse_begun(told: Callable[[Record], Record], record: Record) -> Row:
     """A row for an environment. What it is `told` of the row may be what is asked."""
-    row = parse_pair(record, "", "")
+    has_question = {*QUESTIONS, *CHATS} & record.keys()
+    row = parse_any(record) if has_question else Row("", Example("", fields=record))
     return row._replace(question=f"{row.question} {sorted(told(record).items()) or ''}")
 
 
