@@ -192,7 +192,7 @@ class Step:
         self.config, self.device = config, work.device
         parts = work.parts(config, copy.deepcopy(work.model) if model is None else model)
         self.model, warn = parts.model, parts.console.warn
-        self.learner = Learner(config, self.model, warn=warn)
+        self.learner = Learner(config, self.model, DistContext(), warn, parts.loss)
         parts.autocast = low = self.learner.autocast
         self.sampler = sampler(config, self.model, work.tokenizer, low, warn, work.task)
         if work.forced:

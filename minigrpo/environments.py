@@ -25,7 +25,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
@@ -68,9 +68,9 @@ def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def calls_of(text: str) -> list[tuple[str, Any]]:
-    """The tools that a turn calls, by name, with their arguments."""
-    calls = list[tuple[str, Any]]()
-    for written in (found[1] or found[2] for found in CALL.finditer(text.strip())):
+    """The tools that a turn calls after </think>, by name, with their arguments."""
+    calls, said = list[tuple[str, Any]](), text.rpartition("</think>")[2].strip()
+    for written in (found[1] or found[2] for found in CALL.finditer(said)):
         try:
             call = json.loads(written)
             calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
@@ -104,7 +104,8 @@ class World:
             tools: functions, of all environments but games.
         """
         if isinstance(environment, str):
-            found = [load_name("--environment", part) for part in environment.split(",")]
+            run = cache(runpy.run_path)  # what a file's environments and tools share is one
+            found = [load_name("--environment", x, run) for x in environment.split(",")]
             tools = [*tools, *(x for x in found if not isinstance(x, type))]
             environment = {x.__name__: x for x in found if isinstance(x, type)}
         environment = environment or ToolsAlone
@@ -151,10 +152,10 @@ class World:
         return said[0] if isinstance(said, tuple) else said
 
 
-def load_name(flag: str, setting: str) -> Any:
+def load_name(flag: str, setting: str, run: Callable[[str], Any] = runpy.run_path) -> Any:
     """What FILE.py:NAME means. Raises ConfigError."""
     file, _, name = setting.rpartition(":")
-    found = runpy.run_path(file).get(name) if file else None
+    found = run(file).get(name) if file else None
     if found is None:
         raise ConfigError(f"{flag} {setting}: there is none; give FILE.py:NAME")
     return found

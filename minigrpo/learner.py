@@ -42,21 +42,15 @@ class Learner:
     """A model, its optimizer, and the update that batches make to them."""
 
     def __init__(
-        self,
-        config: Config,
-        model: Transformer,
-        dist: DistContext | None = None,
-        warn: Warn = lambda text: None,
-        loss: LossSpec | None = None,
+        self, config: Config, model: Transformer, dist: DistContext, warn: Warn, loss: LossSpec
     ) -> None:
-        """`loss`: None for the row of --loss."""
-        self.spec = loss or losses.loss_spec(config.loss.name)
+        self.spec = loss
         self.teacher: FrozenModel | None = None  # set by the trainer
         self.exact_kl = config.loss.teacher_kl == "exact"
         self.entropy_coef = config.loss.entropy_coef
         if self.entropy_coef or config.loss.entropy_target or self.exact_kl:
             self.spec = replace(self.spec, entropy=True)
-        self.config, self.model, self.dist = config, model, dist or DistContext()
+        self.config, self.model, self.dist = config, model, dist
         self.warn, self.device = warn, model.device
         # separate modules that share the parameters: the sampler's modules must not be compiled
         self.wrapped: Any = self.dist.wrap(with_training_layers(config, model))

@@ -81,7 +81,7 @@ def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
 def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_path: Path) -> None:
     def go(data: Any = ROWS, rewards: Any = (digits, solved), **settings: Any) -> Any:
         return minigrpo.train(
-            model=model, data=data, rewards=rewards, out_dir=str(tmp_path), **SIZES, **settings
+            model=model, data=data, rewards=rewards, out_dir=tmp_path, **SIZES, **settings
         )
 
     assert go(stop_after=2).summary["status"] == "stopped"
@@ -173,16 +173,14 @@ def test_a_reward_that_never_works_ends_the_run(model: str, tmp_path: Path) -> N
         return float(example.fields["no such column"])
 
     with pytest.raises(ConfigError):
-        minigrpo.train(
-            model=model, data=ROWS, rewards=[digits, broken], out_dir=str(tmp_path), **SIZES
-        )
+        minigrpo.train(model=model, data=ROWS, rewards=[digits, broken], out_dir=tmp_path, **SIZES)
 
 
 def test_ctrl_c_ends_the_script_when_the_run_is_saved(model: str, tmp_path: Path) -> None:
     def interrupt(step: int, metrics: Mapping[str, float]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    job = {"model": model, "data": ROWS, "rewards": digits, "out_dir": str(tmp_path), **SIZES}
+    job = {"model": model, "data": ROWS, "rewards": digits, "out_dir": tmp_path, **SIZES}
     with pytest.raises(KeyboardInterrupt):
         minigrpo.train(**job, callbacks=[interrupt])
     assert (tmp_path / "checkpoints" / "step_000001").is_dir()

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_a_call_is_read_as_qwen_and_llama_write_it() -> None:
     assert calls_of(qwen + qwen) == [("pay", {"amount": 3})] * 2
     llama = '{"name": "pay", "parameters": {"amount": 3}}'
     assert calls_of(llama) == calls_of(f"<|python_tag|>{llama}\n") == [("pay", {"amount": 3})]
-    for text in ("the answer is {3}", "", '{"answer": 5}', "{3}"):
+    for text in ("the answer is {3}", "", '{"answer": 5}', "{3}", f"<think>{qwen}</think> 4"):
         assert calls_of(text) == []
     for broken in ("{", "[1]", '{"name": 1', "3"):
         assert [arguments for _, arguments in calls_of(f"<tool_call>{broken}</tool_call>")] == [{}]
@@ -493,7 +494,8 @@ def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
 ) -> None:
     run = trained(folder, tmp_path, max_steps=1, eval_size=2)
     task = begun(World.of(Slow), {"prompt": "Go."}, {"prompt": "Stop."})
-    sampler = Sampler(run.trainer.config, run.model, run.trainer.tokenizer, task=task)
+    trainer = run.trainer
+    sampler = Sampler(trainer.config, run.model, trainer.tokenizer, nullcontext, print, task)
     start = time.monotonic()
     graded = grade(sampler, RewardScorer(task), [task.held_out(0)], 24)
     assert time.monotonic() - start < 30
@@ -518,6 +520,7 @@ def test_a_file_names_environments_and_tools(
     file = tmp_path / "shop.py"
     file.write_text(
         "from beside import add\n"
+        "def shop():\n    return Shop\n"
         "class Shop:\n"
         "    def reset(self, price):\n        return f'Pay {price}.'\n"
         "    def get_reward(self):\n        return 1.0\n"
@@ -529,7 +532,8 @@ def test_a_file_names_environments_and_tools(
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/Shop/mean"] == 1.0
     cli.main(["evaluate", str(tmp_path / "run"), "--n", "2"])
     cli.main(["sample", str(tmp_path / "run"), "--examples", "1"])
-    world = World.of(f"{file}:Shop,{file}:add")
-    assert list(world.classes) == ["Shop"] and list(world.tools) == ["add"]
+    world = World.of(f"{file}:Shop,{file}:add,{file}:shop")
+    assert list(world.classes) == ["Shop"] and list(world.tools) == ["add", "shop"]
+    assert world.tools["shop"]() is world.classes["Shop"]  # the file is run once
     with pytest.raises(ConfigError):
         World.of(f"{file}:Nothing")

@@ -14,6 +14,7 @@ from minigrpo.config import Config
 from minigrpo.learner import Learner
 from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
+from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions, Example, RolloutBatch
 
 from .steps import EOS, make_completions
@@ -89,7 +90,8 @@ def test_the_gradient_is_the_librarys(
         )
         if policy_has_moved:
             batch = replace(batch, old_logp=old(packed)[0])
-    learner = Learner(Config.of(loss="grpo", kl_coef=kl_coef), model)
+    config = Config.of(loss="grpo", kl_coef=kl_coef)
+    learner = Learner(config, model, DistContext(), print, losses.LossSpec())
     metrics = learner.gradient(*learner.prepare(batch))
 
     assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-10, abs=1e-14)

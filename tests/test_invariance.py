@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minigrpo import losses
 from minigrpo.config import Config
 from minigrpo.learner import Learner
-from minigrpo.losses import policy_loss, sampler_weights
+from minigrpo.losses import loss_spec, policy_loss, sampler_weights
 from minigrpo.model import logprobs, lora
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.packing import PACKINGS
@@ -147,7 +147,7 @@ def make_learner(
         gradient_checkpointing=bool(way.gradient_checkpointing),
         **{**given, **changes},
     )
-    learner = Learner(config, model, dist)
+    learner = Learner(config, model, dist or DistContext(), print, loss_spec(way.loss))
     if "teacher" in given:
         frozen, packing = make_teacher(way, next(model.parameters()).dtype), PACKINGS[way.packing]
         others: Any = None, packing, "", learner.backoff, nullcontext, False

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,8 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
         model.head_weight.mul_(4)
     task = Task()
     task.speculate = speculate
-    return Sampler(Config.of(**settings), model, Letters(), task=task)  # type: ignore[arg-type]
+    others: Any = Letters(), nullcontext, print, task
+    return Sampler(Config.of(**settings), model, *others)
 
 
 def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
@@ -288,7 +290,8 @@ def test_under_autocast_the_low_precision_copy_samples_with_the_current_weights(
     monkeypatch.setattr(sampling, "Generation", watched)
     autocast: list[Callable[[], Any]] = [lambda: torch.autocast("cpu", torch.bfloat16)]
     config = Config.of(max_new_tokens=LENGTH, use_amp=True)
-    sampler = Sampler(config, model, Letters(), lambda: autocast[-1]())  # type: ignore[arg-type]
+    others: Any = Letters(), lambda: autocast[-1](), print, Task()
+    sampler = Sampler(config, model, *others)
     completed(sampler)
     assert used[0] is sampler.low_precision is not model
     pairs = zip(used[0].parameters(), model.parameters(), strict=True)

@@ -349,11 +349,8 @@ client.run_tests('', [])
 print(client._idle[0].process.pid, flush=True)
 client.run_tests('while True: pass', ['assert False'], timeout_s=100)
 """
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
     assert trainer.stdout
     pid = int(trainer.stdout.readline())
     everyone = [pid, *children(pid)]

@@ -34,20 +34,19 @@ def test_rollout_metrics_by_hand() -> None:
         rewards=RewardTable(total, parts, {"one": 3}),
         metrics={"rollout/rounds": 7.0},
     )
-    assert DistContext().combine(stats.rollout_metrics(batch, [EOS])) == pytest.approx(
-        {
-            "reward": 2.0,
-            "reward_std": 2**0.5 / 2,  # of 1 and 3 with n - 1, and of two equal ones
-            "frac_reward_zero_std": 0.5,
-            "rewards/one/mean": 1.0,
-            "rewards/rare/mean": 0.5,
-            "rewards/one/failures": 3.0,
-            "completions/clipped_ratio": 0.25,
-            "completions/mean_length": 9 / 4,
-            "sampling/removed_mass": 0.25 * 6 / 9,
-            "rollout/rounds": 7.0,
-        }
-    )
+    expected = {
+        "reward": 2.0,
+        "reward_std": 2**0.5 / 2,  # of 1 and 3 with n - 1, and of two equal ones
+        "frac_reward_zero_std": 0.5,
+        "rewards/one/mean": 1.0,
+        "rewards/rare/mean": 0.5,
+        "rewards/one/failures": 3.0,
+        "completions/clipped_ratio": 0.25,
+        "completions/mean_length": 9 / 4,
+        "sampling/removed_mass": 0.25 * 6 / 9,
+        "rollout/rounds": 7.0,
+    }
+    assert DistContext().combine(stats.rollout_metrics(batch, [EOS])) == pytest.approx(expected)
 
 
 def test_wilson_has_published_values() -> None:

@@ -82,7 +82,8 @@ def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: b
     expected = naive(run.model, seen, 0.8)[0].detach()
     assert before.teacher_logp is not None
     torch.testing.assert_close(before.teacher_logp, expected, rtol=0, atol=1e-10)
-    exact = Learner(learner.config.replace(teacher_kl="exact"), run.model)
+    config = learner.config.replace(teacher_kl="exact")
+    exact = Learner(config, run.model, learner.dist, print, learner.spec)
     exact.teacher = learner.teacher
     found = exact.gradient(*exact.prepare(batch))["teacher_kl"]
     kl = exact_kl((run.model, completions), (run.model, seen), 0.8)[completions.completion_mask]

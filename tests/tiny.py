@@ -104,12 +104,8 @@ def trained(family: str) -> str:
     tokenizer = Tokenizer(models.BPE(byte_fallback=spaced, unk_token="<unk>" if spaced else None))
     if spaced:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        tokenizer.decoder = decoders.Sequence(
-            [
-                *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
         special = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     else:
         by_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family not in DIGITS)

@@ -53,7 +53,7 @@ class Decoder:
             for x in (grid.ravel(), place, prompt_len[prompt_of_slot])
         )
 
-    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int = 1) -> Tensor:
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor:
         """Run new prompts, and add a slot for each, after the others.
 
         `prompt_ids` `[P', Lp]` int64 and `prompt_len` `[P']` -> `[P', V]`, the logits of the first

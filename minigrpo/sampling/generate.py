@@ -14,7 +14,6 @@ slots; W tokens per slot and round.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -264,9 +263,9 @@ class Sampler:
         config: Config,
         model: Transformer,
         tokenizer: Tokenizer,
-        autocast: Callable[[], Any] = nullcontext,
-        warn: Warn = lambda text: None,
-        task: Task | None = None,
+        autocast: Callable[[], Any],
+        warn: Warn,
+        task: Task,
     ) -> None:
         """`model` must not be compiled: shapes differ in every round of decoding.
 
@@ -274,7 +273,6 @@ class Sampler:
         """
         self.config, self.model, self.tokenizer, self.autocast = config, model, tokenizer, autocast
         self.stops: Collection[int] = tokenizer.stops
-        task = task or Task()
         self.num_speculative_tokens = config.speed.num_speculative_tokens * task.speculate
         self.dialogues = task.world and Dialogues(config, task.world, tokenizer, warn)
         self.low_precision = low_precision_copy(config.speed, model)
