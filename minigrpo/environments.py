@@ -56,7 +56,7 @@ Tools = Mapping[str, Callable[..., Any]]
 def schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     """A tool as chat templates expect it, from its type hints and its docstring."""
     about, _, arguments = (inspect.getdoc(tool) or "").partition("\nArgs:\n")
-    told = {x: text for _, x, text in ARGUMENT.findall(arguments.partition("\n\n")[0])}
+    told = {x: text for _, x, text in ARGUMENT.findall(re.split(r"\n(?=\S)", arguments)[0])}
     schema = TypeAdapter[Any](tool).json_schema()  # type: ignore[arg-type]
     for argument, described in schema["properties"].items():
         described.pop("title", None)
@@ -133,23 +133,11 @@ class World:
         names = [name for name, _ in members if name[0] != "_" and name not in NO_TOOLS]
         return {**{name: getattr(environment, name) for name in names}, **self.tools}
 
-    def class_of(self, row: Mapping[str, Any]) -> type[Any]:
-        name = row.get("environment", next(iter(self.classes)))
+    def class_of(self, example: Example) -> type[Any]:
+        name = example.fields.get("environment", next(iter(self.classes)))
         if name not in self.classes:
             raise ConfigError(f"environment {name!r} is none of {', '.join(self.classes)}")
         return self.classes[name]
-
-    def told(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What the environment of a row takes of it in `reset`."""
-        named = inspect.signature(self.class_of(row).reset).parameters
-        takes_all = any(x.kind is x.VAR_KEYWORD for x in named.values())
-        return {name: value for name, value in row.items() if takes_all or name in named}
-
-    def reset(self, environment: Any, example: Example) -> str:
-        """What an environment says first; of Gymnasium's (observation, info) the former."""
-        # an episode may empty a list in it
-        said = environment.reset(**self.told(copy.deepcopy(example.fields))) or ""
-        return said[0] if isinstance(said, tuple) else said
 
 
 def load_name(flag: str, setting: str, run: Callable[[str], Any] = runpy.run_path) -> Any:
@@ -159,6 +147,16 @@ def load_name(flag: str, setting: str, run: Callable[[str], Any] = runpy.run_pat
     if found is None:
         raise ConfigError(f"{flag} {setting}: there is none; give FILE.py:NAME")
     return found
+
+
+def reset(environment: Any, example: Example) -> str:
+    """What an environment says first; of Gymnasium's (observation, info) the former."""
+    row = copy.deepcopy(example.fields)  # an episode may empty a list in it
+    named = inspect.signature(environment.reset).parameters
+    if not any(x.kind is x.VAR_KEYWORD for x in named.values()):
+        row = {name: value for name, value in row.items() if name in named}
+    said = environment.reset(**row) or ""
+    return str(said[0]) if isinstance(said, tuple) else said
 
 
 @dataclass
@@ -184,8 +182,8 @@ class Begun:
     def _begin(self, example: Example, split: str, number: int) -> Example:
         seed = int(stream(self.seed, f"environment/{split}", number).integers(SEEDS))
         example = replace(example, fields={"seed": seed, **example.fields})
-        environment = self.world.class_of(example.fields)()
-        said, messages = self.world.reset(environment, example), [*example.messages]
+        environment = self.world.class_of(example)()
+        said, messages = reset(environment, example), [*example.messages]
         if messages:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said}
         else:
@@ -201,7 +199,7 @@ class Episode:
     """A completion in its environment: what was said after the prompt, and what it is worth."""
 
     def __init__(self, world: World, example: Example) -> None:
-        self.world, self.example, self.kind = world, example, world.class_of(example.fields)
+        self.world, self.example, self.kind = world, example, world.class_of(example)
         self.environment: Any = None
         self.messages: list[Message] = []
         self.start = 0  # tokens of the completion before the turn in work
@@ -213,8 +211,7 @@ class Episode:
         """The environment, made when it is first needed: the prompt has what it says first."""
         if self.environment is None:
             self.environment = self.kind()
-            said = self.world.reset(self.environment, self.example)
-            messages = self.example.messages
+            said, messages = reset(self.environment, self.example), self.example.messages
             if not (messages[-1]["content"] if messages else self.example.prompt).endswith(said):
                 raise ValueError("reset must say the same to all completions of a prompt")
         return self.environment

@@ -320,5 +320,6 @@ class RewardScorer:
             # a line per failure would flood the log
             if np.isnan(values[[*places]]).any() and function.name not in self.warned:
                 self.warned.add(function.name)
-                self.warn(f"reward {function.name}: {error or 'no number'!r:.200}; it counts as 0")
+                error = error or ValueError("no finite number")
+                self.warn(f"reward {function.name}: {error!r:.200}; such completions get 0")
         pool.close()

@@ -181,7 +181,7 @@ def test_the_keys_of_published_files_are_known() -> None:
         ({"prompt": "a", "answer": math.nan, "solution": 0.5}, "0.5"),  # pandas' missing value
     ]
     for record, answer in expected:
-        question, example, _ = parse_pair(record)
+        question, example, *_ = parse_pair(record)
         assert (question, example.prompt, example.answer) == ("a", "a", answer)
         assert example.fields == record and not example.messages
 
@@ -199,7 +199,7 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
         ({"messages": np.array([USER, FOUR]), "answer": np.float64(4)}, "4.0"),  # from Arrow
         ({"messages": [PARTS], "answer": "four"}, "four"),
     ]:
-        question, example, _ = parse_pair(row)
+        question, example, *_ = parse_pair(row)
         assert (question, example.answer) == ("2+2?", answer)
         assert example.messages == (USER,)
         assert example.fields == row
@@ -227,7 +227,7 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
 
 def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
     system, tool = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "4"}
-    question, example, _ = parse_pair({"messages": [system, USER], "answer": "4"})
+    question, example, *_ = parse_pair({"messages": [system, USER], "answer": "4"})
     assert question == example.prompt == "2+2?" and example.messages == (system, USER)
     assert question_of([system, USER, tool]) == "user: 2+2?\ntool: 4"
 
@@ -267,19 +267,13 @@ HUB = {"title": ["Paris", "Seine"], "sentences": [["A city.", " Big."], ["A rive
 def test_hotpotqa_lines_become_a_users_message() -> None:
     for context in (HUB, "Paris: A city. Big.\n\nSeine: A river."):
         line = {"question": "Where?", "answer": "Paris", "context": context, "level": "hard"}
-        question, example, _ = parse_qa(line)
+        question, example, *_ = parse_qa(line)
         (message,) = example.messages
         assert message["role"] == "user"
         assert message["content"].startswith("Paris: A city. Big.\n\nSeine: A river.\n\nWhere?\n\n")
         assert (question, example.prompt, example.answer) == ("Where?", "Where?", "Paris")
         assert example.fields["level"] == "hard"
-    for line, answers in (
-        ({"question": "How many?", "answer": 3}, ["3"]),
-        ({"question": "How many?", "answer": ["three", 3]}, ["three", "3"]),
-        ({"messages": [USER, FOUR]}, ["4"]),
-    ):
-        assert parse_qa(line).example.fields["answers"] == answers
-    for changes in [{"answer": []}, {"answer": [{}]}, {"answer": ""}, {"context": 3}]:
+    for changes in [{"answer": []}, {"answer": ["x", 3]}, {"answer": ""}, {"context": 3}]:
         with pytest.raises((ValueError, TypeError, IndexError, AttributeError)):
             parse_qa({"question": "Where?", "answer": "x", **changes})
 

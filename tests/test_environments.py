@@ -300,22 +300,21 @@ def test_the_row_chooses_among_environments() -> None:
     rows = [{"price": n, "environment": name} for n, name in enumerate(["shop", "other"])]
     task = begun(world, *rows)
     made = task.train(0), task.held_out(0)
-    kinds = {example.fields["price"]: world.class_of(example.fields) for example in made}
+    kinds = {example.fields["price"]: world.class_of(example) for example in made}
     assert kinds == {0: Shop, 1: Other}
     with pytest.raises(ConfigError):
-        begun(world, *rows, {"price": 2, "environment": "none"})
+        world.class_of(Example("", fields={"environment": "none"}))
 
 
-def test_rows_with_one_prompt_differ_by_what_reset_takes_of_them() -> None:
-    class OneKey(Shop):
-        def reset(self, price: int) -> str:  # type: ignore[override]
-            return ""
-
-    rows = [{"prompt": "Buy.", "price": price, "id": n} for price in (5, 7) for n in range(3)]
-    rows.append({"prompt": "Sell.", "price": 5})
-    for world, number in ((World.of(Shop), 7), (World.of(OneKey), 3), (World.of((), [weather]), 2)):
-        questions = begun(world, *rows).questions
-        assert questions and sum(map(len, questions)) == number
+def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> None:
+    rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
+    for world, number in ((World.of(Shop), 3), (World.of((), [weather]), 1)):
+        questions = begun(world, *rows, {"prompt": "Sell.", "price": 5}).questions
+        assert questions and sum(map(len, questions)) == number + 1
+    many = [{"prompt": f"Buy {n}.", "price": price} for n in range(20) for price in (5, 6)]
+    plain = load_task("prompts", seed=0, data=many, args=NONE)
+    questions = begun(World.of(Shop), *many).questions
+    assert questions and all(map(np.array_equal, questions, plain.questions or ()))
 
 
 # --- chat templates -------------------------------------------------------------------------------

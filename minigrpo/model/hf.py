@@ -263,7 +263,7 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     found = HUB_NAME.fullmatch(str(name))
     if Path(name).exists() or found is None:
         return Path(name)
-    with refusing(f"{name}: no such folder, and not from the Hub (pip install 'minigrpo[hub]')"):
+    with refusing(f"{name}: no such folder, nor on the Hub (which needs minigrpo[hub])"):
         from huggingface_hub import snapshot_download
 
         fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")

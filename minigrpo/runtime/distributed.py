@@ -45,7 +45,7 @@ class DistContext:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        with refusing("WORLD_SIZE is set, as by torchrun"):
+        with refusing("WORLD_SIZE is set, but not what torchrun sets with it"):
             store, rank, world_size = next(rendezvous("env://"))
         # after a restart the store may still hold messages of the previous attempt
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

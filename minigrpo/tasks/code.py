@@ -103,8 +103,8 @@ def code_of(text: str) -> str:
     """
     text = text.rpartition("</think>")[2]
     blocks = BLOCK.findall(text)  # of all languages, or the end of one would begin another
-    found = (code for language, code in blocks if language.lower() in PYTHON)
-    return next(map(dedent, found), text)  # a block may stand in a list
+    code = next((code for language, code in blocks if language.lower() in PYTHON), text)
+    return dedent(code) if blocks and code[:1] == " " else code  # a block may stand in a list
 
 
 def setup_of(fields: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ class Row(NamedTuple):
     question: str  # what decides whether two lines ask the same
     example: Example
     test: bool = False  # a published test row: held out without --eval-data, unless all are
+    told: str = ""  # what else tells rows apart where there are few questions
 
 
 Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
@@ -88,11 +89,12 @@ def parse_pair(record: Record, default: str | None = None) -> Row:
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 
-def parse_begun(told: Callable[[Record], Record], record: Record) -> Row:
-    """A row for an environment. What it is `told` of the row may be what is asked."""
+def parse_begun(environments: Any, record: Record) -> Row:
+    """A row for environments, which are told what else it says, or if there are none for tools."""
+    whole = json.dumps(record, sort_keys=True, default=str)
     has_question = {*QUESTIONS, *CHATS} & record.keys()
-    row = parse_any(record) if has_question else Row("", Example("", fields=record))
-    return row._replace(question=f"{row.question} {sorted(told(record).items()) or ''}")
+    row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
+    return row._replace(told=whole if environments else "")
 
 
 def is_chat(value: Any) -> bool:
@@ -156,6 +158,8 @@ class Rows(Task):
                 with refusing(f"{place} {number}"):  # a line may hold anything
                     row = self.parse(json.loads(record) if is_line else record)
                     rows.append(row._replace(question=question_key(row.question)))
+        if len({row.question for row in rows}) < 10:  # of which a tenth is none
+            rows = [row._replace(question=row.question + row.told) for row in rows]
         return rows
 
     def train(self, number: int) -> Example:

@@ -53,7 +53,7 @@ class Prompts(SourceTask):
             super().__init__(made)
         else:
             if environment and judge == "none":
-                parse = partial(parse_begun, environment.told)
+                parse = partial(parse_begun, environment.parts)
             super().__init__(Rows(seed, data, eval_data, parse))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
@@ -77,12 +77,11 @@ def parse_qa(record: dict[str, Any]) -> Row:
 
     A context is a text, or HotpotQA's titles and lists of sentences.
     """
-    given = next((record[key] for key in ANSWERS if record.get(key) is not None), None)
-    first, *others = given if isinstance(given, list) else [given]
-    question, example, _ = parse_pair({**record, "answer": first})
-    answers = [example.answer, *map(str, others)]
+    answers = next(record[key] for key in ANSWERS if record.get(key) is not None)
+    answers = answers if isinstance(answers, list) else [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
+    question, example, *_ = parse_pair({**record, "answer": answers[0]})
     context = record.get("context") or ""
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..build import Parts
-from ..errors import refusing
 from ..model.hf import read_json, save_model_folder
 from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG
 from ..runtime.console import Console
@@ -31,8 +30,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     parts = Parts(config, console=console)
     model, tokenizer = parts.model, parts.tokenizer
     out.mkdir(parents=True)  # an error if it is there
-    with refusing(f"--out {out}"):
-        save_model_folder(model, out)
+    save_model_folder(model, out)
     copied = [tokenizer.source / name for name in FILES]
     copied.append(Path(arguments.run) / TRAINED_ON)  # for honest evaluations of the exported model
     for file in filter(Path.is_file, copied):
