@@ -104,7 +104,7 @@ class World:
             tools: functions, of all environments but games.
         """
         if isinstance(environment, str):
-            run = cache(runpy.run_path)  # what a file's environments and tools share is one
+            run = cache(runpy.run_path)  # once, as environments and tools may share variables
             found = [load_name("--environment", x, run) for x in environment.split(",")]
             tools = [*tools, *(x for x in found if not isinstance(x, type))]
             environment = {x.__name__: x for x in found if isinstance(x, type)}

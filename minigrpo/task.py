@@ -67,7 +67,7 @@ class Task:
         self, examples: Sequence[Example], texts: Sequence[str]
     ) -> Mapping[str, Sequence[float]]:
         """`score` of n (example, text) pairs: part -> n values."""
-        rows = [*map(self.score, examples, texts)]
+        rows = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
         names = [name for name in self.parts if name not in self.token_parts]
         return {name: [row[name] for row in rows] for name in names}
 

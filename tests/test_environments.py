@@ -313,6 +313,9 @@ def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> No
         assert questions and sum(map(len, questions)) == number + 1
     many = [{"prompt": f"Buy {n}.", "price": price} for n in range(20) for price in (5, 6)]
     plain = load_task("prompts", seed=0, data=many, args=NONE)
+    options: Any = {"environment": World.of(Shop), "args": NONE}  # in both files the same
+    both = load_task("prompts", seed=0, data=many, eval_data=many[:2], **options)
+    assert both.num_train == len(many) - 2 and both.num_held_out == 1
     questions = begun(World.of(Shop), *many).questions
     assert questions and all(map(np.array_equal, questions, plain.questions or ()))
 

@@ -37,7 +37,7 @@ def load_task(
         task: a key of TASKS, a Python file with one task, a class, or an object that is made.
         data, eval_data: files, separated by commas, or the rows themselves.
         known: what a class gets only if its `__init__` names it: `seed`; `chat`, whether --system
-            makes prompts the messages of a user; `environment`, the `World` if any, which may say
+            makes prompts the messages of a user; `environment`, the `World` or None, which may say
             what a row does not.
     """
     given = {"data": sources(data), "eval_data": sources(eval_data)}

@@ -66,10 +66,10 @@ class ChessEnv(SourceTask):
         found = parsed.groups() if parsed else ("", "", "")
         exact = fen == true_fen
         return {
-            "exact_fen": float(exact),
+            "exact_fen": exact,
             "similarity": similarity(fen, true_fen),
-            "valid": float(exact or is_valid_fen(fen)),  # the true FEN need not be parsed
-            "format": float(parsed is not None),
-            "reward_value": float(found[0] == reward),
+            "valid": exact or is_valid_fen(fen),  # the true FEN need not be parsed
+            "format": parsed is not None,
+            "reward_value": found[0] == reward,
             "flags": ((found[1] == terminated) + (found[2] == truncated)) / 2,
         }

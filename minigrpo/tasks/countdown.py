@@ -158,8 +158,8 @@ class Countdown(SourceTask):
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         value = result(final_answer(text), example.fields["nums"])
-        solved = float(value == example.fields["target"])
-        return {"solved": solved, "format": float(value is not None)}
+        solved = value == example.fields["target"]
+        return {"solved": solved, "format": value is not None}
 
     def ask(self, example: Example) -> Example:
         """A problem in its form."""

@@ -36,7 +36,7 @@ class Row(NamedTuple):
     question: str  # what decides whether two lines ask the same
     example: Example
     test: bool = False  # a published test row: held out without --eval-data, unless all are
-    told: str = ""  # what else tells rows apart where there are few questions
+    told: str = ""  # what an environment reads of it, which tells rows of few questions apart
 
 
 Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
@@ -90,7 +90,7 @@ parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 
 def parse_begun(environments: Any, record: Record) -> Row:
-    """A row for environments, which are told what else it says, or if there are none for tools."""
+    """A row of a run with environments, which are told all of it, or with tools alone."""
     whole = json.dumps(record, sort_keys=True, default=str)
     has_question = {*QUESTIONS, *CHATS} & record.keys()
     row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
@@ -126,6 +126,9 @@ class Rows(Task):
         """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
         self.seed, self.parse = seed, parse
         rows, held_out = self.read(data), self.read(eval_data)
+        if len({row.question for row in rows + held_out}) < 10:  # of which a tenth is none
+            for side in (rows, held_out):
+                side[:] = [row._replace(question=row.question + row.told) for row in side]
         if not eval_data:
             held_out = [row for row in rows if row.test]
             if len(held_out) in (0, len(rows)):  # no such split, or one side of it
@@ -158,8 +161,6 @@ class Rows(Task):
                 with refusing(f"{place} {number}"):  # a line may hold anything
                     row = self.parse(json.loads(record) if is_line else record)
                     rows.append(row._replace(question=question_key(row.question)))
-        if len({row.question for row in rows}) < 10:  # of which a tenth is none
-            rows = [row._replace(question=row.question + row.told) for row in rows]
         return rows
 
     def train(self, number: int) -> Example:

@@ -79,7 +79,7 @@ class Math(SourceTask):
                 right = value == expected
             else:
                 right = truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
-        return {"correct": float(right), "format": float(answer_in_form(text, form) != "")}
+        return {"correct": right, "format": answer_in_form(text, form) != ""}
 
     def _row(self, record: dict[str, Any]) -> Row:
         question, solution = text_of(record, QUESTIONS).strip(), solution_of(record)

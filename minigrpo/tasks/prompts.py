@@ -63,10 +63,10 @@ class Prompts(SourceTask):
             return {}
         if self.success == "exact":
             similar = similarity(text, example.answer)
-            return {"exact": float(text == example.answer), "similarity": similar}
+            return {"exact": text == example.answer, "similarity": similar}
         tagged = tagged_answer(text)
         found = normalized(text if tagged is None else tagged)
-        return {"correct": float(found in map(normalized, example.fields["answers"]))}
+        return {"correct": found in map(normalized, example.fields["answers"])}
 
 
 # --- judge=qa -------------------------------------------------------------------------------------
