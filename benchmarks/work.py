@@ -26,7 +26,7 @@ from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rewards import similarity
 from minigrpo.rollout import Batches
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.rng import stream

@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from minigrpo.evaluate import grade, held_out
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
 from minigrpo.tasks.guess import GUESSES, NUMBERS
 from minigrpo.tools.evaluate import ModelArguments, load, parse
 

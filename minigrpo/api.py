@@ -12,8 +12,8 @@ from .environments import World
 from .evaluate import ask
 from .model.encoding import messages_of
 from .model.transformer import Transformer
+from .run.logging import EVALUATIONS, METRICS, read_jsonl
 from .runtime.distributed import DistContext
-from .runtime.logging import EVALUATIONS, METRICS, read_jsonl
 from .runtime.signals import REASONS
 from .tools.train import fit
 from .trainer import Callback, Trainer

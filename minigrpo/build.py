@@ -27,13 +27,13 @@ from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
 from .rewards import RewardFunction, RewardScorer, load_rewards
-from .runtime.checkpoint import checkpoints, load_checkpoint, newest
-from .runtime.console import Console
+from .run.checkpoint import checkpoints, load_checkpoint, newest
+from .run.console import Console
+from .run.run_dir import RECORD
+from .run.samples import digest
 from .runtime.device import autocast, low_precision_copy, sharing_weights
 from .runtime.guard import OOMBackoff
 from .runtime.rng import stream
-from .runtime.run_dir import RECORD
-from .runtime.samples import digest
 from .sampling.generate import Sampler
 from .task import Task
 from .tasks.base import load_task, shipped_model

@@ -20,8 +20,9 @@ import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .defaults import settings_for, size_of
-from .errors import ConfigError, hint, refusing, unknown_setting
+from .errors import ConfigError, refusing
 from .task_table import TASKS, TaskRow
+from .trl_words import hint, unknown_setting
 
 LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
 

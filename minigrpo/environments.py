@@ -33,7 +33,8 @@ from pydantic import TypeAdapter, validate_call
 from .config import Config
 from .model.chat import Message
 from .model.tokenizer import Tokenizer
-from .rewards import Pool, as_numbers
+from .rewards import as_numbers
+from .runtime.pool import Pool
 from .runtime.rng import stream
 from .task import Task
 from .types import Completions, ConfigError, Dialogue, Example, Warn

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from .config import SamplingConfig
+from .metrics import SAMPLED, Graded
 from .model.chat import Message
 from .rewards import RewardScorer
 from .runtime.rng import uniforms
-from .runtime.stats import SAMPLED, Estimate, Graded, estimate, has_ended, passes
-from .runtime.stats import calibration as calibration
-from .runtime.stats import pass_at_k as pass_at_k
+from .runtime.statistics import Estimate, estimate, passes
+from .runtime.statistics import calibration as calibration
+from .runtime.statistics import pass_at_k as pass_at_k
 from .sampling.generate import PLAIN, Sampler
 from .task import Task
 from .types import Completions, Example
@@ -55,7 +56,7 @@ def ask(
     else:
         example = Example(prompt)
     done, texts = complete(sampler, [example], n, sampler.config.sampling)
-    return texts[0], has_ended(done, sampler.stops)[0].tolist()
+    return texts[0], done.ended(sampler.stops)[0].tolist()
 
 
 def grade(

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .build import Parts
 from .losses import KL_IN_REWARD, advantages, decoupled
+from .metrics import Graded
 from .model.encoding import encode_pairs
 from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import stream, uniforms
-from .runtime.stats import Graded, has_ended, has_zero_variance
 from .types import ConfigError, Example, RolloutBatch
 
 
@@ -56,13 +56,13 @@ class Batches:
             if step == 0 and failed == batch.rewards.total.size:
                 raise ConfigError(f"reward {name} fails on all completions of the first step")
         if sampling.dynamic_sampling:
-            metrics["frac_reward_zero_std/drawn"] = float(has_zero_variance(batch.rewards).mean())
+            metrics["frac_reward_zero_std/drawn"] = float(batch.rewards.zero_variance.mean())
             batch = self._replace_zero_variance(batch, step)
         ref_logp = None
         if self.reference:
             with self.timer.phase("reference"):
                 ref_logp = self.reference.logp(batch.completions, sampling.temperature)
-        ended = has_ended(batch.completions, sampler.stops)
+        ended = batch.completions.ended(sampler.stops)
         metrics |= {f"rollout/{name}": float(sampler.work[name]) for name in ("rounds", "tokens")}
         return replace(
             batch,
@@ -92,7 +92,8 @@ class Batches:
     def _replace_zero_variance(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """Replace the prompts of zero-variance groups, up to --dynamic-sampling times."""
         for attempt in range(self.config.sampling.dynamic_sampling):
-            equal = np.flatnonzero(has_zero_variance(batch.rewards))
+            assert batch.rewards is not None
+            equal = np.flatnonzero(batch.rewards.zero_variance)
             if not len(equal):
                 break
             others = self.prefetcher.replacements(step, attempt, equal.tolist())

@@ -18,16 +18,17 @@ from .build import Parts, as_objects, resolve
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
+from .metrics import rollout_metrics
 from .rollout import Batches
-from .runtime import samples
-from .runtime.console import Console
+from .run import samples
+from .run.console import Console
+from .run.logging import RunLog
+from .run.run_dir import RunDir
 from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
-from .runtime.logging import RunLog
-from .runtime.run_dir import RunDir
 from .runtime.signals import StopRequest
-from .runtime.stats import Estimate, rollout_metrics
+from .runtime.statistics import Estimate
 from .types import REWARD, ConfigError
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)

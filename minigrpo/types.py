@@ -4,7 +4,7 @@ P prompts, of at most Lp tokens; G completions per prompt, of at most S tokens. 
 once per group, and padding is always on the right.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -120,6 +120,12 @@ class Completions(Rows):
         columns = torch.arange(1, self.completion_mask.shape[-1] + 1, device=self.prompt_len.device)
         return (self.completion_mask * columns).amax(-1)
 
+    def ended(self, stops: Collection[int]) -> Tensor:
+        """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
+        last = (self.completion_len - 1).clamp(min=0)
+        ends = torch.tensor(sorted(stops), dtype=torch.int64)
+        return torch.isin(self.completion_ids.gather(-1, last[..., None])[..., 0], ends)
+
     @property
     def behavior_logp(self) -> Tensor | None:
         """`[P, G, S]` log-probs under the distribution that tokens were drawn from."""
@@ -135,6 +141,11 @@ class RewardTable(Rows):
     total: np.ndarray  # [P, G] float64
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float64, NaN where a part does not apply
     failures: Mapping[str, int] = field(default_factory=dict)  # part -> completions it failed on
+
+    @property
+    def zero_variance(self) -> np.ndarray:
+        """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
+        return self.total.max(1) == self.total.min(1)
 
 
 @dataclass(frozen=True)

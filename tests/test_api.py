@@ -17,8 +17,8 @@ import minigrpo
 from minigrpo.build import Parts, as_objects, resolve
 from minigrpo.config import Config
 from minigrpo.defaults import Size, settings_for
+from minigrpo.metrics import Graded, headline
 from minigrpo.model.transformer import ModelShape
-from minigrpo.runtime.stats import Graded, headline
 from minigrpo.tools.cli import main
 from minigrpo.tools.doctor import HELD_OUT, diagnose
 from minigrpo.tools.runs import read_run

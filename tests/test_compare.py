@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minigrpo.config import Config
-from minigrpo.runtime.stats import Difference, mcnemar
+from minigrpo.runtime.statistics import Difference, mcnemar
 from minigrpo.tools.compare import differences, settings_of
 from minigrpo.tools.runs import read_run
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from minigrpo.config import Config, places, read_pairs
 from minigrpo.defaults import Size, settings_for
-from minigrpo.errors import TRL_WORDS, hint
 from minigrpo.task_table import TASKS
 from minigrpo.tools.cli import run_command
+from minigrpo.trl_words import TRL_WORDS, hint
 from minigrpo.types import ConfigError
 
 from . import tiny

@@ -16,7 +16,7 @@ from examples.countdown_tool_sft import CALL, MAX_CALLS, RandomCalls
 from minigrpo.config import Config
 from minigrpo.environments import calls_of
 from minigrpo.evaluate import grade, held_out
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
 from minigrpo.runtime.rng import stream
 from minigrpo.tasks.countdown import (
     LARGEST,

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from minigrpo import Config
+from minigrpo.run.checkpoint import load_checkpoint
+from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime import distributed
-from minigrpo.runtime.checkpoint import load_checkpoint
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
-from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.signals import StopRequest
 from minigrpo.types import ConfigError
 

@@ -18,7 +18,7 @@ from minigrpo.model.chat import Chat
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import RewardScorer
-from minigrpo.runtime.logging import read_jsonl
+from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import generate as generate_module
 from minigrpo.sampling.generate import Sampler

@@ -9,7 +9,7 @@ import pytest
 from examples.guess_sft import RandomGames
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.guess import GUESSES, NUMBERS, Game, Guess
 from minigrpo.tools.evaluate import load

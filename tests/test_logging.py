@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from minigrpo.config import Config
+from minigrpo.metrics import Graded
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.runtime import samples
-from minigrpo.runtime.console import Console
+from minigrpo.run import samples
+from minigrpo.run.console import Console
+from minigrpo.run.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
+from minigrpo.run.run_dir import RunDir
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.runtime.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
-from minigrpo.runtime.run_dir import RunDir
-from minigrpo.runtime.stats import Graded
 from minigrpo.types import Completions, ConfigError, Example, RewardTable, RolloutBatch
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
@@ -275,7 +275,7 @@ def test_a_line_of_progress_has_the_mean_since_the_line_before(capsys: Any) -> N
 
 
 TALK = """
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
 console = Console()
 for i in range(4000):
     console.say(f"line {i}")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minigrpo.config import Config
-from minigrpo.runtime.stats import wilson
+from minigrpo.runtime.statistics import wilson
 from minigrpo.tools import cli
 from minigrpo.tools.report import MOST_SAMPLES, figures_of
 from minigrpo.tools.runs import MOST_POINTS, Run, differing, draw, read_run

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, learner, rewards, trainer
-from minigrpo.runtime.checkpoint import checkpoints, is_finite, load_checkpoint, newest
+from minigrpo.run.checkpoint import checkpoints, is_finite, load_checkpoint, newest
 from minigrpo.runtime.guard import Diverged, RunFailed
 
 from .steps import bits, tiny_trainer

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from minigrpo.metrics import rollout_metrics
 from minigrpo.model.packing import PACKINGS
 from minigrpo.rollout import overlong_punishment, shuffled
-from minigrpo.runtime.stats import has_ended, rollout_metrics
 from minigrpo.types import Example, RewardTable
 
 from .steps import make_trainer
@@ -32,7 +32,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
         assert np.isfinite(trainer.learner.learn(batches[overlong], 0)["loss"])
     keep, mask, punish = batches["keep"], batches["mask"], batches["punish"]
     assert keep.texts == mask.texts == punish.texts
-    ended = has_ended(keep.completions, stops)
+    ended = keep.completions.ended(stops)
     assert 0 < ended.sum() < ended.numel()
     assert keep.loss_mask is None and mask.loss_mask is not None
     assert torch.equal(mask.loss_mask, ended)

@@ -24,20 +24,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minigrpo.config import Config
-from minigrpo.runtime import logging
-from minigrpo.runtime.checkpoint import (
+from minigrpo.run import logging
+from minigrpo.run.checkpoint import (
     checkpoints,
     load_checkpoint,
     newest,
     save_checkpoint,
     write_text,
 )
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
+from minigrpo.run.logging import read_jsonl
+from minigrpo.run.run_dir import RunDir, trained_on
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
-from minigrpo.runtime.logging import read_jsonl
 from minigrpo.runtime.rng import stream
-from minigrpo.runtime.run_dir import RunDir, trained_on
 from minigrpo.types import ConfigError
 
 LAST = 40  # steps of an undisturbed run

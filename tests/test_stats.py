@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.runtime import stats
+from minigrpo.metrics import headline, rollout_metrics
+from minigrpo.runtime import statistics as stats
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
 
@@ -46,7 +47,7 @@ def test_rollout_metrics_by_hand() -> None:
         "sampling/removed_mass": 0.25 * 6 / 9,
         "rollout/rounds": 7.0,
     }
-    assert DistContext().combine(stats.rollout_metrics(batch, [EOS])) == pytest.approx(expected)
+    assert DistContext().combine(rollout_metrics(batch, [EOS])) == pytest.approx(expected)
 
 
 def test_wilson_has_published_values() -> None:
@@ -110,8 +111,8 @@ def test_passes_have_powers_of_two_and_all_samples() -> None:
 
 
 def test_the_headline_is_the_first_sampled_measure() -> None:
-    assert stats.headline({"n": 3, "solved_sampled": 1, "reward_sampled": 0}) == "solved"
-    assert stats.headline({}) == "exact"
+    assert headline({"n": 3, "solved_sampled": 1, "reward_sampled": 0}) == "solved"
+    assert headline({}) == "exact"
 
 
 @given(st.integers(0, 30), st.integers(0, 30))

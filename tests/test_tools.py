@@ -16,11 +16,11 @@ import torch
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.build import Parts
 from minigrpo.config import places
+from minigrpo.metrics import Graded
 from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.runtime.console import Console
+from minigrpo.run.console import Console
+from minigrpo.run.run_dir import trained_on, warn_of_known_questions
 from minigrpo.runtime.guard import Diverged
-from minigrpo.runtime.run_dir import trained_on, warn_of_known_questions
-from minigrpo.runtime.stats import Graded
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
 from minigrpo.tools.evaluate import ModelArguments, parse

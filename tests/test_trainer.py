@@ -10,7 +10,7 @@ import torch
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.model.transformer import ModelShape
-from minigrpo.runtime.logging import read_jsonl
+from minigrpo.run.logging import read_jsonl
 from minigrpo.tools.cli import main
 from minigrpo.types import ConfigError
 

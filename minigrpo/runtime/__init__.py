@@ -1,1 +1,1 @@
-"""What surrounds training: devices, processes, the run's folder, logs, statistics."""
+"""What every run stands on: device, processes, optimizer, guard, random numbers, threads."""

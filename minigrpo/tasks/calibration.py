@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..runtime.rng import stream
-from ..runtime.stats import calibration
+from ..runtime.statistics import calibration
 from ..types import EXACT, Example
 from .base import Generated, SourceTask, is_held_out
 from .data import Files

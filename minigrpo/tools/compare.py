@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ..runtime.logging import HELD_OUT, read_jsonl
-from ..runtime.stats import SAMPLED, Difference, difference
+from ..metrics import SAMPLED
+from ..run.logging import HELD_OUT, read_jsonl
+from ..runtime.statistics import Difference, difference
 from ..types import REWARD
 from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, numbers, runs_of
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..runtime.console import Console
+from ..run.console import Console
 from .runs import Run, runs_of
 from .runs import RunArguments as Arguments
 

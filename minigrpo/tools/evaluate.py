@@ -16,10 +16,10 @@ from pydantic import Field
 from ..build import Parts, resolve
 from ..config import Config, Group
 from ..evaluate import measure
-from ..runtime.console import Console
+from ..run.console import Console
+from ..run.logging import to_json
+from ..run.run_dir import RECORD, warn_of_known_questions
 from ..runtime.device import pick_device, set_up_process
-from ..runtime.logging import to_json
-from ..runtime.run_dir import RECORD, warn_of_known_questions
 
 
 class ModelArguments(Group):

@@ -14,8 +14,8 @@ from pathlib import Path
 from ..build import Parts
 from ..model.hf import read_json, save_model_folder
 from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG
-from ..runtime.console import Console
-from ..runtime.run_dir import TRAINED_ON
+from ..run.console import Console
+from ..run.run_dir import TRAINED_ON
 from .evaluate import ModelArguments, parse
 
 

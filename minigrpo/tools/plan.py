@@ -20,8 +20,8 @@ from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.lora import add_adapters
 from ..model.transformer import ModelShape, Transformer
-from ..runtime.console import Console
-from ..runtime.run_dir import RECORD
+from ..run.console import Console
+from ..run.run_dir import RECORD
 from ..tasks.base import shipped_model
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Template
 
 from ..config import Config
-from ..runtime.logging import SAMPLES, Record, read_jsonl
+from ..run.logging import SAMPLES, Record, read_jsonl
 from ..types import Warn
 from .doctor import diagnose
 from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, runs_of

@@ -19,10 +19,11 @@ from pydantic import Field
 
 from ..config import Config, Group
 from ..errors import refusing
-from ..runtime.console import Console
-from ..runtime.logging import EVALUATIONS, METRICS, read_jsonl
-from ..runtime.run_dir import RECORD
-from ..runtime.stats import SAMPLED, Estimate, headline, wilson
+from ..metrics import SAMPLED, headline
+from ..run.console import Console
+from ..run.logging import EVALUATIONS, METRICS, read_jsonl
+from ..run.run_dir import RECORD
+from ..runtime.statistics import Estimate, wilson
 from ..types import REWARD, ConfigError, Warn
 
 Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys

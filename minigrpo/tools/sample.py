@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from ..evaluate import ask, grade, held_out
-from ..runtime.console import Console
-from ..runtime.stats import Graded
+from ..metrics import Graded
+from ..run.console import Console
 from ..task import Task
 from .cli import printable
 from .evaluate import ModelArguments, load, parse

@@ -25,6 +25,8 @@ import torch
 from ..config import Config, places
 from ..model.lora import ADAPTER_FILE, adapters, peft_files
 from ..model.transformer import Transformer
+from ..runtime.distributed import DistContext
+from ..runtime.guard import RunFailed
 from ..types import ConfigError, Warn
 from .checkpoint import (
     CHECKPOINTS,
@@ -38,8 +40,6 @@ from .checkpoint import (
     write_text,
 )
 from .console import Console
-from .distributed import DistContext
-from .guard import RunFailed
 from .logging import LOGS, RunLog, start_tracker, to_json
 
 RECORD, SUMMARY, TRAINED_ON = "config.toml", "summary.json", "trained_on.npy"

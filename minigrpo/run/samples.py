@@ -23,11 +23,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..metrics import Graded
 from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
 from ..types import RolloutBatch
 from .logging import HELD_OUT, SAMPLES, Record, RunLog
-from .stats import Graded
 
 STEPS_BETWEEN = 10
 SHOWN = 32  # prompts per evaluation

@@ -1,4 +1,4 @@
-"""What is measured of completions and evaluations: means, intervals, tests, calibration.
+"""Means, intervals, tests and calibration of evaluations.
 
 Intervals are 95 %. Examples are independent of each other; the K completions of one example are
 not, so an interval is always over examples. Shares have Wilson's interval, all other measures that
@@ -6,98 +6,18 @@ of Student's t.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, RolloutBatch
-
-SAMPLED = "_sampled"  # what the key of a measure of sampled completions ends with
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 # the same of Student's t, as a polynomial in 1 / degrees of freedom: within 1 % from 2 degrees on
 # (Abramowitz and Stegun, 26.7.5)
 STUDENT_T = (1.590, 2.556, 2.822, 2.372, Z)
 ALPHA = 0.05
 NUM_BINS = 10  # of the calibration error
-
-# --- metrics of a rollout -------------------------------------------------------------------------
-
-
-def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np.ndarray]:
-    """The values of this process's batch by metric, under TRL's names where TRL has one.
-
-    A metric is the mean of the values of all processes that are not NaN, or the sum of counts:
-    see `DistContext.combine`.
-    """
-    mask = batch.completions.completion_mask
-    values: dict[str, Any] = {**batch.metrics, "completions/mean_length": mask.sum(-1)}
-    if (rewards := batch.rewards) is not None:
-        values["reward"] = rewards.total
-        several = rewards.total.shape[1] > 1  # one alone may have a teacher
-        values["reward_std"] = rewards.total.std(axis=1, ddof=int(several))
-        values["frac_reward_zero_std"] = has_zero_variance(rewards)
-        values |= {f"rewards/{name}/mean": x for name, x in rewards.parts.items()}
-        values |= {f"rewards/{name}/failures": n for name, n in rewards.failures.items()}
-        values["completions/clipped_ratio"] = ~has_ended(batch.completions, stops)
-        if dialogues := [x for group in batch.texts for x in group if isinstance(x, Dialogue)]:
-            values["dialogues/turns"] = [x.turns for x in dialogues]
-            values["dialogues/cut_ratio"] = [x.cut for x in dialogues]
-            calls = [sum(y["role"] == "tool" for y in x.messages) for x in dialogues]
-            values["tools/call_frequency"] = calls
-    if (log_kept_mass := batch.completions.log_kept_mass) is not None:
-        values["sampling/removed_mass"] = 1 - log_kept_mass[mask].exp()
-    return {name: np.asarray(x, dtype=np.float64) for name, x in values.items()}
-
-
-def has_zero_variance(rewards: RewardTable | None) -> np.ndarray:
-    """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
-    assert rewards is not None
-    return rewards.total.max(1) == rewards.total.min(1)
-
-
-def has_ended(completions: Completions, stops: Collection[int]) -> Tensor:
-    """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
-    last = (completions.completion_len - 1).clamp(min=0)
-    ends = torch.tensor(sorted(stops), dtype=torch.int64)
-    return torch.isin(completions.completion_ids.gather(-1, last[..., None])[..., 0], ends)
-
-
-# --- evaluations ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Graded:
-    """K completions of each of n evaluation examples, and their scores."""
-
-    examples: Sequence[Example]  # [n]
-    texts: Sequence[Sequence[str]]  # [n][K]
-    rewards: RewardTable  # [n, K]
-    # the part that says which are right; EXACT, if it is no part: equal to the answer; REWARD: none
-    success: str
-
-    @property
-    def right(self) -> np.ndarray:
-        """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
-        if self.success == REWARD:
-            return np.full_like(self.rewards.total, np.nan)
-        if (scores := self.rewards.parts.get(self.success)) is not None:
-            return np.where(np.isnan(scores), np.nan, scores == 1)
-        pairs = zip(self.examples, self.texts, strict=True)
-        same = [[text == example.answer for text in group] for example, group in pairs]
-        return np.array(same, dtype=float)
-
-    @cached_property
-    def measures(self) -> dict[str, np.ndarray]:
-        """Each measure of the `[n]` examples, a mean over their completions; the headline first."""
-        parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        values = {self.success: self.right, **parts} | {REWARD: self.rewards.total}
-        return {name: means(x) for name, x in values.items()}
-
 
 # --- intervals ------------------------------------------------------------------------------------
 
@@ -149,7 +69,7 @@ def students_t(values: np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-# --- pass@k and the headline ----------------------------------------------------------------------
+# --- pass@k ---------------------------------------------------------------------------------------
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -175,11 +95,6 @@ def passes(right: np.ndarray) -> dict[str, Estimate]:
         each = [pass_at_k(num_samples, int(x), k) for x in counts[~np.isnan(counts)]]
         found[f"pass@{k}"] = estimate(np.array(each))
     return found
-
-
-def headline(record: Mapping[str, object]) -> str:
-    """The name of an evaluation's first measure, greedy; with SAMPLED, it is the sampled one."""
-    return next((x for x in record if x.endswith(SAMPLED)), EXACT).removesuffix(SAMPLED)
 
 
 # --- two models on the same examples --------------------------------------------------------------

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from ..config import Config
+from ..metrics import SAMPLED, headline
+from ..runtime.statistics import Estimate
 from ..task import Task
-from .stats import SAMPLED, Estimate, headline
 
 SECONDS_BETWEEN_LINES = 15.0  # of progress
 
